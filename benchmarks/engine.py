@@ -87,12 +87,12 @@ class Stopwatch:
 
 def watch(engine: Engine, watch: Stopwatch) -> None:
     """Put the stopwatch around each part; the loop itself stays the product's."""
-    publisher, executor = engine._publisher, engine.model.executor
+    processor, requests, executor = engine._processor, engine._requests, engine.model.executor
     engine.scheduler.schedule = watch.wrap("schedule", engine.scheduler.schedule)  # type: ignore[method-assign]  # a measurement from outside
     engine.scheduler.commit = watch.wrap("commit", engine.scheduler.commit)  # type: ignore[method-assign]  # measured from outside
-    publisher.batch = watch.wrap("build", publisher.batch)  # type: ignore[method-assign]  # measured from outside
-    publisher.accept = watch.wrap("accept", publisher.accept)  # type: ignore[method-assign]  # measured from outside
-    publisher.deliver = watch.wrap("deliver", publisher.deliver)  # type: ignore[method-assign]  # measured from outside
+    processor.batch = watch.wrap("build", processor.batch)  # type: ignore[method-assign]  # measured from outside
+    processor.accept = watch.wrap("accept", processor.accept)  # type: ignore[method-assign]  # measured from outside
+    requests._deliver = watch.wrap("deliver", requests._deliver)  # type: ignore[method-assign]  # measured from outside
     executor.execute = watch.wrap("execute", executor.execute)  # type: ignore[method-assign]  # measured from outside
 
 

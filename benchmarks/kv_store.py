@@ -22,7 +22,8 @@ from pathlib import Path
 
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_files import claim_host_folder
-from lockstep.engine.kv_store import KVStore, KVStoreOptions
+from lockstep.engine.kv_store import KVStore
+from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lockstep.engine import kv_store
+from lockstep.engine import kv_load, kv_store
 from lockstep.engine.kv_files import BlockFiles
+from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord
-from lockstep.engine.kv_store import ChainLoad, KVStore, KVStoreOptions, Place
+from lockstep.engine.kv_store import KVStore
+from lockstep.engine.kv_tiers import Place
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
+from tests.engine.conftest import OpenStore
 from tests.waiting import until
 
 SIZE = 5000
 PAGES = 8192
 """Bytes of one block's file, in whole pages."""
 ENVIRONMENT, OTHER = b"e" * 16, b"o" * 16
-Open = Callable[..., KVStore]
-
-
-@pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[Open]:
-    opened: list[KVStore] = []
-
-    def open_store(host_bytes: int = 1 << 20, disk_bytes: int = 0) -> KVStore:
-        for store in opened:
-            store.close(10.0)
-        options = KVStoreOptions(str(tmp_path / "host"), host_bytes, str(tmp_path / "disk"), disk_bytes)
-        opened.append(KVStore(options))
-        return opened[-1]
-
-    yield open_store
-    for store in opened:
-        store.close(10.0)
 
 
 def nothing() -> None:
@@ -77,7 +62,7 @@ def test_what_comes_after_a_load_was_cancelled_is_never_taken_for_the_block_that
     assert load.take(SIZE) == []
 
 
-def test_bytes_that_wait_to_be_written_are_counted_right_by_many_threads(open_store: Open) -> None:
+def test_bytes_that_wait_to_be_written_are_counted_right_by_many_threads(open_store: OpenStore) -> None:
     """Else saving would end for good one day, or have no bound."""
     store = open_store(host_bytes=1)
 
@@ -102,11 +87,11 @@ def test_bytes_that_wait_to_be_written_are_counted_right_by_many_threads(open_st
 # -- who waits is woken -----------------------------------------------------------------------------------------------
 
 
-def test_whoever_waits_when_the_store_is_closed_is_told(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_waits_when_the_store_is_closed_is_told(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store()
     save(store, *range(8))
     assert store.flush(10.0)
-    monkeypatch.setattr(kv_store, "MAX_AHEAD_BYTES", 1)
+    monkeypatch.setattr(kv_load, "MAX_AHEAD_BYTES", 1)
     woken = threading.Event()
     load = store.load(ENVIRONMENT, [hash_of(number) for number in range(8)], SIZE, woken.set)
     until(lambda: load.is_ready, "the first block came")
@@ -118,7 +103,7 @@ def test_whoever_waits_when_the_store_is_closed_is_told(open_store: Open, monkey
 
 
 def test_a_defect_in_the_store_s_thread_ends_the_load_and_not_the_store(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
     save(store, 0, 1)
@@ -132,7 +117,9 @@ def test_a_defect_in_the_store_s_thread_ends_the_load_and_not_the_store(
     assert len(load.take(SIZE)) == 1
 
 
-def test_who_could_not_save_is_woken_by_what_others_wrote(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_could_not_save_is_woken_by_what_others_wrote(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store()
     monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", SIZE)
     may_write, woken = threading.Event(), threading.Event()
@@ -152,7 +139,7 @@ def test_who_could_not_save_is_woken_by_what_others_wrote(open_store: Open, monk
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_cannot_have_one_folder_keeps_none(open_store: Open, tmp_path: Path) -> None:
+def test_a_store_that_cannot_have_one_folder_keeps_none(open_store: OpenStore, tmp_path: Path) -> None:
     """Else a second attempt would find its own lock on the other one, for as long as the process lives."""
     elsewhere = BlockFiles(tmp_path / "disk", 1 << 20)
     with pytest.raises(UsageError, match="another process"):
@@ -164,7 +151,7 @@ def test_a_store_that_cannot_have_one_folder_keeps_none(open_store: Open, tmp_pa
 # -- whose blocks go first --------------------------------------------------------------------------------------------
 
 
-def test_what_nobody_has_asked_for_since_the_start_gives_way_to_everybody(open_store: Open) -> None:
+def test_what_nobody_has_asked_for_since_the_start_gives_way_to_everybody(open_store: OpenStore) -> None:
     """A disk full of an artifact's blocks that is served no more must not keep a low model from keeping its own."""
     store = open_store(host_bytes=4 * PAGES)
     save(store, 0, 1, 2, 3, environment=OTHER)
@@ -176,7 +163,7 @@ def test_what_nobody_has_asked_for_since_the_start_gives_way_to_everybody(open_s
     assert len(present(store, 4, OTHER)) == 2
 
 
-def test_blocks_of_an_earlier_process_have_the_class_of_their_engine_again(open_store: Open) -> None:
+def test_blocks_of_an_earlier_process_have_the_class_of_their_engine_again(open_store: OpenStore) -> None:
     store = open_store(host_bytes=4 * PAGES)
     save(store, 0, 1, 2, 3, environment=OTHER)
     store = open_store(host_bytes=4 * PAGES)
@@ -190,7 +177,7 @@ def test_blocks_of_an_earlier_process_have_the_class_of_their_engine_again(open_
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
 
-def test_records_count_against_the_budget_of_their_tier(open_store: Open, tmp_path: Path) -> None:
+def test_records_count_against_the_budget_of_their_tier(open_store: OpenStore, tmp_path: Path) -> None:
     store = open_store(host_bytes=4 * PAGES)
     save(store, 0, 1, 2, 3)
     for number in range(3):
@@ -198,16 +185,16 @@ def test_records_count_against_the_budget_of_their_tier(open_store: Open, tmp_pa
         assert store.flush(10.0)
         taken = sum(path.stat().st_blocks * 512 for path in (tmp_path / "host").rglob("*") if path.is_file())
         assert taken <= 4 * PAGES
-    assert store.stats()[Place.HOST].num_bytes <= 4 * PAGES
+    assert store.tiers.stats()[Place.HOST].num_bytes <= 4 * PAGES
     assert len(present(store, 4)) == 2, "two blocks gave way to three files of a page"
     for number in range(3):
         store.end(str(number))
     assert store.flush(10.0)
-    assert store.stats()[Place.HOST].num_bytes == len(present(store, 4)) * PAGES
+    assert store.tiers.stats()[Place.HOST].num_bytes == len(present(store, 4)) * PAGES
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_no_session_leaves_anything_behind(count: int, open_store: Open, tmp_path: Path) -> None:
+def test_no_session_leaves_anything_behind(count: int, open_store: OpenStore, tmp_path: Path) -> None:
     """Each comes, is answered twice and ends."""
     store = open_store(host_bytes=1 << 24, disk_bytes=1 << 24)
     for number in range(count):
@@ -219,6 +206,6 @@ def test_no_session_leaves_anything_behind(count: int, open_store: Open, tmp_pat
     assert store.flush(60.0)
     records = store._records
     assert (len(records._records), len(records._num_references), len(records._file_bytes)) == (0, 0, 0)
-    assert (len(store._jobs), len(store._behind), store._saving_bytes) == (0, 0, 0)
+    assert (len(store._jobs), len(store.tiers._behind), store._saving_bytes) == (0, 0, 0)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
-    assert {figures.num_bytes for figures in store.stats().values()} == {0}
+    assert {figures.num_bytes for figures in store.tiers.stats().values()} == {0}

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,104 +15,18 @@ import pytest
 from lockstep.engine import kv_store, kv_transfer
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_files import BlockFiles, BlockKey
-from lockstep.engine.kv_store import KVStore, KVStoreOptions, Place
-from lockstep.engine.kv_transfer import KVTransfer, environment_of
-from lockstep.engine.loading import LoadedModel, load_model
+from lockstep.engine.kv_tiers import Place
+from lockstep.engine.kv_transfer import environment_of
+from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
-from lockstep.engine.outputs import RequestOutput
-from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sessions import SessionChange
 from lockstep.errors import RequestFailedError
-from lockstep.executors.sampling_params import SamplingParams
+from tests.engine.conftest import OpenStore, Pocket
+from tests.engine.kv_sessions import BLOCK, OWNER, answer, ask, hashes_of, kv_of, leave, prompt, tokens_of
 from tests.waiting import until
 
-BLOCK = 32
-OWNER = "m"
-Make = Callable[..., Engine]
 
-
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[tuple[LoadedModel, Any]]:
-    model, config = load_model("pocket://", LoadOptions(EngineOptions(num_blocks=96)))
-    yield model, config
-    model.close()
-
-
-@pytest.fixture
-def changes() -> list[SessionChange]:
-    return []
-
-
-@pytest.fixture
-def faults() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def open_store(tmp_path: Path, faults: list[str]) -> Iterator[Callable[..., KVStore]]:
-    opened: list[KVStore] = []
-
-    def open_store(host_bytes: int = 1 << 26, disk_bytes: int = 1 << 26) -> KVStore:
-        for store in opened:
-            store.close(10.0)
-        opened.clear()
-        options = KVStoreOptions(str(tmp_path / "host"), host_bytes, str(tmp_path / "disk"), disk_bytes)
-        opened.append(KVStore(options, faults.append))
-        return opened[0]
-
-    yield open_store
-    for store in opened:
-        store.close(10.0)
-
-
-@pytest.fixture
-def make(loaded: tuple[LoadedModel, Any], changes: list[SessionChange]) -> Make:
-    """Engines on one model: each begins with an empty prefix cache."""
-
-    def make(store: KVStore | None = None) -> Engine:
-        model, config = loaded
-        return Engine(model, config, on_session=changes.append, store=store)
-
-    return make
-
-
-def ask(tokens: tuple[int, ...], session: str | None = None, max_tokens: int = 6, **fields: Any) -> GenerationRequest:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return GenerationRequest(tokens, params, session_id=session, session_owner=OWNER, **fields)
-
-
-def answer(engine: Engine, request: GenerationRequest) -> RequestOutput:
-    request_id = engine.submit(request)
-    engine.run_until_idle()
-    output = engine.result(request_id)
-    assert output is not None
-    assert output.error is None
-    return output
-
-
-def kv_of(engine: Engine) -> KVTransfer:
-    assert engine.sessions.kv is not None
-    return engine.sessions.kv
-
-
-def hashes_of(engine: Engine, session: str) -> tuple[bytes, ...]:
-    """What a session will come back for."""
-    kv = kv_of(engine)
-    [hashes] = [record.hashes for record in kv.store.records(kv.environment) if record.session_id == session]
-    return hashes
-
-
-def tokens_of(output: RequestOutput) -> tuple[int, ...]:
-    return tuple(output.completions[0].token_ids)
-
-
-def prompt(number: int, length: int = 150) -> tuple[int, ...]:
-    rng = random.Random(number)
-    return tuple(rng.randrange(300, 4000) for _ in range(length))
-
-
-def test_a_session_that_left_the_device_comes_back_bit_by_bit(make: Make, open_store: Callable[..., KVStore]) -> None:
-    engine = make(open_store())
+def test_a_session_that_left_the_device_comes_back_bit_by_bit(pocket: Pocket, open_store: OpenStore) -> None:
+    engine = Engine(*pocket, store=open_store())
     first = answer(engine, ask(prompt(1), "s"))
     assert first.num_cached_tokens == 0
     hashes = hashes_of(engine, "s")
@@ -125,33 +37,33 @@ def test_a_session_that_left_the_device_comes_back_bit_by_bit(make: Make, open_s
     longer = (*prompt(1), *prompt(2, 40))
     back = answer(engine, ask(longer, "s"))
     assert back.num_cached_tokens == 4 * BLOCK
-    assert tokens_of(back) == tokens_of(answer(make(), ask(longer)))
+    assert tokens_of(back) == tokens_of(answer(Engine(*pocket), ask(longer)))
     after = engine.model.executor.read_blocks([b for b in engine.scheduler.cached_blocks(hashes) if b is not None])
     assert np.array_equal(before, after)
-    assert kv_of(engine).store.num_loaded == {Place.HOST: 4}
+    assert kv_of(engine).store.tiers.num_loaded == {Place.HOST: 4}
     engine.scheduler.check()
 
 
 def test_it_comes_back_from_disk_where_host_memory_is_gone(
-    make: Make, open_store: Callable[..., KVStore], tmp_path: Path
+    pocket: Pocket, open_store: OpenStore, tmp_path: Path
 ) -> None:
-    first = answer(make(open_store()), ask(prompt(1), "s"))
-    store = open_store()
+    first = answer(Engine(*pocket, store=open_store(disk_bytes=1 << 26)), ask(prompt(1), "s"))
+    store = open_store(disk_bytes=1 << 26)
     for path in (tmp_path / "host").rglob("*.kv"):
         path.unlink()
-    engine = make(store)
+    engine = Engine(*pocket, store=store)
     assert [(c.session_id, c.num_stored_tokens) for c in engine.sessions.stored()] == [("s", 4 * BLOCK)]
     back = answer(engine, ask(prompt(1), "s"))
     assert (back.num_cached_tokens, tokens_of(back)) == (4 * BLOCK, tokens_of(first))
-    assert store.num_rejected == {Place.HOST: 4}, "each file of the host that is gone is one"
-    assert kv_of(engine).store.num_loaded == {Place.DISK: 4}
-    until(lambda: store.stats()[Place.HOST].num_blocks == 4, "they are in host memory again")
+    assert store.tiers.num_rejected == {Place.HOST: 4}, "each file of the host that is gone is one"
+    assert kv_of(engine).store.tiers.num_loaded == {Place.DISK: 4}
+    until(lambda: store.tiers.stats()[Place.HOST].num_blocks == 4, "they are in host memory again")
 
 
-def test_blocks_are_copied_while_the_session_is_on_the_device(make: Make, open_store: Callable[..., KVStore]) -> None:
+def test_blocks_are_copied_while_the_session_is_on_the_device(pocket: Pocket, open_store: OpenStore) -> None:
     """So that a worker that is killed loses nothing of an idle session."""
     store = open_store()
-    engine = make(store)
+    engine = Engine(*pocket, store=store)
     answer(engine, ask(prompt(1), "s"))
     assert store.flush(10.0)
     hashes = hashes_of(engine, "s")
@@ -160,56 +72,52 @@ def test_blocks_are_copied_while_the_session_is_on_the_device(make: Make, open_s
 
 
 def test_a_damaged_block_cuts_the_chain_and_the_rest_is_computed(
-    make: Make, open_store: Callable[..., KVStore], faults: list[str], tmp_path: Path
+    pocket: Pocket, open_store: OpenStore, faults: list[str], tmp_path: Path
 ) -> None:
-    store = open_store(disk_bytes=0)
-    engine = make(store)
+    store = open_store()
+    engine = Engine(*pocket, store=store)
     answer(engine, ask(prompt(1), "s"))
     hashes = hashes_of(engine, "s")
-    engine.sessions.sweep()
-    store.flush(10.0)
+    leave(engine)
     [path] = (tmp_path / "host").rglob(f"{hashes[2].hex()}.kv")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     back = answer(engine, ask(prompt(1), "s"))
     assert back.num_cached_tokens == 2 * BLOCK
-    assert tokens_of(back) == tokens_of(answer(make(), ask(prompt(1))))
+    assert tokens_of(back) == tokens_of(answer(Engine(*pocket), ask(prompt(1))))
     assert [fault.rpartition(" has ")[2] for fault in faults] == ["another checksum than its content"]
-    engine.sessions.sweep()
-    store.flush(10.0)
+    leave(engine)
     assert answer(engine, ask(prompt(1), "s")).num_cached_tokens == 4 * BLOCK, "computed again, it was kept again"
 
 
 def test_another_environment_finds_nothing(
-    loaded: tuple[LoadedModel, Any], make: Make, open_store: Callable[..., KVStore], monkeypatch: pytest.MonkeyPatch
+    pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
-    engine = make(store)
+    engine = Engine(*pocket, store=store)
     answer(engine, ask(prompt(1), "s"))
-    engine.sessions.sweep()
-    store.flush(10.0)
-    other = dict(loaded[0].executor.environment) | {"openvino": "another version"}
-    monkeypatch.setattr(loaded[0].executor, "environment", other)
-    engine = make(store)
+    leave(engine)
+    other = dict(pocket[0].executor.environment) | {"openvino": "another version"}
+    monkeypatch.setattr(pocket[0].executor, "environment", other)
+    engine = Engine(*pocket, store=store)
     assert engine.sessions.stored() == ()
     assert answer(engine, ask(prompt(1), "s")).num_cached_tokens == 0
 
 
-def test_requests_without_a_session_find_what_sessions_left(make: Make, open_store: Callable[..., KVStore]) -> None:
-    engine = make(open_store())
+def test_requests_without_a_session_find_what_sessions_left(pocket: Pocket, open_store: OpenStore) -> None:
+    engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1), "s"))
-    engine.sessions.sweep()
-    kv_of(engine).store.flush(10.0)
+    leave(engine)
     assert answer(engine, ask((*prompt(1)[:100], *prompt(3)))).num_cached_tokens == 3 * BLOCK
 
 
 def test_a_session_that_is_ended_leaves_no_block_that_nobody_shares(
-    make: Make, open_store: Callable[..., KVStore], tmp_path: Path
+    pocket: Pocket, open_store: OpenStore, tmp_path: Path
 ) -> None:
     """Also where its blocks were not written yet, or were swept before."""
-    store = open_store()
-    engine = make(store)
+    store = open_store(disk_bytes=1 << 26)
+    engine = Engine(*pocket, store=store)
     answer(engine, ask(prompt(1), "s"))
     answer(engine, ask((*prompt(1)[:70], *prompt(2)), "t"))
     engine.sessions.end("s", OWNER)
@@ -224,13 +132,10 @@ def test_a_session_that_is_ended_leaves_no_block_that_nobody_shares(
     assert not list((tmp_path / "disk" / "sessions").iterdir())
 
 
-def test_a_request_that_ends_while_it_waits_for_blocks_takes_none(
-    make: Make, open_store: Callable[..., KVStore]
-) -> None:
-    engine = make(open_store())
+def test_a_request_that_ends_while_it_waits_for_blocks_takes_none(pocket: Pocket, open_store: OpenStore) -> None:
+    engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1), "s"))
-    engine.sessions.sweep()
-    kv_of(engine).store.flush(10.0)
+    leave(engine)
     request_id = engine.submit(ask(prompt(1), "s"))
     engine.drain()
     assert (engine.num_waiting, kv_of(engine).num_waiting) == (1, 1)
@@ -243,11 +148,10 @@ def test_a_request_that_ends_while_it_waits_for_blocks_takes_none(
     engine.scheduler.check()
 
 
-def test_a_stream_goes_on_while_blocks_come_back(make: Make, open_store: Callable[..., KVStore]) -> None:
-    engine = make(open_store())
+def test_a_stream_goes_on_while_blocks_come_back(pocket: Pocket, open_store: OpenStore) -> None:
+    engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1, 1900), "s"))
-    engine.sessions.sweep()
-    kv_of(engine).store.flush(10.0)
+    leave(engine)
     stream = engine.submit(ask(prompt(2), max_tokens=60))
     for _ in range(3):
         engine.step()
@@ -256,16 +160,15 @@ def test_a_stream_goes_on_while_blocks_come_back(make: Make, open_store: Callabl
     streamed, restored = engine.result(stream), engine.result(back)
     assert streamed is not None
     assert restored is not None
-    assert tokens_of(streamed) == tokens_of(answer(make(), ask(prompt(2), max_tokens=60)))
+    assert tokens_of(streamed) == tokens_of(answer(Engine(*pocket), ask(prompt(2), max_tokens=60)))
     assert restored.num_cached_tokens == 1898 // BLOCK * BLOCK
 
 
-def test_where_the_device_has_no_room_the_rest_is_computed(open_store: Callable[..., KVStore]) -> None:
+def test_where_the_device_has_no_room_the_rest_is_computed(open_store: OpenStore) -> None:
     model, config = load_model("pocket://", LoadOptions(EngineOptions(num_blocks=12, max_model_len=320)))
     engine = Engine(model, config, store=open_store())
     answer(engine, ask(prompt(1, 290), "s"))
-    engine.sessions.sweep()
-    kv_of(engine).store.flush(10.0)
+    leave(engine)
     busy = engine.submit(ask(prompt(2, 250), max_tokens=30))
     engine.step()
     back = engine.submit(ask(prompt(1, 290), "s"))
@@ -279,14 +182,12 @@ def test_where_the_device_has_no_room_the_rest_is_computed(open_store: Callable[
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.slow)])
-def test_restored_sessions_answer_as_recomputed_ones(
-    count: int, make: Make, open_store: Callable[..., KVStore]
-) -> None:
+def test_restored_sessions_answer_as_recomputed_ones(count: int, pocket: Pocket, open_store: OpenStore) -> None:
     """In each round of a few sessions everybody leaves the device, and comes back beside others."""
     seed = random.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
-    engine, plain = make(open_store(host_bytes=1 << 22)), make()
+    engine, plain = Engine(*pocket, store=open_store(1 << 22, 1 << 30)), Engine(*pocket)
     histories = {f"s{n}": prompt(n, rng.randrange(40, 400)) for n in range(max(8, count // 10))}
     num_restored = 0
     while num_restored < count:
@@ -303,15 +204,15 @@ def test_restored_sessions_answer_as_recomputed_ones(
                 histories[name] += tokens_of(output) + prompt(rng.randrange(1 << 30), rng.randrange(1, 60))
         engine.sessions.sweep()
         engine.scheduler.check()
-    assert kv_of(engine).store.num_loaded[Place.HOST] > 0
-    assert not kv_of(engine).store.num_rejected
+    assert kv_of(engine).store.tiers.num_loaded[Place.HOST] > 0
+    assert not kv_of(engine).store.tiers.num_rejected
 
 
 def test_saving_waits_where_the_store_is_behind(
-    make: Make, open_store: Callable[..., KVStore], monkeypatch: pytest.MonkeyPatch
+    pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
-    engine = make(store)
+    engine = Engine(*pocket, store=store)
     with monkeypatch.context() as patched:
         patched.setattr(kv_store, "MAX_SAVING_BYTES", 0)
         answer(engine, ask(prompt(1), "s"))
@@ -319,15 +220,15 @@ def test_saving_waits_where_the_store_is_behind(
     assert not has_work, "or the loop would spin"
     engine.run_until_idle()
     assert store.flush(10.0)
-    assert store.stats()[Place.HOST].num_blocks == 4
+    assert store.tiers.stats()[Place.HOST].num_blocks == 4
 
 
 def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
-    make: Make, open_store: Callable[..., KVStore], monkeypatch: pytest.MonkeyPatch
+    pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica that is unloaded with a full pool neither holds the step loop for long nor doubles its memory."""
     store = open_store()
-    engine = make(store)
+    engine = Engine(*pocket, store=store)
     size = engine.model.executor.geometry.bytes_per_block
     with monkeypatch.context() as patched:
         patched.setattr(kv_store, "MAX_SAVING_BYTES", 0)
@@ -346,11 +247,10 @@ def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
     assert store.find(environment_of(engine.model), hashes) == kept
 
 
-def test_an_engine_that_is_abandoned_wants_nothing_more(make: Make, open_store: Callable[..., KVStore]) -> None:
-    engine = make(open_store())
+def test_an_engine_that_is_abandoned_wants_nothing_more(pocket: Pocket, open_store: OpenStore) -> None:
+    engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1), "s"))
-    engine.sessions.sweep()
-    kv_of(engine).store.flush(10.0)
+    leave(engine)
     engine.submit(ask(prompt(1), "s"))
     engine.drain()
     engine.drain()  # its blocks are being read
@@ -360,13 +260,13 @@ def test_an_engine_that_is_abandoned_wants_nothing_more(make: Make, open_store: 
     assert (kv_of(engine).num_waiting, engine.num_open) == (0, 0)
 
 
-def test_what_is_said_to_be_stored_is_still_there(make: Make, open_store: Callable[..., KVStore]) -> None:
+def test_what_is_said_to_be_stored_is_still_there(pocket: Pocket, open_store: OpenStore) -> None:
     """Blocks may have been given up since the session's last request."""
-    engine = make(open_store(disk_bytes=0))
+    engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1), "s"))
     store = kv_of(engine).store
     assert store.flush(10.0)
-    tier = store._tiers[Place.HOST]
+    tier = store.tiers._files[Place.HOST]
     assert tier.remove(BlockKey(environment_of(engine.model), hashes_of(engine, "s")[1]))
-    [session] = make(open_store(disk_bytes=0)).sessions.stored()
+    [session] = Engine(*pocket, store=open_store()).sessions.stored()
     assert session.num_stored_tokens == BLOCK

@@ -45,8 +45,8 @@ def holds_nothing(engine: Engine) -> None:
     engine.scheduler.check()
     assert not engine.has_work
     assert engine.num_open == engine.scheduler.num_held_blocks == 0
-    assert not engine._publisher.generations
-    assert not engine._results
+    assert not engine._requests.generations
+    assert not engine._requests.results
 
 
 def is_usable(llm: LLM) -> None:

@@ -59,7 +59,7 @@ class Flight:
             if left and engine.num_open < num_users and draw.random() < 0.4:
                 left -= 1
                 self._ask()
-            for request_id in [*engine._open]:
+            for request_id in [*engine._requests.by_id]:
                 if draw.random() < 0.03:
                     self.seen["stopped, alone" if engine.num_open == 1 else "stopped"] += 1
                     engine.abort(request_id)

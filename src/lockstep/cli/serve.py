@@ -38,7 +38,7 @@ from lockstep.server.options import ServerOptions
 if TYPE_CHECKING:
     from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.resolve import LoadProgress
-    from lockstep.engine.kv_store import KVStoreOptions
+    from lockstep.engine.kv_tiers import KVStoreOptions
     from lockstep.server.reload import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
     from lockstep.worker.link import WorkerOptions
@@ -217,7 +217,7 @@ def _cluster(
 def kv_options(worker_flags: WorkerFlags) -> KVStoreOptions:
     """Options of the KV store; UsageError where it cannot be kept there."""
     from lockstep.engine.kv_files import check_folder
-    from lockstep.engine.kv_store import KVStoreOptions
+    from lockstep.engine.kv_tiers import KVStoreOptions
 
     folder = worker_flags.kv_dir
     if folder is not None:

@@ -25,7 +25,7 @@ from lockstep.cluster.sessions import SessionName
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
 from lockstep.cluster.state import ClusterOptions, ClusterState
 from lockstep.cluster.trust import NONE, Powers, Vetting, Vouchers
-from lockstep.engine.kv_store import TierStats
+from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer

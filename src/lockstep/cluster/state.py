@@ -29,7 +29,7 @@ from lockstep.cluster.sessions import ModelSessions, Session, SessionName, Sessi
 from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, Counters, TransitionSnapshot
 from lockstep.cluster.threads import call_on, in_thread
 from lockstep.engine.kv_files import HostFolder, claim_host_folder, host_fault
-from lockstep.engine.kv_store import KVStoreOptions
+from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import LockstepError, OverBudgetError, UnavailableError, UsageError

@@ -9,29 +9,27 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable
 
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
-from lockstep.core.request import CommandListener, FinishReason
+from lockstep.core.request import FinishReason
 from lockstep.core.scheduler import Scheduler
-from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import StepEvents, StepPlan, StepResult
-from lockstep.engine.deadlines import Clock, Deadlines, Due, SystemClock
-from lockstep.engine.generation import Generation, LiveRequest, Sink
+from lockstep.engine.deadlines import Clock, SystemClock
+from lockstep.engine.generation import Sink
 from lockstep.engine.input_processing import prepare
 from lockstep.engine.kv_store import KVStore
 from lockstep.engine.kv_transfer import KVTransfer
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, Unscheduled, cache_config_labels, snapshot
+from lockstep.engine.open_requests import OpenRequests, RecorderHook
 from lockstep.engine.output_processing import OutputProcessor
 from lockstep.engine.outputs import Published, RequestOutput, StepOutputs, TokenOutput
-from lockstep.engine.queues import Abort, Inbox, LoopMailboxes, Results
+from lockstep.engine.queues import Abort, Inbox, LoopMailboxes
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
-from lockstep.engine.waits import WaitSampler
-from lockstep.errors import LockstepError, QueueFullError, RequestFailedError, UsageError
+from lockstep.errors import LockstepError, RequestFailedError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -39,33 +37,6 @@ Observer = Callable[[StepPlan, StepResult, StepEvents], None]
 OutputStream = AsyncGenerator[TokenOutput, None]
 IDLE_WAIT_S = 1.0
 """Longest sleep of `Engine.run` before it looks for work unasked."""
-
-
-class RecorderHook(CommandListener, Protocol):
-    """Listener to all that decides an engine's steps: commands come from the scheduler, the rest from the engine.
-
-    Called in order on the engine's thread; never raises.
-    """
-
-    def opened(self, scheduler: Scheduler, fingerprint: Fingerprint) -> None:
-        """Take note of whose decisions follow; once, before everything else, on any thread."""
-        ...
-
-    def joined(self, generation: Generation, waited_s: float) -> None:
-        """Take note of the sequence that the scheduler was just given, and how long it waited for that."""
-        ...
-
-    def committed(self, record: bytes | None, result: StepResult, touched: Sequence[Generation]) -> None:
-        """Take note of a step's result; ``record`` is what it closed, ``touched`` are the sequences that sampled."""
-        ...
-
-    def ended(self, generation: Generation) -> None:
-        """Take note of a sequence that has ended, in a step or outside; its last token and reason are known."""
-        ...
-
-    def failed(self, record: bytes | None) -> None:
-        """Take note of a failed step; ``record`` is what it closed."""
-        ...
 
 
 class Engine:
@@ -106,21 +77,17 @@ class Engine:
         self.sessions = Sessions(self.scheduler, on_session or (lambda change: None), kv)
         self._now_s = (clock or SystemClock()).now_s
         self._observer = observer
-        self._accepted: list[int] = []
         self._metrics = EngineMetrics()
         self._fingerprint = Fingerprint()
         self._recorder = recorder
         if recorder is not None:
             recorder.opened(self.scheduler, self._fingerprint)
-        self._publisher = OutputProcessor(model, self._metrics)
-        self._waits = WaitSampler(self.scheduler, self._publisher.generations, self._now_s)
+        self._requests = OpenRequests(model, self.scheduler, self.sessions, self._metrics, recorder, self._now_s)
+        self._processor = OutputProcessor(model, self._metrics, self._requests.generations)
         self._running_thread_id = 0
         """Id of the thread in ``run``; 0: none."""
         self._ids = itertools.count()
         self._info = {"cache_config_info": cache_config_labels(config)}
-        self._open: dict[int, LiveRequest] = {}
-        self._results = Results(config.max_finished)
-        self._deadlines = Deadlines()
         self._mailboxes = LoopMailboxes()
 
     # -- any thread -----------------------------------------------------------------------------------------------
@@ -145,11 +112,11 @@ class Engine:
         live.is_kept = callback is None and request_id is None
         live.request_id = request_id = next(self._ids) if request_id is None else request_id
         live.arrival_s, live.sink = self._now_s(), callback
-        self._open[request_id] = live
+        self._requests.by_id[request_id] = live
         try:
             self._inbox.put(live)
         except UsageError:
-            self._open.pop(request_id, None)
+            self._requests.by_id.pop(request_id, None)
             raise
         except BaseException:  # an interrupt: nobody will ever know this id
             self.abort(request_id)
@@ -184,19 +151,19 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """End a request before its next step; an unknown or ended one is left alone."""
-        if request_id in self._open:
+        if request_id in self._requests.by_id:
             self._inbox.abort(request_id)
 
     def is_complete(self, request_id: int) -> bool:
-        return request_id not in self._open
+        return request_id not in self._requests.by_id
 
     def result(self, request_id: int) -> RequestOutput | None:
         """The answer to a request that was submitted without a callback, once; None while it runs or when read."""
-        return self._results.take(request_id)
+        return self._requests.results.take(request_id)
 
     def drain_finished(self) -> tuple[RequestOutput, ...]:
         """Every answer that ``result`` would give, in the order in which they ended; they count as read then."""
-        return self._results.take_all()
+        return self._requests.results.take_all()
 
     def stop(self) -> None:
         """Refuse requests from now on, and have ``run`` end with its step and abort what is open; does not wait."""
@@ -209,7 +176,7 @@ class Engine:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until something is submitted or aborted, a deadline is due, it is stopped, or the time is up."""
-        due_s = self._deadlines.next_s
+        due_s = self._requests.deadlines.next_s
         if due_s is not None:
             timeout_s = min(timeout_s, max(0.0, due_s - self._now_s()))
         self._inbox.wait(timeout_s)
@@ -222,7 +189,7 @@ class Engine:
     @property
     def num_open(self) -> int:
         """Requests that were submitted and have not ended."""
-        return len(self._open)
+        return len(self._requests.by_id)
 
     @property
     def num_running(self) -> int:
@@ -305,22 +272,14 @@ class Engine:
     def abort_all(self) -> None:
         """End every request, waiting or running: the engine is about to stop."""
         self.drain()
-        for request_id in list(self._open):
-            self._abort_now(request_id)
-        self._mailboxes.dispatch(on_lost=self._abort_now)
+        for request_id in list(self._requests.by_id):
+            self._requests.abort(request_id)
+        self._mailboxes.dispatch(on_lost=self._requests.abort)
 
     def abandon(self, error: LockstepError) -> None:
         """The loop itself broke: tell every caller, without a word to a scheduler that cannot be trusted any more."""
-        now_s = self._now_s()
         self.sessions.abandon()
-        for live in list(self._open.values()):
-            live.error = error
-            for generation in live.generations:
-                if generation.finish_reason is None:
-                    self._close(generation, FinishReason.ERROR, now_s)
-                    self._publisher.deliver((generation,), now_s)
-            if not live.generations:
-                self._refuse(live, error)
+        self._requests.abandon(error)
         self._mailboxes.dispatch(on_lost=lambda request_id: None)
 
     def step(self) -> StepOutputs:
@@ -332,27 +291,27 @@ class Engine:
         """
         self._check_thread()
         self.take()
-        outputs = self._publisher.outputs
+        outputs = self._requests.outputs
         self.drain()
-        plan = self._waits.schedule()
+        plan = self._requests.waits.schedule()
         if plan.has_work:
             self._run_plan(plan)
         else:
             assert not self.scheduler.has_unfinished, "sequences wait, but the plan is empty: nothing would ever change"
-        self._mailboxes.dispatch(on_lost=self._abort_now)
-        self._publisher.raise_interrupt()
+        self._mailboxes.dispatch(on_lost=self._requests.abort)
+        self._requests.raise_interrupt()
         return StepOutputs(plan if plan.has_work else None, outputs)
 
     def take(self) -> Published:
         """Take what was published since the last call, or since the last step began, which throws away what is left."""
-        accepted, self._accepted = self._accepted, []
-        return Published(accepted, *self._publisher.take(), self._waits.take())
+        started, self._processor.started = self._processor.started, []
+        return self._requests.take(started)
 
     def _run_plan(self, plan: StepPlan) -> None:
         try:
-            samples = self._publisher.compute(plan, self._now_s())
+            samples = self._processor.compute(plan, self._now_s())
             now_s = self._now_s()
-            result, touched = self._publisher.accept(plan, samples, now_s)
+            result, touched = self._processor.accept(plan, samples, now_s)
         except BaseException as error:  # whatever a step raises ends its requests with the reason, never the engine
             log.exception("step %d failed", plan.step)
             self._fail_step(plan, error)
@@ -361,23 +320,18 @@ class Engine:
         record = self._fingerprint.observe(plan, events)
         if self._recorder is not None:
             self._recorder.committed(record, result, touched)
-        self._account(self.scheduler.drain_finished())
-        for finish in events.finished:
-            self._close(self._publisher.generations[finish.seq_id], finish.reason, now_s)
-        lost = self._publisher.deliver(touched, now_s)
-        for finish in events.finished:
-            self._publisher.retire(finish.seq_id)
-        for request_id in lost:
-            self._abort_now(request_id)
+        self._requests.settle(events.finished, touched, now_s)
         if self._observer is not None:
             try:
                 self._observer(plan, result, events)
             except BaseException as error:
-                self._publisher.interrupt = error
+                self._requests.interrupt = error
 
     def _fail_step(self, plan: StepPlan, error: BaseException) -> None:
         self._metrics.num_failed_steps += 1
-        failed = self._publisher.take_back(plan, error)
+        if not isinstance(error, Exception):
+            self._requests.interrupt = error
+        failed = self._processor.take_back(plan)
         self.scheduler.fail(plan)
         record = self._fingerprint.observe_failure(plan)
         if self._recorder is not None:
@@ -386,115 +340,17 @@ class Engine:
             error, cause = RequestFailedError(f"step {plan.step} failed: {error!r}"), error
             error.__cause__ = cause
         for request_id in failed:
-            self._end(request_id, FinishReason.ERROR, error)
+            self._requests.end(request_id, FinishReason.ERROR, error)
 
     def drain(self) -> None:
         """Take what waited for a session, then what was submitted, in order, then what is due; once per step."""
         now_s = self._now_s()
         if self.sessions.has_work:
             for live in self.sessions.ready(now_s):
-                self._schedule(live, now_s)
+                self._requests.schedule(live, now_s)
         for command in self._inbox.take():
             if isinstance(command, Abort):
-                self._end(command.request_id, FinishReason.ABORT)
+                self._requests.end(command.request_id, FinishReason.ABORT)
             else:
-                self._add(command, now_s)
-        for due in self._deadlines.pop_due(now_s):
-            self._expire(due)
-
-    def _expire(self, due: Due) -> None:
-        live = self._open.get(due.request_id)
-        if live is not None and (due.while_running or live.first_scheduled_s is None):
-            self._end(due.request_id, FinishReason.DEADLINE, due.error())
-
-    def _add(self, live: LiveRequest, now_s: float) -> None:
-        """Give a request its place in the queue; what is refused ends with its reason."""
-        try:
-            is_first = self.sessions.enter(live, now_s)
-        except QueueFullError as error:
-            self._refuse(live, error)
-            return
-        if is_first and not self._schedule(live, now_s):
-            return
-        self._waits.entered(live)
-        self._deadlines.add(live.request_id, live.arrival_s, live.request)
-        self._deadlines.forget_stale(self._open)
-        self._accepted.append(live.request_id)
-
-    def _schedule(self, live: LiveRequest, now_s: float) -> bool:
-        """Hand the request's sequences to the scheduler; False: it refused them, which ended the request."""
-        self._open.setdefault(live.request_id, live)  # nobody submitted one that checks what came back
-        first: int | None = None
-        for index in range(live.num_open):
-            try:
-                seq_id = self.scheduler.add(live.core_request_of(first))
-            except LockstepError as error:
-                self._refuse(live, error)
-                return False
-            first = seq_id if first is None else first
-            generation = self._publisher.open(live, index, seq_id, self.config.max_forced_tokens)
-            if self._recorder is not None:
-                self._recorder.joined(generation, max(0.0, now_s - live.arrival_s))
-        return True
-
-    def _refuse(self, live: LiveRequest, error: LockstepError, reason: FinishReason = FinishReason.ERROR) -> None:
-        """End a request that the scheduler would not take; siblings that it did take go too."""
-        self._metrics.admission_rejections += isinstance(error, QueueFullError)
-        if live.generations:
-            live.num_open = len(live.generations)
-            self._end(live.request_id, reason, error)
-            return
-        live.error, live.num_open = error, 0
-        now_s = self._now_s()
-        self._metrics.count_finished(reason)
-        self._finish(live, now_s)
-        request = live.output(now_s)
-        self._publisher.publish(live, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=request))
-
-    def _end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
-        """End what is still open of a request, outside a step."""
-        live = self._open.get(request_id)
-        if live is None:
-            return
-        live.error = error or live.error
-        if not live.generations:  # it waited for a session, or for its blocks
-            self._refuse(live, error or RequestFailedError("it was aborted before it began"), reason)
-            return
-        now_s = self._now_s()
-        for generation in live.generations:
-            if generation.finish_reason is None:
-                self.scheduler.abort(generation.seq_id, reason)
-                self._account(self.scheduler.drain_finished())
-                self._close(generation, reason, now_s)
-                self._publisher.deliver((generation,), now_s)
-                self._publisher.retire(generation.seq_id)
-
-    def _abort_now(self, request_id: int) -> None:
-        self._end(request_id, FinishReason.ABORT)
-
-    def _account(self, finished: tuple[FinishedSequence, ...]) -> None:
-        """Take over what the scheduler counted for sequences that ended."""
-        for sequence in finished:
-            live = self._publisher.generations[sequence.seq_id].live
-            live.num_preemptions += sequence.num_preemptions
-            if sequence.seq_id == live.generations[0].seq_id:
-                live.num_cached_tokens = sequence.num_cached_tokens
-
-    def _close(self, generation: Generation, reason: FinishReason, now_s: float) -> None:
-        """Account for a sequence that ended, and for its request with the last of them."""
-        generation.end(reason)
-        if self._recorder is not None:
-            self._recorder.ended(generation)
-        live = generation.live
-        live.num_open -= 1
-        self._metrics.observe_finished(generation.span(), generation.finish_reason or reason, now_s)
-        if live.num_open == 0:
-            self._finish(live, now_s)
-
-    def _finish(self, live: LiveRequest, now_s: float) -> None:
-        self.sessions.leave(live, now_s)
-        if live.generations:
-            self._metrics.observe_request([generation.num_output for generation in live.generations])
-        if live.is_kept:
-            self._results.keep(live.output(now_s))
-        self._open.pop(live.request_id, None)  # now that its result is there, for whoever looks whether it is complete
+                self._requests.add(command, now_s)
+        self._requests.expire(now_s)

@@ -1,126 +1,30 @@
 """KV store: blocks that are kept outside of the device, in shared memory and on disk, for all engines of a process.
 
-Engines say what to keep and what they want back; one thread reads and writes the files. Host memory comes first, and
-what is in it is copied to disk when nothing else is to be done, so that either tier may lose any block at any time.
-Nothing here decides: what comes back enters a scheduler as a command of its engine.
+Engines say what to keep and what they want back; one thread reads and writes the files. It reads first what somebody
+waits for, then obeys in the order in which it was told, and copies to disk when nothing else is to be done. Nothing
+here decides: what comes back enters a scheduler as a command of its engine.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from enum import StrEnum
-from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-import numpy as np
-
-from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey
+from lockstep.engine.kv_files import BlockKey
+from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord, SessionRecords
-from lockstep.errors import UsageError
+from lockstep.engine.kv_tiers import KVStoreOptions, KVTiers, Place
 from lockstep.executors.base import Blocks
 
 log = logging.getLogger(__name__)
 
 MAX_SAVING_BYTES = 64 << 20
 """Contents that wait to be written; engines keep the rest on the device until there is room."""
-MAX_AHEAD_BYTES = 32 << 20
-"""Contents that were read for one chain and not taken yet."""
-MAX_BEHIND = 1 << 16
-"""Blocks that wait to be copied to disk; beyond, the oldest are not."""
 JOIN_LIMIT_S = 1.0
 """For the block that is being read or written when the store is closed."""
-
-
-class Place(StrEnum):
-    """Tier of a block outside of the device."""
-
-    HOST = "host"
-    DISK = "disk"
-
-
-class KVStoreOptions(msgspec.Struct, frozen=True):
-    """Options of a store; a tier without a folder is not there."""
-
-    host_dir: str = ""
-    host_bytes: int = 0
-    disk_dir: str = ""
-    disk_bytes: int = 0
-    check_share: float = 0.0
-    """Part of the chains that come back whose first block is computed again and compared."""
-
-
-class TierStats(NamedTuple):
-    """Figures of one tier."""
-
-    num_blocks: int
-    num_bytes: int
-    budget_bytes: int
-    num_evicted: int
-    num_loaded: int
-    """Blocks that came back from it."""
-    num_rejected: int
-    """Blocks that were not what had been written, or what is computed."""
-    num_checked: int
-    """Blocks that came back and were computed again."""
-
-
-class ChainLoad:
-    """Contents of a chain on their way back: read by the store's thread, taken by one engine's."""
-
-    def __init__(self, environment: bytes, hashes: Sequence[bytes], num_bytes: int, wake: Callable[[], None]) -> None:
-        self.environment = environment
-        self.hashes = tuple(hashes)
-        self.num_bytes = num_bytes
-        """Of one block."""
-        self.wake = wake
-        """Called by the store's thread when there is something to take, or nothing more will come."""
-        self.num_read = 0
-        self.num_taken = 0
-        self.is_over = False
-        """Nothing more will be read."""
-        self._ready: deque[Blocks] = deque()
-        self._lock = threading.Lock()
-        """So that nothing is added to what was cancelled meanwhile: it would be taken for the block that is missing."""
-
-    @property
-    def is_ready(self) -> bool:
-        """True if there is something to take, or nothing more will come."""
-        return bool(self._ready) or self.is_over
-
-    @property
-    def is_done(self) -> bool:
-        """True if all that came was taken, and nothing more will come."""
-        return self.is_over and not self._ready
-
-    @property
-    def wants_more(self) -> bool:
-        """True if the next block should be read."""
-        return not self.is_over and (self.num_read - self.num_taken) * self.num_bytes < MAX_AHEAD_BYTES
-
-    def put(self, content: Blocks) -> None:
-        """Add the next block's content, unless nobody wants it any more."""
-        with self._lock:
-            if not self.is_over:
-                self._ready.append(content)
-                self.num_read += 1
-                self.is_over = self.num_read == len(self.hashes)
-
-    def take(self, most_bytes: int) -> list[Blocks]:
-        """Contents of the next blocks, at least one where there is any."""
-        with self._lock:
-            count = min(len(self._ready), max(1, most_bytes // self.num_bytes))
-            self.num_taken += count
-            return [self._ready.popleft() for _ in range(count)]
-
-    def cancel(self) -> None:
-        """Want nothing more of it."""
-        with self._lock:
-            self.is_over = True
-            self._ready.clear()
 
 
 class _Save(NamedTuple):
@@ -171,28 +75,12 @@ class KVStore:
     def __init__(self, options: KVStoreOptions, on_fault: Callable[[str], None] = lambda text: None) -> None:
         self.options = options
         self._on_fault = on_fault
-        self._tiers: dict[Place, BlockFiles] = {}
-        for place, folder, num_bytes in (
-            (Place.HOST, options.host_dir, options.host_bytes),
-            (Place.DISK, options.disk_dir, options.disk_bytes),
-        ):
-            if folder and num_bytes:
-                try:
-                    self._tiers[place] = BlockFiles(Path(folder), num_bytes)
-                except UsageError:
-                    self._close_tiers()  # or nobody could have the other folder, this process included
-                    raise
-        lasting = [self._tiers[place] for place in (Place.DISK, Place.HOST) if place in self._tiers]
-        self._records = SessionRecords(lasting[0] if lasting else None)
+        self.tiers = KVTiers(options, on_fault)
+        self._records = SessionRecords(self.tiers.lasting)
         self._jobs: deque[_Job] = deque()
         self._saving_bytes = 0
         self._waiting_for_room: list[Callable[[], None]] = []
         self._loads: deque[ChainLoad] = deque()
-        self._behind: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()
-        """Bytes and class of blocks that are not on disk yet."""
-        self.num_loaded: Counter[Place] = Counter()
-        self.num_rejected: Counter[Place] = Counter()
-        self.num_checked: Counter[Place] = Counter()
         self._changed = threading.Condition()
         self._is_working = False
         self._is_closing = False
@@ -203,22 +91,17 @@ class KVStore:
 
     def find(self, environment: bytes, hashes: Sequence[bytes]) -> int:
         """Number of the first blocks of a chain that it has."""
-        for place, block_hash in enumerate(hashes):
-            if not self.has(environment, block_hash):
-                return place
-        return len(hashes)
+        return sum(self.places(environment, hashes).values())
 
     def has(self, environment: bytes, block_hash: bytes) -> bool:
         """True if one of the tiers has a block."""
-        key = BlockKey(environment, block_hash)
-        return any(key in tier for tier in self._tiers.values())
+        return BlockKey(environment, block_hash) in self.tiers
 
     def places(self, environment: bytes, hashes: Sequence[bytes]) -> Counter[Place]:
         """Number of the first blocks of a chain by the fastest tier that has them."""
         found: Counter[Place] = Counter()
         for block_hash in hashes:
-            key = BlockKey(environment, block_hash)
-            place = next((place for place, tier in self._tiers.items() if key in tier), None)
+            place = self.tiers.place_of(BlockKey(environment, block_hash))
             if place is None:
                 break
             found[place] += 1
@@ -287,20 +170,15 @@ class KVStore:
 
     def resize(self, options: KVStoreOptions) -> None:
         """Take over the budgets of options; folders stay as they are."""
-        for place, num_bytes in ((Place.HOST, options.host_bytes), (Place.DISK, options.disk_bytes)):
-            if place in self._tiers:
-                self._tiers[place].budget_bytes = num_bytes
+        self.tiers.resize(options)
         with self._changed:
             self._put(_Resize())
 
     def checked(self, environment: bytes, block_hash: bytes, is_same: bool) -> None:
         """Count a block that was computed again; where it differs, nothing of its environment is trusted any more."""
-        key = BlockKey(environment, block_hash)
-        place = next((place for place, tier in self._tiers.items() if key in tier), next(iter(self._tiers)))
-        self.num_checked[place] += 1
+        self.tiers.checked(BlockKey(environment, block_hash), is_same)
         if is_same:
             return
-        self.num_rejected[place] += 1
         text = "a KV block that came back is not what is computed; all that was kept of its model is removed"
         log.error("%s", text)
         self._on_fault(text)
@@ -316,32 +194,19 @@ class KVStore:
         with self._changed:
             return self._records.of(environment)
 
-    def stats(self) -> dict[Place, TierStats]:
-        """Figures of each tier."""
-        return {
-            place: TierStats(
-                len(tier),
-                tier.num_bytes,
-                tier.budget_bytes,
-                tier.num_evicted,
-                self.num_loaded[place],
-                self.num_rejected[place],
-                self.num_checked[place],
-            )
-            for place, tier in self._tiers.items()
-        }
-
     def flush(self, limit_s: float) -> bool:
         """Wait until everything is written, disk included; False: time was up."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._jobs or self._behind or self._is_working), limit_s)
+            return self._changed.wait_for(
+                lambda: not (self._jobs or self.tiers.num_behind or self._is_working), limit_s
+            )
 
     def close(self, limit_s: float = 0.0) -> None:
         """Write what is to be written, as far as the time allows, and give the folders free; once."""
         if self._is_closing:
             return
         if not self.flush(limit_s):
-            log.warning("KV blocks are lost: %d were not on disk after %g s", len(self._behind), limit_s)
+            log.warning("KV blocks are lost: %d were not on disk after %g s", self.tiers.num_behind, limit_s)
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -352,11 +217,7 @@ class KVStore:
         if self._thread.is_alive():
             log.warning("the KV store's folders do not answer; they are free when this process has ended")
         else:
-            self._close_tiers()
-
-    def _close_tiers(self) -> None:
-        for tier in self._tiers.values():
-            tier.close()
+            self.tiers.close()
 
     def _put(self, job: _Job) -> None:
         self._jobs.append(job)
@@ -367,7 +228,9 @@ class KVStore:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closing or self._next_load() or self._jobs or self._behind)
+                self._changed.wait_for(
+                    lambda: self._is_closing or self._next_load() or self._jobs or self.tiers.num_behind
+                )
                 if self._is_closing:
                     return
                 load = self._next_load()
@@ -379,7 +242,7 @@ class KVStore:
                 elif job is not None:
                     self._do(job)
                 else:
-                    self._copy_behind()
+                    self.tiers.copy_behind()
             except Exception:
                 log.exception("a defect in the KV store; the block is computed again")
                 if load is not None:
@@ -396,46 +259,29 @@ class KVStore:
 
     def _read_next(self, load: ChainLoad) -> None:
         key = BlockKey(load.environment, load.hashes[load.num_read])
-        content = np.empty(load.num_bytes, np.uint8)
-        place = next((place for place in self._tiers if self._read(place, key, content)), None)
-        if place is None:
+        found = self.tiers.read(key, load.num_bytes)
+        if found is None:
             load.is_over = True
         else:
-            load.put(content)
-            self.num_loaded[place] += 1
+            load.put(found[1])
         load.wake()
-        if place is Place.DISK and Place.HOST in self._tiers:
-            self._tiers[Place.HOST].write(key, content, self._tiers[Place.DISK].class_of(key))
-
-    def _read(self, place: Place, key: BlockKey, content: Blocks) -> bool:
-        try:
-            return self._tiers[place].read(key, content)
-        except BlockError as error:
-            self.num_rejected[place] += 1
-            log.warning("%s; it is computed again", error)
-            self._on_fault(str(error))
-            return False
+        if found is not None and found[0] is Place.DISK:
+            self.tiers.promote(key, found[1])
 
     def _do(self, job: _Job) -> None:
         match job:
             case _Save():
                 try:
                     for block_hash, content in zip(job.hashes, job.content, strict=True):
-                        self._save(BlockKey(job.environment, block_hash), content, job.class_)
+                        self.tiers.save(BlockKey(job.environment, block_hash), content, job.class_)
                 finally:
                     self._saved(job)
             case _Resize():
-                for tier in self._tiers.values():
-                    tier.shrink()
+                self.tiers.shrink()
             case _Adopt(environment, class_):
-                for tier in self._tiers.values():
-                    tier.classify(environment, class_)
+                self.tiers.classify(environment, class_)
             case _Drop(environment):
-                for tier in self._tiers.values():
-                    for key in tier:
-                        if key.environment == environment:
-                            self._behind.pop(key, None)
-                            tier.remove(key)
+                self.tiers.drop(environment)
             case _Write(name, keys):
                 self._records.write(name)
                 for key in keys:
@@ -455,25 +301,4 @@ class KVStore:
     def _drop_unwanted(self, key: BlockKey) -> None:
         with self._changed:  # or a session that begins to want it now would believe that it is kept
             if not self._records.wants(key):
-                self._behind.pop(key, None)
-                for tier in self._tiers.values():
-                    tier.remove(key)
-
-    def _save(self, key: BlockKey, content: Blocks, class_: int) -> None:
-        host, disk = self._tiers.get(Place.HOST), self._tiers.get(Place.DISK)
-        is_on_host = host is not None and host.write(key, content, class_)
-        if disk is None or key in disk:
-            return
-        if not is_on_host:
-            disk.write(key, content, class_)
-            return
-        self._behind[key] = len(content), class_
-        if len(self._behind) > MAX_BEHIND:
-            self._behind.popitem(last=False)
-
-    def _copy_behind(self) -> None:
-        """Copy the block that has waited longest from host memory to disk."""
-        key, (num_bytes, class_) = self._behind.popitem(last=False)
-        content = np.empty(num_bytes, np.uint8)
-        if self._read(Place.HOST, key, content):
-            self._tiers[Place.DISK].write(key, content, class_)
+                self.tiers.remove([key])

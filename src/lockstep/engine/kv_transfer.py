@@ -16,8 +16,9 @@ from itertools import takewhile
 from lockstep.core.scheduler import Scheduler
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.kv_check import KVCheck
+from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord
-from lockstep.engine.kv_store import ChainLoad, KVStore
+from lockstep.engine.kv_store import KVStore
 from lockstep.engine.loading import LoadedModel
 from lockstep.executors.base import environment_digest
 
@@ -25,8 +26,6 @@ MAX_MOVED_BYTES = 16 << 20
 """Between two steps, in each direction."""
 MAX_LOADS = 2
 """Requests whose blocks are read at one time; who comes behind them may find those blocks on the device."""
-MIN_BLOCKS = 1
-"""That have to be in the store for a request to wait for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +134,7 @@ class KVTransfer:
         usable = request.block_hashes[: (request.num_prompt_tokens - 2) // config.block_size]
         start = self._num_cached(usable)
         count = self.store.find(self.environment, usable[start:])
-        return (usable[: start + count], start) if count >= MIN_BLOCKS else None
+        return (usable[: start + count], start) if count else None
 
     def _begin(self, live: LiveRequest, ready: list[LiveRequest]) -> None:
         found = self._find(live)  # others may have brought it back meanwhile

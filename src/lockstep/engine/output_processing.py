@@ -1,82 +1,52 @@
-"""Output processing of a step: from a plan to sampled tokens, and from tokens to text, metrics and sinks."""
+"""Output processing of a step: from a plan to sampled tokens, and from tokens to text and metrics."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepPlan, StepResult
-from lockstep.engine.detokenizer import Detokenizer
-from lockstep.engine.generation import Generation, LiveRequest
+from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.output_rules import Pooler
-from lockstep.engine.outputs import Started, TokenOutput
+from lockstep.engine.outputs import Started
 from lockstep.errors import NumericsError
-from lockstep.executors.base import HiddenStates, Logits, SequenceObserver, StepBatch
+from lockstep.executors.base import HiddenStates, Logits, StepBatch
 from lockstep.executors.grammar import TokenBits
-from lockstep.executors.sampling import SamplerState, Samples, likeliest, sample
+from lockstep.executors.sampling import Samples, likeliest, sample
 
 log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """Owns the live sequences of an engine. Engine thread only."""
+    """Computes the steps of an engine. Engine thread only.
 
-    def __init__(self, model: LoadedModel, metrics: EngineMetrics) -> None:
+    Args:
+        generations: the unfinished sequences by id.
+    """
+
+    def __init__(self, model: LoadedModel, metrics: EngineMetrics, generations: Mapping[int, Generation]) -> None:
         self._executor = model.executor
-        self._observer = model.executor if isinstance(model.executor, SequenceObserver) else None
         self._model = model
         self._metrics = metrics
-        self.generations: dict[int, Generation] = {}
+        self._generations = generations
         self._pooled: list[tuple[Pooler, int, range]] = []
         """Poolers that get the step's hidden states: from which position, and which offsets of the chunk."""
         self._judged: list[tuple[Generation, int]] = []
         """Sequences whose prompts are judged by the rows behind the sampled ones, and by how many of them."""
         self._sampling: list[Generation] = []
         """Sequences that sample in the step under way, in plan order."""
-        self.interrupt: BaseException | None = None
-        """Interrupt that comes out of the step when it is over."""
-        self.outputs: list[TokenOutput] = []
-        """Outputs since the step under way began, or the last one; the next one's are in a new list."""
         self.started: list[Started] = []
-        """Requests whose computation has begun since then."""
-
-    def take(self) -> tuple[list[TokenOutput], list[Started]]:
-        """Take what has come since the last call."""
-        taken = self.outputs, self.started
-        self.outputs, self.started = [], []
-        return taken
-
-    def open(self, live: LiveRequest, index: int, seq_id: int, max_step_tokens: int) -> Generation:
-        """One of a request's sequences has its place in the queue."""
-        model = self._model
-        sampler = SamplerState(live.sampling, live.seed + index, live.prompt_ids, model.vocab_size)
-        detokenizer = Detokenizer(
-            model.tokenizer,
-            after=live.prompt_ids[-1],
-            verbatim=bool(live.grammars),
-            shown=live.shown_ids,
-        )
-        generation = Generation(live, index, seq_id, sampler, detokenizer, max_step_tokens)
-        live.generations.append(generation)
-        self.generations[seq_id] = generation
-        if self._observer is not None:
-            self._observer.begin(seq_id, live.prompt_ids, live.max_output_tokens)
-        return generation
-
-    def retire(self, seq_id: int) -> None:
-        del self.generations[seq_id]
-        if self._observer is not None:
-            self._observer.end(seq_id)
+        """Requests whose computation has begun, until they are taken."""
 
     def batch(self, plan: StepPlan, now_s: float) -> StepBatch:
         """The plan with its token ids."""
-        generations = self.generations
+        generations = self._generations
         ids: list[int] = []
         rows: list[int] = []
         sampling: list[Generation] = []
@@ -100,7 +70,7 @@ class OutputProcessor:
         hidden_rows: list[int] = []
         at = 0
         for seq_id, start, length in zip(plan.seq_ids, plan.starts, plan.lengths, strict=True):
-            generation = self.generations[seq_id]
+            generation = self._generations[seq_id]
             if start < generation.prompt_len:
                 live = generation.live
                 if live.first_scheduled_s is None:
@@ -182,47 +152,12 @@ class OutputProcessor:
         generation.end(FinishReason.ERROR)
         return FinishReason.ERROR
 
-    def take_back(self, plan: StepPlan, error: BaseException) -> list[int]:
+    def take_back(self, plan: StepPlan) -> list[int]:
         """The step failed before its commit, so nobody ended with it; returns the requests that it was for."""
-        if not isinstance(error, Exception):
-            self.interrupt = error
-        generations = [self.generations[seq_id] for seq_id in plan.seq_ids]
+        generations = [self._generations[seq_id] for seq_id in plan.seq_ids]
         for generation in generations:
             generation.finish_reason = generation.stop_reason = None
         return list(dict.fromkeys(generation.live.request_id for generation in generations))
-
-    def raise_interrupt(self) -> None:
-        """Let out what waited for the end of the step."""
-        interrupt, self.interrupt = self.interrupt, None
-        if interrupt is not None:
-            raise interrupt
-
-    def publish(self, live: LiveRequest, output: TokenOutput) -> bool:
-        """Put an output among the step's and call the request's sink, if it has one; False when that raised, which is
-        its request's fault and never the engine's."""
-        self.outputs.append(output)
-        sink = live.sink
-        if sink is None:
-            return True
-        try:
-            sink(output)
-        except BaseException as error:  # a caller's code may raise anything
-            log.exception("the callback of request %d raised; the request is aborted", output.request_id)
-            if not isinstance(error, Exception):
-                self.interrupt = error
-            return False
-        return True
-
-    def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
-        """Tell what each got; returns the requests whose sink raised."""
-        lost: list[int] = []
-        for generation in touched:
-            live, output = generation.live, generation.take_output(now_s)
-            if live.sink is None:
-                self.outputs.append(output)
-            elif not self.publish(live, output):
-                lost.append(live.request_id)
-        return lost
 
     def _pool(self) -> None:
         executor = self._executor

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from lockstep.cluster.breaker import BreakerState
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import RemoteSnapshot
-from lockstep.engine.kv_store import TierStats
+from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
 from lockstep.errors import UnavailableError
 from lockstep.server.errors import ERROR_RESPONSES

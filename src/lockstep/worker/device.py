@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from lockstep.engine.deadlines import Clock, SystemClock
-from lockstep.engine.kv_store import KVStore, KVStoreOptions, TierStats
+from lockstep.engine.kv_store import KVStore
+from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
 from lockstep.errors import (
     ExecutorError,
     LockstepError,
@@ -146,7 +147,7 @@ class DeviceWorker:
         )
 
     def _tiers(self) -> dict[str, TierStats]:
-        return {} if self._store is None else {str(place): each for place, each in self._store.stats().items()}
+        return {} if self._store is None else {str(place): each for place, each in self._store.tiers.stats().items()}
 
     # -- the loading thread ---------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import msgspec
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
-from lockstep.engine.kv_store import KVStoreOptions, TierStats
+from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.outputs import Started, TokenOutput, WaitReason

@@ -16,7 +16,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from lockstep.core.request import Priority
-from lockstep.engine.kv_store import KVStoreOptions, TierStats
+from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest

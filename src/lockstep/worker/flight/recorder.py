@@ -307,7 +307,7 @@ class Recorder:
 
 
 class EngineRecorder:
-    """Records one engine of a device; implements `lockstep.engine.engine.RecorderHook`."""
+    """Records one engine of a device; implements `lockstep.engine.open_requests.RecorderHook`."""
 
     def __init__(self, recorder: Recorder, key: str, model: LoadedModel, config: SchedulerConfig) -> None:
         self._recorder = recorder

@@ -1,0 +1,209 @@
+"""Tiers of KV blocks outside of the device: host memory in front of disk, each block in one of them or in both.
+
+What is saved goes to host memory, and its copy to disk when nothing else is to be done, so that either tier may lose
+any block at any time. What comes back from disk is in host memory again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey
+from lockstep.errors import UsageError
+from lockstep.executors.base import Blocks
+
+log = logging.getLogger(__name__)
+
+MAX_BEHIND = 1 << 16
+"""Blocks that wait to be copied to disk; beyond, the oldest are not."""
+
+
+class Place(StrEnum):
+    """Tier of a block outside of the device."""
+
+    HOST = "host"
+    DISK = "disk"
+
+
+class KVStoreOptions(msgspec.Struct, frozen=True):
+    """Options of a store; a tier without a folder is not there."""
+
+    host_dir: str = ""
+    host_bytes: int = 0
+    disk_dir: str = ""
+    disk_bytes: int = 0
+    check_share: float = 0.0
+    """Part of the chains that come back whose first block is computed again and compared."""
+
+    @property
+    def tiers(self) -> tuple[tuple[Place, str, int], ...]:
+        """Place, folder and budget of each, the fastest first."""
+        return (Place.HOST, self.host_dir, self.host_bytes), (Place.DISK, self.disk_dir, self.disk_bytes)
+
+
+class TierStats(NamedTuple):
+    """Figures of one tier."""
+
+    num_blocks: int
+    num_bytes: int
+    budget_bytes: int
+    num_evicted: int
+    num_loaded: int
+    """Blocks that came back from it."""
+    num_rejected: int
+    """Blocks that were not what had been written, or what is computed."""
+    num_checked: int
+    """Blocks that came back and were computed again."""
+
+
+class KVTiers:
+    """Blocks of both tiers. One thread reads, writes and removes; any may ask what is there.
+
+    Args:
+        on_fault: called on that thread with a sentence on each block that was not what had been written.
+
+    Raises:
+        UsageError: a folder cannot be used, or another process uses it.
+    """
+
+    def __init__(self, options: KVStoreOptions, on_fault: Callable[[str], None]) -> None:
+        self._on_fault = on_fault
+        self._files: dict[Place, BlockFiles] = {}
+        for place, folder, num_bytes in options.tiers:
+            if folder and num_bytes:
+                try:
+                    self._files[place] = BlockFiles(Path(folder), num_bytes)
+                except UsageError:
+                    self.close()  # or nobody could have the other folder, this process included
+                    raise
+        self._behind: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()
+        """Bytes and class of blocks that are not on disk yet."""
+        self.num_loaded: Counter[Place] = Counter()
+        self.num_rejected: Counter[Place] = Counter()
+        self.num_checked: Counter[Place] = Counter()
+
+    def close(self) -> None:
+        """Give the folders free."""
+        for files in self._files.values():
+            files.close()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    @property
+    def lasting(self) -> BlockFiles | None:
+        """The slowest, which is there the longest."""
+        return next(reversed(self._files.values()), None)
+
+    @property
+    def num_behind(self) -> int:
+        """Blocks that are not on disk yet."""
+        return len(self._behind)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return self.place_of(key) is not None
+
+    def place_of(self, key: BlockKey) -> Place | None:
+        """The fastest tier that has a block."""
+        return next((place for place, files in self._files.items() if key in files), None)
+
+    def resize(self, options: KVStoreOptions) -> None:
+        """Take over the budgets of options, which hold when `shrink` comes; folders stay as they are."""
+        for place, _, num_bytes in options.tiers:
+            if place in self._files:
+                self._files[place].budget_bytes = num_bytes
+
+    def checked(self, key: BlockKey, is_same: bool) -> None:
+        """Count a block that came back and was computed again."""
+        place = self.place_of(key) or next(iter(self._files))
+        self.num_checked[place] += 1
+        self.num_rejected[place] += not is_same
+
+    def stats(self) -> dict[Place, TierStats]:
+        """Figures of each tier."""
+        return {
+            place: TierStats(
+                len(files),
+                files.num_bytes,
+                files.budget_bytes,
+                files.num_evicted,
+                self.num_loaded[place],
+                self.num_rejected[place],
+                self.num_checked[place],
+            )
+            for place, files in self._files.items()
+        }
+
+    # -- the thread that has them ---------------------------------------------------------------------------------
+
+    def read(self, key: BlockKey, num_bytes: int) -> tuple[Place, Blocks] | None:
+        """Content of a block and the tier that had it; None: it is not there, or was not what had been written."""
+        content = np.empty(num_bytes, np.uint8)
+        place = next((place for place in self._files if self._read(place, key, content)), None)
+        if place is None:
+            return None
+        self.num_loaded[place] += 1
+        return place, content
+
+    def promote(self, key: BlockKey, content: Blocks) -> None:
+        """Put what came from disk into host memory."""
+        if Place.HOST in self._files:
+            self._files[Place.HOST].write(key, content, self._files[Place.DISK].class_of(key))
+
+    def save(self, key: BlockKey, content: Blocks, class_: int) -> None:
+        """Keep a block: in host memory now and on disk later, or there at once where host memory has no room."""
+        host, disk = self._files.get(Place.HOST), self._files.get(Place.DISK)
+        is_on_host = host is not None and host.write(key, content, class_)
+        if disk is None or key in disk:
+            return
+        if not is_on_host:
+            disk.write(key, content, class_)
+            return
+        self._behind[key] = len(content), class_
+        if len(self._behind) > MAX_BEHIND:
+            self._behind.popitem(last=False)
+
+    def copy_behind(self) -> None:
+        """Copy the block that has waited longest from host memory to disk."""
+        key, (num_bytes, class_) = self._behind.popitem(last=False)
+        content = np.empty(num_bytes, np.uint8)
+        if self._read(Place.HOST, key, content):
+            self._files[Place.DISK].write(key, content, class_)
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        """Forget blocks, wherever they are."""
+        for key in keys:
+            self._behind.pop(key, None)
+            for files in self._files.values():
+                files.remove(key)
+
+    def drop(self, environment: bytes) -> None:
+        """Forget all blocks of an environment."""
+        for files in self._files.values():
+            self.remove([key for key in files if key.environment == environment])
+
+    def shrink(self) -> None:
+        """Remove what is beyond the budgets."""
+        for files in self._files.values():
+            files.shrink()
+
+    def classify(self, environment: bytes, class_: int) -> None:
+        """Give the blocks of an environment another class."""
+        for files in self._files.values():
+            files.classify(environment, class_)
+
+    def _read(self, place: Place, key: BlockKey, content: Blocks) -> bool:
+        try:
+            return self._files[place].read(key, content)
+        except BlockError as error:
+            self.num_rejected[place] += 1
+            log.warning("%s; it is computed again", error)
+            self._on_fault(str(error))
+            return False

@@ -1,0 +1,279 @@
+"""Open requests of one engine: how each gets its sequences, and how it ends. Engine thread only, but for `by_id`.
+
+A request ends once, with its last sequence or before it had one: whoever waits for it is told, its session keeps what
+it may, and its result is there before it is no longer open.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.request import CommandListener, FinishReason
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.sequence import FinishedSequence
+from lockstep.core.step import Finish, StepResult
+from lockstep.engine.deadlines import Deadlines
+from lockstep.engine.detokenizer import Detokenizer
+from lockstep.engine.generation import Generation, LiveRequest
+from lockstep.engine.loading import LoadedModel
+from lockstep.engine.metrics import EngineMetrics
+from lockstep.engine.outputs import Published, Started, TokenOutput
+from lockstep.engine.queues import Results
+from lockstep.engine.sessions import Sessions
+from lockstep.engine.waits import WaitSampler
+from lockstep.errors import LockstepError, QueueFullError, RequestFailedError
+from lockstep.executors.base import SequenceObserver
+from lockstep.executors.sampling import SamplerState
+
+log = logging.getLogger(__name__)
+
+
+class RecorderHook(CommandListener, Protocol):
+    """Listener to all that decides an engine's steps: commands come from the scheduler, the rest from the engine.
+
+    Called in order on the engine's thread; never raises.
+    """
+
+    def opened(self, scheduler: Scheduler, fingerprint: Fingerprint) -> None:
+        """Take note of whose decisions follow; once, before everything else, on any thread."""
+        ...
+
+    def joined(self, generation: Generation, waited_s: float) -> None:
+        """Take note of the sequence that the scheduler was just given, and how long it waited for that."""
+        ...
+
+    def committed(self, record: bytes | None, result: StepResult, touched: Sequence[Generation]) -> None:
+        """Take note of a step's result; ``record`` is what it closed, ``touched`` are the sequences that sampled."""
+        ...
+
+    def ended(self, generation: Generation) -> None:
+        """Take note of a sequence that has ended, in a step or outside; its last token and reason are known."""
+        ...
+
+    def failed(self, record: bytes | None) -> None:
+        """Take note of a failed step; ``record`` is what it closed."""
+        ...
+
+
+class OpenRequests:
+    """Owns the requests of an engine from the moment they are submitted to their last output.
+
+    Args:
+        recorder: listens to sequences that begin and end.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        scheduler: Scheduler,
+        sessions: Sessions,
+        metrics: EngineMetrics,
+        recorder: RecorderHook | None,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._model = model
+        self._observer = model.executor if isinstance(model.executor, SequenceObserver) else None
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._metrics = metrics
+        self._recorder = recorder
+        self._now_s = now_s
+        self.by_id: dict[int, LiveRequest] = {}
+        """All that have not ended; whoever submits one enters it here."""
+        self.generations: dict[int, Generation] = {}
+        """Their unfinished sequences."""
+        self.waits = WaitSampler(scheduler, self.generations, now_s)
+        self._accepted: list[int] = []
+        """Those that got their place in the queue, until they are taken."""
+        self.outputs: list[TokenOutput] = []
+        """Outputs since they were last taken; the next ones are in a new list then."""
+        self.interrupt: BaseException | None = None
+        """Interrupt that comes out of the step when it is over."""
+        self.results = Results(scheduler.config.max_finished)
+        self.deadlines = Deadlines()
+
+    def take(self, started: list[Started]) -> Published:
+        """Take what has come since the last call, and who has begun."""
+        taken = Published(self._accepted, self.outputs, started, self.waits.take())
+        self._accepted, self.outputs = [], []
+        return taken
+
+    def expire(self, now_s: float) -> None:
+        """End those whose deadline has passed."""
+        for due in self.deadlines.pop_due(now_s):
+            live = self.by_id.get(due.request_id)
+            if live is not None and (due.while_running or live.first_scheduled_s is None):
+                self.end(due.request_id, FinishReason.DEADLINE, due.error())
+
+    def add(self, live: LiveRequest, now_s: float) -> None:
+        """Give a request its place in the queue; what is refused ends with its reason."""
+        try:
+            is_first = self._sessions.enter(live, now_s)
+        except QueueFullError as error:
+            self._refuse(live, error)
+            return
+        if is_first and not self.schedule(live, now_s):
+            return
+        self.waits.entered(live)
+        self.deadlines.add(live.request_id, live.arrival_s, live.request)
+        self.deadlines.forget_stale(self.by_id)
+        self._accepted.append(live.request_id)
+
+    def schedule(self, live: LiveRequest, now_s: float) -> bool:
+        """Hand the request's sequences to the scheduler; False: it refused them, which ended the request."""
+        self.by_id.setdefault(live.request_id, live)  # nobody submitted one that checks what came back
+        first: int | None = None
+        for index in range(live.num_open):
+            try:
+                seq_id = self._scheduler.add(live.core_request_of(first))
+            except LockstepError as error:
+                self._refuse(live, error)
+                return False
+            first = seq_id if first is None else first
+            generation = self._open(live, index, seq_id)
+            if self._recorder is not None:
+                self._recorder.joined(generation, max(0.0, now_s - live.arrival_s))
+        return True
+
+    def end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
+        """End what is still open of a request, outside a step."""
+        live = self.by_id.get(request_id)
+        if live is None:
+            return
+        live.error = error or live.error
+        if not live.generations:  # it waited for a session, or for its blocks
+            self._refuse(live, error or RequestFailedError("it was aborted before it began"), reason)
+            return
+        now_s = self._now_s()
+        for generation in live.generations:
+            if generation.finish_reason is None:
+                self._scheduler.abort(generation.seq_id, reason)
+                self._account(self._scheduler.drain_finished())
+                self._close(generation, reason, now_s)
+                self._deliver((generation,), now_s)
+                self._retire(generation.seq_id)
+
+    def abort(self, request_id: int) -> None:
+        self.end(request_id, FinishReason.ABORT)
+
+    def settle(self, finished: Sequence[Finish], touched: Iterable[Generation], now_s: float) -> None:
+        """Tell of a step's sequences, those that ended with it included, and end requests whose sinks raise."""
+        self._account(self._scheduler.drain_finished())
+        for finish in finished:
+            self._close(self.generations[finish.seq_id], finish.reason, now_s)
+        lost = self._deliver(touched, now_s)
+        for finish in finished:
+            self._retire(finish.seq_id)
+        for request_id in lost:
+            self.abort(request_id)
+
+    def abandon(self, error: LockstepError) -> None:
+        """End all with an error, without a word to the scheduler."""
+        now_s = self._now_s()
+        for live in list(self.by_id.values()):
+            live.error = error
+            for generation in live.generations:
+                if generation.finish_reason is None:
+                    self._close(generation, FinishReason.ERROR, now_s)
+                    self._deliver((generation,), now_s)
+            if not live.generations:
+                self._refuse(live, error)
+
+    def raise_interrupt(self) -> None:
+        """Let out what waited for the end of the step."""
+        interrupt, self.interrupt = self.interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
+    def _refuse(self, live: LiveRequest, error: LockstepError, reason: FinishReason = FinishReason.ERROR) -> None:
+        """End a request that the scheduler would not take; siblings that it did take go too."""
+        self._metrics.admission_rejections += isinstance(error, QueueFullError)
+        if live.generations:
+            live.num_open = len(live.generations)
+            self.end(live.request_id, reason, error)
+            return
+        live.error, live.num_open = error, 0
+        now_s = self._now_s()
+        self._metrics.count_finished(reason)
+        self._finish(live, now_s)
+        request = live.output(now_s)
+        self._publish(live, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=request))
+
+    def _open(self, live: LiveRequest, index: int, seq_id: int) -> Generation:
+        """One of a request's sequences has its place in the queue."""
+        model = self._model
+        sampler = SamplerState(live.sampling, live.seed + index, live.prompt_ids, model.vocab_size)
+        detokenizer = Detokenizer(
+            model.tokenizer,
+            after=live.prompt_ids[-1],
+            verbatim=bool(live.grammars),
+            shown=live.shown_ids,
+        )
+        generation = Generation(live, index, seq_id, sampler, detokenizer, self._scheduler.config.max_forced_tokens)
+        live.generations.append(generation)
+        self.generations[seq_id] = generation
+        if self._observer is not None:
+            self._observer.begin(seq_id, live.prompt_ids, live.max_output_tokens)
+        return generation
+
+    def _retire(self, seq_id: int) -> None:
+        del self.generations[seq_id]
+        if self._observer is not None:
+            self._observer.end(seq_id)
+
+    def _publish(self, live: LiveRequest, output: TokenOutput) -> bool:
+        """Put an output among the step's and call the request's sink, if it has one; False when that raised, which is
+        its request's fault and never the engine's."""
+        self.outputs.append(output)
+        sink = live.sink
+        if sink is None:
+            return True
+        try:
+            sink(output)
+        except BaseException as error:  # a caller's code may raise anything
+            log.exception("the callback of request %d raised; the request is aborted", output.request_id)
+            if not isinstance(error, Exception):
+                self.interrupt = error
+            return False
+        return True
+
+    def _deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
+        """Tell what each got; returns the requests whose sink raised."""
+        lost: list[int] = []
+        for generation in touched:
+            live, output = generation.live, generation.take_output(now_s)
+            if live.sink is None:
+                self.outputs.append(output)
+            elif not self._publish(live, output):
+                lost.append(live.request_id)
+        return lost
+
+    def _account(self, finished: tuple[FinishedSequence, ...]) -> None:
+        """Take over what the scheduler counted for sequences that ended."""
+        for sequence in finished:
+            live = self.generations[sequence.seq_id].live
+            live.num_preemptions += sequence.num_preemptions
+            if sequence.seq_id == live.generations[0].seq_id:
+                live.num_cached_tokens = sequence.num_cached_tokens
+
+    def _close(self, generation: Generation, reason: FinishReason, now_s: float) -> None:
+        """Account for a sequence that ended, and for its request with the last of them."""
+        generation.end(reason)
+        if self._recorder is not None:
+            self._recorder.ended(generation)
+        live = generation.live
+        live.num_open -= 1
+        self._metrics.observe_finished(generation.span(), generation.finish_reason or reason, now_s)
+        if live.num_open == 0:
+            self._finish(live, now_s)
+
+    def _finish(self, live: LiveRequest, now_s: float) -> None:
+        self._sessions.leave(live, now_s)
+        if live.generations:
+            self._metrics.observe_request([generation.num_output for generation in live.generations])
+        if live.is_kept:
+            self.results.keep(live.output(now_s))
+        self.by_id.pop(live.request_id, None)  # now that its result is there, for whoever looks whether it is complete
