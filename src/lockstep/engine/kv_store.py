@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
 
 from lockstep.engine.kv_files import BlockKey
 from lockstep.engine.kv_load import ChainLoad
@@ -23,50 +23,21 @@ log = logging.getLogger(__name__)
 
 MAX_SAVING_BYTES = 64 << 20
 """Contents that wait to be written; engines keep the rest on the device until there is room."""
+MAX_NOTES = 4096
+"""Sessions whose records wait to be written; beyond, what the oldest will come back for is not noted."""
 JOIN_LIMIT_S = 1.0
 """For the block that is being read or written when the store is closed."""
 
 
-class _Save(NamedTuple):
-    environment: bytes
-    hashes: tuple[bytes, ...]
-    content: Blocks
-    class_: int
-    wake: Callable[[], None]
-
-
-class _Write(NamedTuple):
-    """A session's record is to be written as it is now, or removed, and blocks that nobody will come back for."""
-
-    name: str
-    keys: tuple[BlockKey, ...] = ()
-
-
-class _Resize(NamedTuple):
-    """Blocks beyond the budgets are to be removed."""
-
-
-class _Adopt(NamedTuple):
-    """The blocks of an environment have a class from now on."""
-
-    environment: bytes
-    class_: int
-
-
-class _Drop(NamedTuple):
-    """All blocks of an environment are to be removed."""
-
-    environment: bytes
-
-
-_Job = _Save | _Write | _Resize | _Adopt | _Drop
+_Job = Callable[[], None]
 
 
 class KVStore:
     """Tiers of blocks and the thread that has them.
 
     Args:
-        on_fault: called on that thread with a sentence on each block that was not what had been written.
+        on_fault: called with a sentence on each block that was not what had been written or is computed, and on records
+            that are given up; by any thread, and must not block.
 
     Raises:
         UsageError: a folder cannot be used, or another process uses it.
@@ -77,7 +48,11 @@ class KVStore:
         self._on_fault = on_fault
         self.tiers = KVTiers(options, on_fault)
         self._records = SessionRecords(self.tiers.lasting)
-        self._jobs: deque[_Job] = deque()
+        self._jobs: OrderedDict[object, _Job] = OrderedDict()
+        """In the order in which they are done; what is to be done again takes its place at the end."""
+        self._unnoted: OrderedDict[str, list[BlockKey]] = OrderedDict()
+        """Records that wait to be written, with blocks that nobody may come back for any more."""
+        self.num_lost_notes = 0
         self._saving_bytes = 0
         self._waiting_for_room: list[Callable[[], None]] = []
         self._loads: deque[ChainLoad] = deque()
@@ -123,8 +98,7 @@ class KVStore:
 
     def adopt(self, environment: bytes, class_: int) -> None:
         """Say the priority of what an environment has in the store, from now on and from earlier processes."""
-        with self._changed:
-            self._put(_Adopt(environment, class_))
+        self._put(("class", environment), partial(self.tiers.classify, environment, class_))
 
     def save(
         self, environment: bytes, hashes: Sequence[bytes], content: Blocks, class_: int, wake: Callable[[], None]
@@ -138,7 +112,8 @@ class KVStore:
         """
         with self._changed:
             self._saving_bytes += content.nbytes
-            self._put(_Save(environment, tuple(hashes), content, class_, wake))
+            keys = [BlockKey(environment, each) for each in hashes]
+            self._put(object(), partial(self._save, keys, content, class_, wake))
 
     def load(self, environment: bytes, hashes: Sequence[bytes], num_bytes: int, wake: Callable[[], None]) -> ChainLoad:
         """Begin to read a chain, up to the first block that cannot be had."""
@@ -160,19 +135,18 @@ class KVStore:
         """Remember what a session will come back for, in place of what it came back for before."""
         with self._changed:
             for name in self._records.put(record):
-                self._put(_Write(name))
+                self._note(name)
 
     def end(self, session_id: str, owner: str | None = None) -> None:
         """Forget a session, of one owner or of all, and remove the blocks that no other session will come back for."""
         with self._changed:
             for name, keys in self._records.end(session_id, owner).items():
-                self._put(_Write(name, keys))
+                self._note(name, keys)
 
     def resize(self, options: KVStoreOptions) -> None:
         """Take over the budgets of options; folders stay as they are."""
         self.tiers.resize(options)
-        with self._changed:
-            self._put(_Resize())
+        self._put("size", self.tiers.shrink)
 
     def checked(self, environment: bytes, block_hash: bytes, is_same: bool) -> None:
         """Count a block that was computed again; where it differs, nothing of its environment is trusted any more."""
@@ -182,8 +156,7 @@ class KVStore:
         text = "a KV block that came back is not what is computed; all that was kept of its model is removed"
         log.error("%s", text)
         self._on_fault(text)
-        with self._changed:
-            self._put(_Drop(environment))
+        self._put(("drop", environment), partial(self.tiers.drop, environment))
 
     def is_wanted(self, environment: bytes, block_hash: bytes) -> bool:
         """True if a session will come back for a block."""
@@ -219,9 +192,25 @@ class KVStore:
         else:
             self.tiers.close()
 
-    def _put(self, job: _Job) -> None:
-        self._jobs.append(job)
-        self._changed.notify_all()
+    def _put(self, key: object, job: _Job) -> None:
+        with self._changed:
+            self._jobs.pop(key, None)
+            self._jobs[key] = job
+            self._changed.notify_all()
+
+    def _note(self, name: str, keys: Sequence[BlockKey] = ()) -> None:
+        """Have a session's record written as it is then, or removed, and blocks that nobody will come back for."""
+        self._unnoted[name] = [*self._unnoted.pop(name, ()), *keys]
+        self._put(name, partial(self._write, name))
+        if len(self._unnoted) <= MAX_NOTES:
+            return
+        oldest, _ = self._unnoted.popitem(last=False)
+        self._jobs.pop(oldest, None)
+        if self.num_lost_notes % MAX_NOTES == 0:
+            text = f"{MAX_NOTES} sessions wait to be noted and older ones are not: the folder does not keep up"
+            log.error("%s", text)
+            self._on_fault(text)
+        self.num_lost_notes += 1
 
     # -- the store's thread ---------------------------------------------------------------------------------------
 
@@ -234,13 +223,13 @@ class KVStore:
                 if self._is_closing:
                     return
                 load = self._next_load()
-                job = self._jobs.popleft() if load is None and self._jobs else None
+                job = self._jobs.popitem(last=False)[1] if load is None and self._jobs else None
                 self._is_working = True
             try:
                 if load is not None:
                     self._read_next(load)
                 elif job is not None:
-                    self._do(job)
+                    job()
                 else:
                     self.tiers.copy_behind()
             except Exception:
@@ -268,37 +257,25 @@ class KVStore:
         if found is not None and found[0] is Place.DISK:
             self.tiers.promote(key, found[1])
 
-    def _do(self, job: _Job) -> None:
-        match job:
-            case _Save():
-                try:
-                    for block_hash, content in zip(job.hashes, job.content, strict=True):
-                        self.tiers.save(BlockKey(job.environment, block_hash), content, job.class_)
-                finally:
-                    self._saved(job)
-            case _Resize():
-                self.tiers.shrink()
-            case _Adopt(environment, class_):
-                self.tiers.classify(environment, class_)
-            case _Drop(environment):
-                self.tiers.drop(environment)
-            case _Write(name, keys):
-                self._records.write(name)
-                for key in keys:
-                    self._drop_unwanted(key)
+    def _save(self, keys: Sequence[BlockKey], content: Blocks, class_: int, wake: Callable[[], None]) -> None:
+        try:
+            for key, each in zip(keys, content, strict=True):
+                self.tiers.save(key, each, class_)
+        finally:
+            with self._changed:  # who waits for room may have it now
+                self._saving_bytes -= content.nbytes
+                wakes = [wake]
+                if self.can_save:
+                    wakes += self._waiting_for_room
+                    self._waiting_for_room = []
+            for each_wake in wakes:
+                each_wake()
 
-    def _saved(self, job: _Save) -> None:
-        """Make room for the next contents, and tell who waits for it."""
+    def _write(self, name: str) -> None:
         with self._changed:
-            self._saving_bytes -= job.content.nbytes
-            wakes = [job.wake]
-            if self.can_save:
-                wakes += self._waiting_for_room
-                self._waiting_for_room = []
-        for wake in wakes:
-            wake()
-
-    def _drop_unwanted(self, key: BlockKey) -> None:
-        with self._changed:  # or a session that begins to want it now would believe that it is kept
-            if not self._records.wants(key):
-                self.tiers.remove([key])
+            keys = self._unnoted.pop(name, ())  # none where it was noted once more meanwhile, and is written
+        self._records.write(name)
+        for key in keys:
+            with self._changed:  # or a session that begins to want it now would believe that it is kept
+                if not self._records.wants(key):
+                    self.tiers.remove([key])
