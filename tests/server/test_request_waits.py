@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import threading
@@ -33,7 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     path = folder / "waiting.yaml"
     path.write_text(MANIFEST)
     server = ServerProcess(
-        "--manifest", str(path), "--trace", str(folder / "the traces"), "--scheduling-policy", "priority"
+        *("--manifest", str(path), "--trace", str(folder / "the traces"), "--trace-content"),
+        *("--scheduling-policy", "priority"),
     )
     try:
         server.wait_ready()
@@ -126,8 +128,26 @@ def test_the_command_of_a_row_decides_it_again(
     until(lambda: "recorded" in rows_of(client, "model=narrow&state=ended"), "it has ended")
     [replay] = rows_of(client, "model=narrow")["recorded"]["replay"]
     assert (replay["model"], replay["sequence"] >= 0, replay["step"] >= 0) == ("narrow", True, True)
+    row = rows_of(client, "model=narrow")["narrow-second"]
     server.stop()
-    program, *arguments = shlex.split(replay["command"])
+    told = told_by(replay["command"], capfd)
+    assert told["identical"]
+    [sequence] = told["request"]["sequences"]
+    assert (sequence["name"], sequence["sequence"]) == ("narrow", replay["sequence"])
+    assert sequence["steps"][0]["first_step"] == replay["step"]
+    assert (sequence["prompt_tokens"], sequence["output_tokens"], sequence["end"]) == (8, 30, "length")
+    assert len(sequence["tokens"]) == 30
+    [sequence] = told_by(row["replay"][0]["command"], capfd)["request"]["sequences"]
+    assert sequence["waits"][0]["reason"] == "1 of 1 sequences run"
+    _, *arguments = shlex.split(row["replay"][0]["command"].replace("--verify", "--execute"))
+    assert invoke([*arguments, "--model", "stub://narrow"]) == 0
+    assert "30 tokens of request narrow-second" in capfd.readouterr().out
+
+
+def told_by(command: str, capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The request, as the command of its row tells it."""
+    program, *arguments = shlex.split(command)
     assert program == "lockstep"
-    assert invoke(arguments) == 0
-    assert "identical" in capfd.readouterr().out
+    assert invoke([*arguments, "--json"]) == 0
+    told: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return told

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lockstep.replay.workload import Workload
 
 
-_OF_RECORDINGS = ("verify", "execute", "model", "allow_gaps", "as_json", "debug")
+_OF_RECORDINGS = ("verify", "execute", "model", "allow_gaps", "request", "as_json", "debug")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,8 @@ class RecordingFlags:
     """The model of --execute."""
     allow_gaps: Annotated[bool, SWITCH] = False
     """With --verify: files that are missing or cut are told, and are no fault."""
+    request: Annotated[str | None, Flag(metavar="ID")] = None
+    """Of a recording tell this request, by its x-request-id: its steps, waits and tokens."""
 
 
 class Files(NamedTuple):
@@ -136,6 +138,8 @@ def replay(
     output, html = outputs.output, outputs.html
     if recorded.model is not None:
         raise UsageError("--model is what --execute TRACE computes with; a replay computes no token and needs none")
+    if recorded.request is not None:
+        raise UsageError("--request tells one request of a recording; name that with --verify TRACE or --execute TRACE")
     if recorded.allow_gaps:
         raise UsageError("--allow-gaps is for --verify TRACE; a replay of a recording says what is missing and goes on")
     if outputs.ticks and output is None and not as_json:
@@ -258,27 +262,33 @@ def replay_trace(given: RecordingFlags, as_json: bool) -> int:
     if given.execute is not None:
         if given.allow_gaps:
             raise UsageError("--execute follows every step and cannot pass over gaps; leave --allow-gaps out")
-        return execute_trace(given.execute.expanduser(), given.model, as_json)
+        return execute_trace(given.execute.expanduser(), given.model, as_json, given.request)
     assert given.verify is not None, "one of the two is given"
     if given.model is not None:
         raise UsageError("--verify needs no model: it decides, and computes nothing; leave --model out")
-    return verify_trace(given.verify.expanduser(), as_json, allows_gaps=given.allow_gaps)
+    return verify_trace(given.verify.expanduser(), as_json, allows_gaps=given.allow_gaps, request=given.request)
 
 
-def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False) -> int:
+def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, request: str | None = None) -> int:
     from lockstep.replay import plans as planning
     from lockstep.replay import verify as deciding
+    from lockstep.replay.account import RequestAccount
     from lockstep.replay.trace import open_trace
 
     files = planning.plan_files(path)
     facts: dict[str, Any] = {"version": VERSION}
     lines: list[str] = []
     is_in_order = may_be_meant = True
+    account = None if request is None else RequestAccount(request)
     if files != (path,):
         trace = open_trace(path)
-        verification = deciding.verify(trace)
+        verification = deciding.verify(trace, account=account)
         facts |= deciding.facts(verification, trace)
         lines += deciding.describe(verification, trace)
+        if account is not None:
+            account.check_found(trace)
+            facts["request"] = account.facts()
+            lines += account.describe()
         is_in_order, may_be_meant = (verification.is_in_order(allows) for allows in (allows_gaps, True))
     if files:
         verdict = planning.verify_plans(files)
@@ -292,13 +302,13 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False) -> int
     return 0 if is_in_order else 1
 
 
-def execute_trace(path: Path, model: str | None, as_json: bool) -> int:
+def execute_trace(path: Path, model: str | None, as_json: bool, request: str | None = None) -> int:
     from lockstep.replay import execute as computing
 
     if model is None:
         raise UsageError("--execute computes with a model; name it with --model SOURCE")
     engines = []
-    for execution in computing.execute(open_with_notes(path), model):
+    for execution in computing.execute(open_with_notes(path), model, request=request):
         engines.append(computing.facts(execution))
         if not as_json:
             print("\n".join(computing.describe(execution)))

@@ -20,6 +20,7 @@ TEMPLATES: Mapping[Limit, str] = {
     Limit.PREEMPTED: "{names} {are} preempted and must come back first",
     Limit.OVERTAKEN: "{names} {wait} before it, and lets at most {most} pass (max_skips)",
     Limit.SIBLING: "the first of its siblings has not computed the prompt",
+    Limit.VICTIM: "it lost blocks to others in this step, and comes back in a later one",
 }
 """Of the limits that are one sentence whatever the config is."""
 

@@ -32,7 +32,16 @@ from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError, ap
 from lockstep.replay.trace import Trace
 from lockstep.replay.verify import divergence_facts, divergence_lines
 from lockstep.worker.flight.content import decode_request, tokens_of
-from lockstep.worker.flight.entries import Aborted, Added, EngineEntry, Filled, Pinned, RequestEntry, Tokens
+from lockstep.worker.flight.entries import (
+    Aborted,
+    Added,
+    EngineEntry,
+    Filled,
+    Pinned,
+    RequestDigest,
+    RequestEntry,
+    Tokens,
+)
 
 Rows = Sequence[tuple[int, ...]]
 MAX_KEPT_BYTES = 1 << 30
@@ -52,6 +61,20 @@ class Execution:
     """That are equal."""
     diverged: DivergedError | None = None
     """The first thing that is not computed as it was recorded; None: everything is."""
+    request: RequestTokens | None = None
+    """The one request that is asked about; None: all are."""
+
+
+@dataclass(slots=True)
+class RequestTokens:
+    """One request of an engine: the sequences that it is, and those of its tokens that are equal."""
+
+    name: str
+    sequences: set[int]
+    """Ids of its first sequences; with those of their siblings, once they have come."""
+    open: set[int]
+    """Those of them that have not ended."""
+    num_tokens: int = 0
 
 
 class _Listener:
@@ -126,6 +149,8 @@ class _Engine:
             case AppliedCommand(_, Added() as added):
                 self._add(added)
             case AppliedCommand(_, Aborted() as aborted):
+                if self._execution.request is not None:
+                    self._execution.request.open.discard(aborted.seq_id)
                 request_id = self._request_of.get(aborted.seq_id)
                 if request_id is not None:
                     self._engine.abort(request_id)
@@ -143,6 +168,10 @@ class _Engine:
     def _add(self, added: Added) -> None:
         request_id = added.seq_id if added.request.sibling_of is None else added.request.sibling_of
         self._request_of[added.seq_id] = request_id
+        asked = self._execution.request
+        if asked is not None and added.request.sibling_of in asked.sequences:
+            asked.sequences.add(added.seq_id)
+            asked.open.add(added.seq_id)
         if added.request.sibling_of is None:
             request = self._requests.pop(added.seq_id, None)
             if request is None:
@@ -199,20 +228,29 @@ class _Engine:
         if tuple(rows) != tuple(recorded):
             self._differ(_first_difference(step.plan, recorded, rows))
         self._execution.num_tokens += sum(map(len, recorded))
+        if (request := self._execution.request) is not None:
+            got = zip(compress(step.plan.seq_ids, step.plan.samples), recorded, strict=True)
+            request.num_tokens += sum(len(tokens) for seq_id, tokens in got if seq_id in request.sequences)
+            request.open -= {finish.seq_id for finish in step.events.finished}
 
     def _differ(self, what: str, recorded: StepPlan | None = None, computed: StepPlan | None = None) -> NoReturn:
         raise DivergedError(self._execution.engine.number, self._step, what, recorded, computed)
 
 
-def execute(trace: Trace, source: str, cache_dir: Path | None = None) -> Iterator[Execution]:
+def execute(
+    trace: Trace, source: str, cache_dir: Path | None = None, request: str | None = None
+) -> Iterator[Execution]:
     """Compute the engines of a recording that have a model's artifact, one after the other.
 
     Args:
         source: of the model, as for `load_model`.
         cache_dir: where built graphs are kept; None: as for serving.
+        request: the caller's name for one request: only the engines that had it are computed, and each of them, with
+            everybody who was beside it, to its end; None: everything is.
 
     Raises:
-        TraceError: the recording has no content, not its beginning, or no engine of this model; or cannot be read on.
+        TraceError: the recording has no content, not its beginning, no engine of this model, or no such request; or
+            cannot be read on.
         LockstepError: the model cannot be loaded as it was.
     """
     _check_complete(trace)
@@ -221,24 +259,31 @@ def execute(trace: Trace, source: str, cache_dir: Path | None = None) -> Iterato
     if not engines:
         recorded = ", ".join(f"{engine.name} ({engine.fingerprint})" for engine in trace.engines)
         raise TraceError(f"{source} has the fingerprint {fingerprint}, but the recording is of {recorded}")
+    sequences = {} if request is None else _sequences_of(trace, request)
+    if request is not None:
+        engines = [engine for engine in engines if engine.number in sequences]
+        if not engines:
+            raise TraceError(f"{trace.files[0].parent}: no request {request!r} of this model is recorded there")
     for engine in engines:
         model, config = load_model(source, _load_options(engine, cache_dir))
         try:
             differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(engine.config, f.name)]
             if differing:
                 raise TraceError(f"{source} cannot be loaded here as it was recorded: {', '.join(differing)} differ")
-            yield _execute(trace, engine, model)
+            asked = sequences.get(engine.number)
+            asking = None if request is None or asked is None else RequestTokens(request, set(asked), asked)
+            yield _execute(trace, engine, model, asking)
         finally:
             model.close()
 
 
 def describe(execution: Execution) -> Iterator[str]:
     """The verdict, line by line; the first is the short one."""
-    engine, diverged = execution.engine, execution.diverged
-    counted = (
-        f"execute: {execution.num_tokens:,} tokens of {execution.num_requests:,} requests in {execution.num_steps:,} "
-        f"steps of engine {engine.number} ({engine.name})"
-    )
+    engine, diverged, request = execution.engine, execution.diverged, execution.request
+    what = f"{execution.num_tokens:,} tokens of {execution.num_requests:,} requests"
+    if request is not None:
+        what = f"{request.num_tokens:,} tokens of request {request.name}"
+    counted = f"execute: {what} in {execution.num_steps:,} steps of engine {engine.number} ({engine.name})"
     rest = ", every token equal" if diverged is None else f" are equal, but step {diverged.step} is not"
     yield counted + rest
     yield from execution.notes
@@ -256,10 +301,29 @@ def facts(execution: Execution) -> dict[str, Any]:
         "steps": execution.num_steps,
         "notes": execution.notes,
         "parted": divergence_facts(execution.diverged),
+        **({} if execution.request is None else {"request": _request_facts(execution.request)}),
     }
 
 
-def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel) -> Execution:
+def _request_facts(request: RequestTokens) -> dict[str, Any]:
+    return {
+        "id": request.name,
+        "sequences": sorted(request.sequences),
+        "tokens": request.num_tokens,
+        "ended": not request.open,
+    }
+
+
+def _sequences_of(trace: Trace, request: str) -> dict[int, set[int]]:
+    """First sequences of a request by engine, by the caller's name for it."""
+    found: dict[int, set[int]] = {}
+    for entry in trace.entries():
+        if isinstance(entry, RequestDigest) and entry.external_id == request:
+            found.setdefault(entry.engine, set()).add(entry.seq_id)
+    return found
+
+
+def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel, request: RequestTokens | None = None) -> Execution:
     here = model.executor.environment
     names = sorted(engine.environment.keys() | here.keys())
     execution = Execution(
@@ -269,12 +333,15 @@ def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel) -> Execution
             for name in names
             if here.get(name) != engine.environment.get(name)
         ],
+        request=request,
     )
     computing = _Engine(model, execution)
     try:
         for event in Playback(trace.entries()).play():
             if not isinstance(event, Arrived) and event.engine == engine.number:
                 computing.take(event)
+            if request is not None and not request.open:
+                break
     except DivergedError as diverged:
         execution.diverged = diverged
     return execution

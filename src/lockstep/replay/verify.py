@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
+from lockstep.replay.account import RequestAccount
 from lockstep.replay.playback import Playback, Tally
 from lockstep.replay.rerun import TURNS, DivergedError, SchedulerOf
 from lockstep.replay.trace import Trace
@@ -39,17 +40,22 @@ class Verification:
         return self.is_identical and are_in_order(self.findings, allows_gaps)
 
 
-def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler) -> Verification:
+def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler, account: RequestAccount | None = None) -> Verification:
     """Decide everything again, up to the first difference.
+
+    Args:
+        account: of one request, told what happens on the way.
 
     Raises:
         TraceError: the recording cannot be read on.
     """
-    playback = Playback(trace.entries(), scheduler_of)
+    entries = trace.entries() if account is None else account.read(trace.entries())
+    playback = Playback(entries, scheduler_of)
     diverged = None
     try:
-        for _ in playback.play():
-            pass
+        for event in playback.play():
+            if account is not None:
+                account.take(event, playback)
     except DivergedError as error:
         diverged = error
     return Verification(playback.tally, with_losses(trace.findings, playback.losses), diverged)

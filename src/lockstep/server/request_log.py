@@ -106,7 +106,7 @@ class RequestWait(msgspec.Struct, frozen=True):
 
 
 class RequestReplay(msgspec.Struct, frozen=True):
-    """One sequence of the request in the recording of its device, and the command that decides it again."""
+    """One sequence of the request in the recording of its device, and the command that decides and tells it again."""
 
     model: str
     engine: str
@@ -263,8 +263,6 @@ def _words(wait: Wait) -> str:
             return "blocks of its prompt are being brought back from host memory or disk"
         case waits.PRIORITY:
             return f"{others} of a better class {'goes' if reason.num_others == 1 else 'go'} first"
-        case "VICTIM":
-            return "it lost blocks to others in this step, and comes back in a later one"
     assert wait.config is not None, "a planner has a config"
     reached = Reached(Limit[reason.limit], reason.used, reason.most, reason.needed, others, reason.num_others)
     return phrase(reached, wait.config)
@@ -346,7 +344,8 @@ def told(row: RequestRow, directory: str | None, is_operator: bool) -> RequestRo
     """A row with what leads to the recording, where there is one."""
     if directory is None:
         return replace(row, replay=())
-    command = f"lockstep replay --verify {shlex.quote(directory)}" if is_operator else None
+    words = ("lockstep", "replay", "--verify", directory, f"--request={row.id}")
+    command = shlex.join(words) if is_operator else None
     return replace(row, replay=tuple(replace(at, command=command) for at in row.replay))
 
 
