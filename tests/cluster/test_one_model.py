@@ -125,6 +125,7 @@ async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: Clus
         (call("abc", SamplingParams(constraint=Constraint.regex("("))), InvalidParameterError),
         (call("abc", SamplingParams(max_tokens=10**30)), InvalidParameterError),
         (call("abc", session_id=""), InvalidParameterError),
+        (call("abc", session_id="half a pair: \ud83d"), InvalidParameterError),
         (call("abc", pooling="mean"), InvalidParameterError),
         (call(""), InvalidParameterError),
         (call(long), PromptTooLongError),

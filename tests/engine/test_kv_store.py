@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from lockstep.engine import kv_load, kv_store
 from lockstep.engine.kv_files import BlockFiles
@@ -41,6 +42,12 @@ def content_of(number: int) -> Blocks:
 def save(store: KVStore, *numbers: int, environment: bytes = ENVIRONMENT, class_: int = 0) -> None:
     content = np.stack([content_of(number) for number in numbers])
     store.save(environment, [hash_of(number) for number in numbers], content, class_, nothing)
+
+
+def save_and_note(store: KVStore, number: int) -> None:
+    save(store, number)
+    store.remember(SessionRecord("m", str(number), ENVIRONMENT, (hash_of(number),), 0.0))
+    assert store.flush(10.0)
 
 
 def present(store: KVStore, count: int, environment: bytes = ENVIRONMENT) -> set[int]:
@@ -238,3 +245,43 @@ def test_a_folder_that_does_not_answer_costs_notes_and_no_memory(
     assert len(list((tmp_path / "host" / "sessions").iterdir())) == 20
     known = {record.session_id for record in open_store().records(ENVIRONMENT)}
     assert known == {str(number) for number in range(60, 80)}
+
+
+def test_tiers_come_with_their_budgets_and_go_empty(open_store: OpenStore, tmp_path: Path, faults: list[str]) -> None:
+    """What sessions come back for is noted in the slowest tier from then on, beside what lies there from before."""
+    save_and_note(open_store(0, 1 << 20), 9)
+    store = open_store(0, 0)
+    options = store.options
+    save_and_note(store, 0)
+    assert (store.tiers.stats(), store.has(ENVIRONMENT, hash_of(0))) == ({}, False)
+    store.resize(replace(options, host_bytes=1 << 20))
+    save_and_note(store, 1)
+    assert present(store, 10) == {1}
+    notes = [tmp_path / tier / "sessions" for tier in ("host", "disk")]
+    assert [len(list(folder.iterdir())) for folder in notes] == [2, 1]
+    store.resize(replace(options, host_bytes=1 << 20, disk_bytes=1 << 20))
+    save_and_note(store, 2)
+    assert present(store, 10) == {1, 2, 9}
+    assert list(store.tiers.stats()) == [Place.HOST, Place.DISK]
+    assert [len(list(folder.iterdir())) for folder in notes] == [0, 4]
+    assert store.tiers.stats()[Place.HOST].num_bytes == 2 * PAGES, "notes are no longer charged there"
+    store.resize(replace(options, host_bytes=0, disk_bytes=1 << 20))
+    assert store.flush(10.0)
+    assert present(store, 10) == {2, 9}
+    assert faults == []
+    known = {record.session_id for record in open_store(0, 1 << 20).records(ENVIRONMENT)}
+    assert known == {"0", "1", "2", "9"}
+
+
+def test_a_tier_that_cannot_be_had_later_is_told_and_costs_nothing_else(
+    open_store: OpenStore, tmp_path: Path, faults: list[str]
+) -> None:
+    elsewhere = BlockFiles(tmp_path / "disk", 1 << 20)
+    store = open_store()
+    store.resize(replace(store.options, host_bytes=4 * PAGES, disk_bytes=1 << 20))
+    assert store.flush(10.0)
+    assert [fault.rpartition(": ")[2] for fault in faults] == [
+        "another process keeps its KV blocks there; give each its own folder"
+    ]
+    assert [(place, each.budget_bytes) for place, each in store.tiers.stats().items()] == [(Place.HOST, 4 * PAGES)]
+    elsewhere.close()

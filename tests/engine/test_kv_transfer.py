@@ -200,7 +200,7 @@ def test_restored_sessions_answer_as_recomputed_ones(count: int, pocket: Pocket,
             plain.scheduler.reset_prefix_cache()
             assert tokens_of(output) == tokens_of(answer(plain, ask(histories[name]))), name
             num_restored += (output.num_cached_tokens or 0) > 0
-            if len(histories[name]) < 1200:
+            if len(histories[name]) < 600:
                 histories[name] += tokens_of(output) + prompt(rng.randrange(1 << 30), rng.randrange(1, 60))
         engine.sessions.sweep()
         engine.scheduler.check()

@@ -207,6 +207,8 @@ def test_a_request_that_never_began_leaves_its_session_as_it_was(make: Make, cha
         ({"session_id": ""}, "session_id"),
         ({"session_id": "x" * 513}, "session_id"),
         ({"session_id": "s", "session_owner": "x" * 4097}, "session_owner"),
+        ({"session_id": "a\ud83d"}, "session_id"),
+        ({"session_id": "s", "session_owner": "\udc00"}, "session_owner"),
         ({"session_id": "s", "max_active_sessions": 0}, "max_active_sessions"),
         ({"session_id": "s", "pooling": "mean"}, "session_id"),
     ],

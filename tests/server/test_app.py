@@ -94,6 +94,7 @@ BODIES: dict[str, tuple[bytes, int, str | None, str]] = {
     "too deep": (b"[" * 100_000, 400, None, "deeper than 128"),
     "too deep, closed": (b'{"prompt":' * 200 + b"1" + b"}" * 200, 400, None, "deeper than 128"),
     "half a pair": (b'{"prompt": "\\ud83d"}', 400, None, "surrogate"),
+    "half a pair in a name": (b'{"prompt": "a", "session_id": "\\udc00"}', 400, None, "surrogate"),
     "wrong type": (b'{"prompt": 7}', 400, "prompt", "it is 7"),
     "a list": (b"[]", 400, None, "the body"),
     "a string": (b'"prompt"', 400, None, "the body"),

@@ -18,7 +18,7 @@ from lockstep.cluster.routing import Router, addressed
 from lockstep.cluster.sessions import SessionName
 from lockstep.cluster.state import ClusterState
 from lockstep.cluster.threads import LONG_BYTES, Workbench
-from lockstep.engine.input_processing import tokenised
+from lockstep.engine.input_processing import check_session, tokenised
 from lockstep.engine.outputs import TokenOutput, WaitReason
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.engine.tokenizer import Tokenizer
@@ -286,7 +286,8 @@ class RequestHandler:
 
 
 def _keyed(call: GenerationRequest) -> GenerationRequest:
-    """A call whose session is apart from those of other callers."""
+    """A call whose session is apart from those of other callers; InvalidParameterError: it names none."""
+    check_session(call)
     if call.session_id is None:
         return call
     return replace(call, session_id=SessionName(call.session_owner, call.session_id).key)

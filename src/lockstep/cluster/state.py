@@ -233,9 +233,8 @@ class ClusterState:
                 log.warning("%s", self._host_fault)
             host_bytes = min(host_bytes, room)
         host_dir = "" if self._host_folder is None else str(self._host_folder.path)
-        if (host_dir and host_bytes) or (kv.disk_dir and disk_bytes):
-            self.has_store = True
-            self.worker.open_store(replace(kv, host_dir=host_dir, host_bytes=host_bytes, disk_bytes=disk_bytes))
+        self.has_store = bool((host_dir and host_bytes) or (kv.disk_dir and disk_bytes))
+        self.worker.open_store(replace(kv, host_dir=host_dir, host_bytes=host_bytes, disk_bytes=disk_bytes))
 
     def pin(self, replica: ReplicaState, models: ModelSet) -> None:
         """Let a replica know what its models ask of it."""

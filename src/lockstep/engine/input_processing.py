@@ -40,7 +40,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     params, vocab_size = request.params, model.vocab_size
     params.validate(vocab_size)
     check_deadlines(request)
-    _check_session(request)
+    check_session(request)
     _check_labels(request)
     request = tokenised(model.tokenizer, config.max_model_len, request)
     prompt_ids: tuple[int, ...] = request.prompt  # type: ignore[assignment]  # tokens by now
@@ -154,12 +154,21 @@ def _prepare_pooling(
     )
 
 
-def _check_session(request: GenerationRequest) -> None:
-    """Refuse what names no session, and what would leave it nothing."""
+def check_session(request: GenerationRequest) -> None:
+    """Refuse what names no session, and what would leave it nothing; InvalidParameterError names the field."""
     if request.session_id is None:
         return
     if not 1 <= len(request.session_id) <= MAX_SESSION_CHARS:
         raise InvalidParameterError(f"session_id must have 1 to {MAX_SESSION_CHARS} characters", param="session_id")
+    for name, text in (("session_id", request.session_id), ("session_owner", request.session_owner)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # it travels, and is noted in files
+            raise InvalidParameterError(
+                f"{name} holds half of a character (U+{ord(text[error.start]):04X}) at place {error.start};"
+                " send whole ones",
+                param=name,
+            ) from None
     if len(request.session_owner) > MAX_OWNER_CHARS:
         raise InvalidParameterError(
             f"session_owner must have at most {MAX_OWNER_CHARS} characters", param="session_owner"

@@ -42,7 +42,7 @@ class SessionRecords:
     """
 
     def __init__(self, tier: BlockFiles | None) -> None:
-        self._tier = tier
+        self.tier = tier
         self._records: OrderedDict[str, SessionRecord] = OrderedDict()
         """Least recently used first."""
         self._num_references: Counter[BlockKey] = Counter()
@@ -58,6 +58,15 @@ class SessionRecords:
     def of(self, environment: bytes) -> tuple[SessionRecord, ...]:
         """Sessions of an environment, least recently used first."""
         return tuple(record for record in self._records.values() if record.environment == environment)
+
+    def move(self, others: SessionRecords) -> list[str]:
+        """Remember others' sessions here, and remove their files; returns the files to be written."""
+        if others.tier is not None:
+            for name in tuple(others._file_bytes):
+                with suppress(OSError):
+                    (others.tier.folder / _FOLDER / name).unlink()
+                others._charge(others.tier, name, 0)
+        return [name for record in others._records.values() for name in self.put(record)]
 
     def put(self, record: SessionRecord) -> list[str]:
         """Remember a session in place of what it came back for before; returns the files to be written."""
@@ -81,17 +90,17 @@ class SessionRecords:
 
     def write(self, name: str) -> None:
         """Bring a session's file up to date; on the store's thread, without the lock."""
-        if self._tier is None:
+        if self.tier is None:
             return
-        record, path = self._records.get(name), self._tier.folder / _FOLDER / name
+        record, path = self._records.get(name), self.tier.folder / _FOLDER / name
         partial = path.with_suffix(".part")
         try:
             if record is None:
                 path.unlink(missing_ok=True)
-                self._charge(self._tier, name, 0)
+                self._charge(self.tier, name, 0)
             else:
                 data = msgspec.msgpack.encode(record)
-                self._charge(self._tier, name, len(data))
+                self._charge(self.tier, name, len(data))
                 partial.write_bytes(data)
                 partial.rename(path)
         except OSError as error:

@@ -144,9 +144,8 @@ class KVStore:
                 self._note(name, keys)
 
     def resize(self, options: KVStoreOptions) -> None:
-        """Take over the budgets of options; folders stay as they are."""
-        self.tiers.resize(options)
-        self._put("size", self.tiers.shrink)
+        """Take over the budgets of options, soon, and open the tiers that had none; folders stay as they are."""
+        self._put("size", partial(self._resize, options))
 
     def checked(self, environment: bytes, block_hash: bytes, is_same: bool) -> None:
         """Count a block that was computed again; where it differs, nothing of its environment is trusted any more."""
@@ -270,6 +269,16 @@ class KVStore:
                     self._waiting_for_room = []
             for each_wake in wakes:
                 each_wake()
+
+    def _resize(self, options: KVStoreOptions) -> None:
+        self.tiers.resize(options)
+        if self.tiers.lasting is self._records.tier:
+            return
+        records = SessionRecords(self.tiers.lasting)
+        with self._changed:
+            self._records, others = records, self._records
+            for name in records.move(others):
+                self._note(name)
 
     def _write(self, name: str) -> None:
         with self._changed:

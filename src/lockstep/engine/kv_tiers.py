@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -76,14 +76,13 @@ class KVTiers:
 
     def __init__(self, options: KVStoreOptions, on_fault: Callable[[str], None]) -> None:
         self._on_fault = on_fault
-        self._files: dict[Place, BlockFiles] = {}
-        for place, folder, num_bytes in options.tiers:
-            if folder and num_bytes:
-                try:
-                    self._files[place] = BlockFiles(Path(folder), num_bytes)
-                except UsageError:
-                    self.close()  # or nobody could have the other folder, this process included
-                    raise
+        self._files: Mapping[Place, BlockFiles] = {}
+        """The fastest first; replaced as a whole and never changed."""
+        try:
+            self._open(options)
+        except UsageError:
+            self.close()  # or nobody could have the other folder, this process included
+            raise
         self._behind: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()
         """Bytes and class of blocks that are not on disk yet."""
         self.num_loaded: Counter[Place] = Counter()
@@ -100,12 +99,16 @@ class KVTiers:
     @property
     def lasting(self) -> BlockFiles | None:
         """The slowest, which is there the longest."""
-        return next(reversed(self._files.values()), None)
+        return next(reversed([*self._files.values()]), None)
 
     @property
     def num_behind(self) -> int:
         """Blocks that are not on disk yet."""
         return len(self._behind)
+
+    def __bool__(self) -> bool:
+        """True if there is any."""
+        return bool(self._files)
 
     def __contains__(self, key: BlockKey) -> bool:
         return self.place_of(key) is not None
@@ -113,12 +116,6 @@ class KVTiers:
     def place_of(self, key: BlockKey) -> Place | None:
         """The fastest tier that has a block."""
         return next((place for place, files in self._files.items() if key in files), None)
-
-    def resize(self, options: KVStoreOptions) -> None:
-        """Take over the budgets of options, which hold when `shrink` comes; folders stay as they are."""
-        for place, _, num_bytes in options.tiers:
-            if place in self._files:
-                self._files[place].budget_bytes = num_bytes
 
     def checked(self, key: BlockKey, is_same: bool) -> None:
         """Count a block that came back and was computed again."""
@@ -189,15 +186,28 @@ class KVTiers:
         for files in self._files.values():
             self.remove([key for key in files if key.environment == environment])
 
-    def shrink(self) -> None:
-        """Remove what is beyond the budgets."""
-        for files in self._files.values():
-            files.shrink()
+    def resize(self, options: KVStoreOptions) -> None:
+        """Take over the budgets of options, and open the tiers that had none; folders stay as they are."""
+        try:
+            self._open(options)
+        except UsageError as error:
+            log.error("%s", error)
+            self._on_fault(str(error))
+        for place, _, num_bytes in options.tiers:
+            if place in self._files:
+                self._files[place].budget_bytes = num_bytes
+                self._files[place].shrink()
 
     def classify(self, environment: bytes, class_: int) -> None:
         """Give the blocks of an environment another class."""
         for files in self._files.values():
             files.classify(environment, class_)
+
+    def _open(self, options: KVStoreOptions) -> None:
+        for place, folder, num_bytes in options.tiers:
+            if folder and num_bytes and place not in self._files:
+                opened = {**self._files, place: BlockFiles(Path(folder), num_bytes)}
+                self._files = {each: opened[each] for each in Place if each in opened}
 
     def _read(self, place: Place, key: BlockKey, content: Blocks) -> bool:
         try:

@@ -168,6 +168,8 @@ class KVTransfer:
 
     def keep(self, owner: str, session_id: str, hashes: tuple[bytes, ...]) -> None:
         """Copy what a session will come back for, soon."""
+        if not self.store.tiers:
+            return
         self.store.remember(SessionRecord(owner, session_id, self.environment, hashes, time.time()))
         self._unsaved.update(dict.fromkeys(self._missing(hashes)))
         while len(self._unsaved) > self._scheduler.config.num_blocks:
@@ -178,6 +180,8 @@ class KVTransfer:
     def keep_now(self, hashes: Sequence[bytes]) -> int:
         """Copy contents that are about to leave the device, as far as the store can take them now: almost all were
         copied soon after their request. Returns how many of the first ones are kept then."""
+        if not self.store.tiers:
+            return 0
         missing = self._missing(hashes)
         for each in missing:
             self._unsaved.pop(each, None)

@@ -97,8 +97,8 @@ class Load(_Command, frozen=True):
 
 
 class OpenStore(_Command, frozen=True):
-    """Keep what sessions come back for outside of the device from now on, or with other budgets than before; replicas
-    that are there already do not. Nothing answers."""
+    """Keep what sessions come back for outside of the device from now on, or with other budgets than before; 0: in no
+    tier until there is one. Replicas that were there before the first of these do not. Nothing answers."""
 
     options: KVStoreOptions
 
