@@ -112,6 +112,13 @@ def test_a_wrong_option_is_named(source: str, message: str) -> None:
         StubOptions.parse(source)
 
 
+def test_a_stub_says_of_itself_what_its_source_says() -> None:
+    of = {
+        text: StubExecutor(StubOptions.parse(f"stub://x{text}")).geometry for text in ("", "?decode_equals_prefill=1")
+    }
+    assert [each.decode_equals_prefill for each in of.values()] == [False, True]
+
+
 def _batch(step: int) -> StepBatch:
     plan = StepPlan(step, (), (), (), (), (0, 1), (0, 0), (2, 2), ((1,), (2,)), (True, True))
     return StepBatch(plan, np.array([1, 2, 1, 2]), np.array([1, 3]))

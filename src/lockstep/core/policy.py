@@ -76,6 +76,10 @@ class SchedulerConfig:
     """Tenants whose served tokens are remembered, beyond those with unfinished requests."""
     enable_prefix_caching: bool = True
     """Equal beginnings share their blocks; if not, block hashes are ignored."""
+    decode_equals_prefill: bool = False
+    """A token computed alone gets the same bits as among others; the executor's.
+
+    Where it does, chunks and prompts of one token are like any others, and the blocks of answers can be hit."""
 
     def __post_init__(self) -> None:
         self._check_positive()

@@ -29,6 +29,9 @@ class Geometry:
     num_layers: int
     max_model_len: int
     vocab_size: int
+    decode_equals_prefill: bool = False
+    """Whether a token gets the same bits computed alone as among others: decoded one by one, as a prompt, or in chunks
+    of one token."""
 
 
 class StepBatch(msgspec.Struct, frozen=True):

@@ -64,6 +64,8 @@ class StubOptions:
     """Every n-th sampled row is NaN; 0: none."""
     max_model_len: int = 8192
     block_size: int = 16
+    decode_equals_prefill: bool = False
+    """Whether it says so of itself: what it answers follows from the request, however that is computed."""
 
     @classmethod
     def parse(cls, source: str) -> StubOptions:
@@ -136,7 +138,14 @@ class StubExecutor:
         self._scripts: dict[int, _Script] = {}
         self._num_steps = 0
         self._num_rows = 0
-        self.geometry = Geometry(options.block_size, options.block_size, 1, options.max_model_len, VOCAB_SIZE)
+        self.geometry = Geometry(
+            options.block_size,
+            options.block_size,
+            1,
+            options.max_model_len,
+            VOCAB_SIZE,
+            options.decode_equals_prefill,
+        )
         time.sleep(options.load_ms / 1e3)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
