@@ -91,18 +91,31 @@ def test_a_damaged_block_cuts_the_chain_and_the_rest_is_computed(
     assert answer(engine, ask(prompt(1), "s")).num_cached_tokens == 4 * BLOCK, "computed again, it was kept again"
 
 
-def test_another_environment_finds_nothing(
-    pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+def test_another_environment_finds_nothing_and_says_so_once(
+    pocket: Pocket, open_store: OpenStore, faults: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
     engine = Engine(*pocket, store=store)
-    answer(engine, ask(prompt(1), "s"))
+    for number in (1, 2, 3):
+        answer(engine, ask(prompt(number), f"s{number}"))
     leave(engine)
     other = dict(pocket[0].executor.environment) | {"openvino": "another version"}
     monkeypatch.setattr(pocket[0].executor, "environment", other)
     engine = Engine(*pocket, store=store)
     assert engine.sessions.stored() == ()
-    assert answer(engine, ask(prompt(1), "s")).num_cached_tokens == 0
+    answer(engine, ask(prompt(7)))
+    assert faults == [], "a request without a session misses nothing"
+    for number in (1, 2):
+        assert answer(engine, ask(prompt(number), f"s{number}")).num_cached_tokens == 0
+    assert faults == [
+        "KV that was kept for sessions of 'm' (3) is of another artifact, precision or library than what is loaded;"
+        " it is computed again"
+    ]
+    leave(engine)
+    engine = Engine(*pocket, store=store)
+    assert answer(engine, ask(prompt(2), "s2")).num_cached_tokens == 4 * BLOCK
+    assert len(faults) == 2
+    assert " of 'm' (1) is " in faults[1], "two came back and are known here"
 
 
 def test_requests_without_a_session_find_what_sessions_left(pocket: Pocket, open_store: OpenStore) -> None:

@@ -59,6 +59,11 @@ class SessionRecords:
         """Sessions of an environment, least recently used first."""
         return tuple(record for record in self._records.values() if record.environment == environment)
 
+    def strangers(self, environment: bytes) -> Counter[str]:
+        """Number of sessions, by owner, that other environments know and this one does not."""
+        known = {(record.owner, record.session_id) for record in self.of(environment)}
+        return Counter(owner for owner, _ in {(r.owner, r.session_id) for r in self._records.values()} - known)
+
     def move(self, others: SessionRecords) -> list[str]:
         """Remember others' sessions here, and remove their files; returns the files to be written."""
         if others.tier is not None:

@@ -152,9 +152,7 @@ class KVStore:
         self.tiers.checked(BlockKey(environment, block_hash), is_same)
         if is_same:
             return
-        text = "a KV block that came back is not what is computed; all that was kept of its model is removed"
-        log.error("%s", text)
-        self._on_fault(text)
+        self.tell("a KV block that came back is not what is computed; all that was kept of its model is removed")
         self._put(("drop", environment), partial(self.tiers.drop, environment))
 
     def is_wanted(self, environment: bytes, block_hash: bytes) -> bool:
@@ -165,6 +163,16 @@ class KVStore:
         """Sessions of an environment, least recently used first."""
         with self._changed:
             return self._records.of(environment)
+
+    def strangers(self, environment: bytes) -> Counter[str]:
+        """Number of sessions, by owner, that other environments know and this one does not."""
+        with self._changed:
+            return self._records.strangers(environment)
+
+    def tell(self, fault: str) -> None:
+        """Log a fault, and tell whoever made the store."""
+        log.warning("%s", fault)
+        self._on_fault(fault)
 
     def flush(self, limit_s: float) -> bool:
         """Wait until everything is written, disk included; False: time was up."""
@@ -206,9 +214,7 @@ class KVStore:
         oldest, _ = self._unnoted.popitem(last=False)
         self._jobs.pop(oldest, None)
         if self.num_lost_notes % MAX_NOTES == 0:
-            text = f"{MAX_NOTES} sessions wait to be noted and older ones are not: the folder does not keep up"
-            log.error("%s", text)
-            self._on_fault(text)
+            self.tell(f"{MAX_NOTES} sessions wait to be noted and older ones are not: the folder does not keep up")
         self.num_lost_notes += 1
 
     # -- the store's thread ---------------------------------------------------------------------------------------

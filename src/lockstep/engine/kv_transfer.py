@@ -60,6 +60,8 @@ class KVTransfer:
         """At most one each of what the pool can hold, as only what is there is saved."""
         self._waiting: deque[LiveRequest] = deque()
         self._returns: list[_Return] = []
+        self._strangers = store.strangers(self.environment)
+        """Sessions by owner whose blocks are of no use here, until that was told."""
         self._check = KVCheck(scheduler, model, store, self.environment)
         self.prioritise(class_)
 
@@ -80,6 +82,12 @@ class KVTransfer:
 
     def enter(self, live: LiveRequest) -> bool:
         """Take a request that has to wait for blocks; False: it has nothing to wait for."""
+        owner = live.request.session_owner
+        if live.request.session_id is not None and (count := self._strangers.pop(owner, 0)):
+            self.store.tell(
+                f"KV that was kept for sessions of {owner!r} ({count}) is of another artifact, precision or library"
+                " than what is loaded; it is computed again"
+            )
         found = self._find(live)
         if found is None:
             return False
