@@ -163,7 +163,7 @@ def test_what_nobody_has_asked_for_since_the_start_gives_way_to_everybody(open_s
     store = open_store(host_bytes=4 * PAGES)
     save(store, 0, 1, 2, 3, environment=OTHER)
     store = open_store(host_bytes=4 * PAGES)
-    store.adopt(ENVIRONMENT, 2)
+    store.adopt(ENVIRONMENT, nothing, 2)
     save(store, 0, 1, class_=2)
     assert store.flush(10.0)
     assert present(store, 4) == {0, 1}
@@ -174,7 +174,7 @@ def test_blocks_of_an_earlier_process_have_the_class_of_their_engine_again(open_
     store = open_store(host_bytes=4 * PAGES)
     save(store, 0, 1, 2, 3, environment=OTHER)
     store = open_store(host_bytes=4 * PAGES)
-    store.adopt(OTHER, 0)
+    store.adopt(OTHER, nothing, 0)
     save(store, 0, 1, class_=2)
     assert store.flush(10.0)
     assert present(store, 4) == set()

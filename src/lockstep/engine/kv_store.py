@@ -12,6 +12,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from lockstep.engine.kv_files import BlockKey
 from lockstep.engine.kv_load import ChainLoad
@@ -50,6 +51,8 @@ class KVStore:
         self._records = SessionRecords(self.tiers.lasting)
         self._jobs: OrderedDict[object, _Job] = OrderedDict()
         """In the order in which they are done; what is to be done again takes its place at the end."""
+        self._classes: dict[bytes, WeakKeyDictionary[object, int]] = {}
+        """By environment: the class of each of its engines."""
         self._unnoted: OrderedDict[str, list[BlockKey]] = OrderedDict()
         """Records that wait to be written, with blocks that nobody may come back for any more."""
         self.num_lost_notes = 0
@@ -96,9 +99,17 @@ class KVStore:
                 return
         wake()
 
-    def adopt(self, environment: bytes, class_: int) -> None:
-        """Say the priority of what an environment has in the store, from now on and from earlier processes."""
-        self._put(("class", environment), partial(self.tiers.classify, environment, class_))
+    def adopt(self, environment: bytes, engine: object, class_: int) -> None:
+        """Say an engine's priority: the best among an environment's engines is that of all that it has in the store,
+        from now on and from earlier processes."""
+        with self._changed:
+            self._classes.setdefault(environment, WeakKeyDictionary())[engine] = class_
+            self._put(("class", environment), partial(self.tiers.classify, environment, self.class_of(environment)))
+
+    def class_of(self, environment: bytes) -> int:
+        """Priority of what an environment has in the store, while it has an engine."""
+        with self._changed:
+            return min(self._classes[environment].values())
 
     def save(
         self, environment: bytes, hashes: Sequence[bytes], content: Blocks, class_: int, wake: Callable[[], None]

@@ -114,7 +114,7 @@ class KVTransfer:
     def prioritise(self, class_: int) -> None:
         """Change the priority of what is kept, that of earlier times included; on any thread."""
         self.class_ = class_
-        self.store.adopt(self.environment, class_)
+        self.store.adopt(self.environment, self, class_)
 
     def move(self, now_s: float) -> list[LiveRequest]:
         """Move what can be moved now, within the bound; returns the requests that wait no longer."""
@@ -228,7 +228,8 @@ class KVTransfer:
         pairs = [(each, block) for each, block in found if block is not None]
         if pairs:
             content = self._executor.read_blocks([block for _, block in pairs])
-            self.store.save(self.environment, [each for each, _ in pairs], content, self.class_, self._wake)
+            class_ = self.store.class_of(self.environment)
+            self.store.save(self.environment, [each for each, _ in pairs], content, class_, self._wake)
         return {each for each, _ in pairs}
 
     def _num_cached(self, hashes: Sequence[bytes]) -> int:
