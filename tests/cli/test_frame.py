@@ -7,15 +7,15 @@ import random
 import pytest
 from msgspec.structs import replace as changed
 
-from lockstep.cli.feed import Event, RequestRow, View
+from lockstep.cli.feed import Event, RequestReplay, RequestRow, RequestWait, View
 from lockstep.cli.frame import SORTS, Look, frame
+from lockstep.cluster.figures import StoreTier
 from lockstep.cluster.snapshot import BudgetSnapshot, SessionSnapshot
 from tests.cli.views import URL, snapshot_of, view_of
 
 MANY = tuple(f"model-{at:02}" for at in range(50))
 HOSTILE = "x\x1b]0;owned\x07[bold]\n" + "宽" * 40
-_STORED = {"bytes": 5e6, "budget_bytes": 1e7, "blocks": 7, "loaded_total": 3, "rejected_total": 2}
-STORE = "".join(f'lockstep:kv_store_{name}{{tier="host"}} {value}\n' for name, value in _STORED.items())
+STORE = (StoreTier("host", 7, 5_000_000, 10_000_000, 0, 3, 2, 0),)
 
 
 def lines_of(view: View, look: Look | None = None, width: int = 160, height: int | None = None) -> list[str]:
@@ -32,7 +32,7 @@ def crowded() -> View:
     cluster = snapshot_of((HOSTILE, *MANY), sessions=sessions, warnings=(HOSTILE, "b", "c"), cluster=HOSTILE)
     events = tuple(Event(at, "hop", {"model": HOSTILE, "target": HOSTILE}) for at in range(40))
     requests = tuple(RequestRow(f"{HOSTILE}{at}", "ended", HOSTILE, HOSTILE, HOSTILE) for at in range(20))
-    return view_of(cluster, metrics=STORE, events=events, requests=requests, trouble=HOSTILE)
+    return view_of(cluster, tiers=STORE, events=events, requests=requests, trouble=HOSTILE)
 
 
 def test_every_size_is_filled_and_never_left() -> None:
@@ -56,7 +56,7 @@ def test_what_others_wrote_is_one_line_of_text() -> None:
 
 
 def test_the_head_says_who_it_is_and_how_it_is() -> None:
-    first, second, *_ = lines_of(view_of(snapshot_of(), metrics="process_start_time_seconds 821\n"))
+    first, second, *_ = lines_of(view_of(snapshot_of(), uptime_s=180.0))
     assert first == f"lockstep top  small  ready  deterministic  up 3 min  1.2.3  {URL}"
     assert second.startswith("running 1  waiting 0  tokens/s -  requests/s -  sessions 1  requests 3")
 
@@ -89,7 +89,7 @@ def test_fifty_models_are_cut_and_scrolled() -> None:
 
 def test_models_are_sorted_by_a_column_and_ties_stay() -> None:
     names = ("model-a", "model-c", "model-b", "model-d")
-    view = view_of(snapshot_of(names), dict.fromkeys(names[:3], 0), {"model-a": 5, "model-c": 90, "model-b": 5})
+    view = view_of(snapshot_of(names), {"model-a": 5, "model-c": 90, "model-b": 5})
     order = ["model-c", "model-a", "model-b", "model-d"]
     assert models_of(lines_of(view, Look("TOK/S"))) == order
     assert "TOK/S ▼" in "".join(lines_of(view, Look("TOK/S")))
@@ -119,7 +119,7 @@ def test_figures_of_a_shared_engine_stand_once() -> None:
     [shared, _] = cluster.replicas
     both = changed(shared, models=("model-a", "model-b"))
     models = tuple(changed(model, replica=shared.key) for model in cluster.models)
-    lines = lines_of(view_of(changed(cluster, models=models, replicas=(both,)), {"model-a": 0}, {"model-a": 250}))
+    lines = lines_of(view_of(changed(cluster, models=models, replicas=(both,)), {"model-a": 250}))
     first, second = (line for line in lines if line.startswith("model-"))
     assert " 250 " in first
     assert " 250 " not in second
@@ -128,7 +128,7 @@ def test_figures_of_a_shared_engine_stand_once() -> None:
 
 def test_memory_is_a_bar_for_each_budget_and_tier() -> None:
     budgets = (BudgetSnapshot("gpu_budget", 100, 80, 40), BudgetSnapshot("ram_budget", None, None, 5_000))
-    lines = lines_of(view_of(snapshot_of(budgets=budgets), metrics=STORE))
+    lines = lines_of(view_of(snapshot_of(budgets=budgets), tiers=STORE))
     [gpu, ram] = [line for line in lines if "_budget" in line]
     assert gpu == f"gpu_budget  {'█' * 12}{'░' * 12}     40 B of 80 B      50%"
     assert ram.endswith("5.0 kB in use, unbounded")
@@ -158,3 +158,20 @@ def test_a_server_that_is_gone_and_models_that_cannot_answer_are_said() -> None:
     assert lines[1] == "trying again: cannot connect to it"
     assert "router: the file is gone" in lines
     assert "not ready" in lines[0]
+
+
+def test_a_request_says_why_it_waited_and_the_newest_how_it_is_replayed() -> None:
+    places = tuple(RequestReplay(at, 40 + at, f"lockstep replay --verify /trace{HOSTILE}") for at in range(2))
+    waits = (RequestWait("1 place for a sequence, which is taken"), RequestWait(HOSTILE))
+    requests = (
+        RequestRow("req-3", "waiting"),
+        *(RequestRow(f"req-{at}", "ended", waits=waits, replay=places) for at in (2, 1)),
+    )
+    lines = lines_of(view_of(snapshot_of(), requests=requests), width=400)
+    [second] = [line for line in lines if line.startswith("req-2")]
+    assert "1 place for a sequence, which is taken; x" in second
+    [told] = [line for line in lines if line.startswith("replay of ")]
+    assert told.startswith("replay of req-2: lockstep replay --verify /trace")
+    assert told.endswith("(sequence 0 from step 40)")
+    hidden = (RequestRow("req-1", "ended", replay=(RequestReplay(0, 1),)),)
+    assert not [line for line in lines_of(view_of(snapshot_of(), requests=hidden)) if "replay of" in line]

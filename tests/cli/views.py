@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from lockstep.cli.feed import Event, Reading, RequestRow, View
-from lockstep.cli.scrape import Scrape
+from lockstep.cluster.figures import EngineFigures, Figures, StoreTier
 from lockstep.cluster.snapshot import ClusterSnapshot, ReplicaSnapshot
 from tests.server.managing import Managed
 
@@ -27,21 +27,16 @@ def snapshot_of(names: tuple[str, ...] = ("router",), **changes: Any) -> Cluster
 
 def view_of(
     cluster: ClusterSnapshot,
-    tokens_before: dict[str, int] | None = None,
-    tokens_after: dict[str, int] | None = None,
+    tokens_per_s: dict[str, float] | None = None,
     *,
-    metrics: str = "",
+    tiers: tuple[StoreTier, ...] = (),
+    uptime_s: float | None = None,
     status: str = "ready",
     events: tuple[Event, ...] = (),
     requests: tuple[RequestRow, ...] | None = None,
     trouble: str = "",
 ) -> View:
-    """Two readings, a second apart, of engines that have generated so many tokens by then."""
-    before = Reading(cluster, _scrape(tokens_before, metrics, 1.0), status, "1.2.3", 1_000.0)
-    after = Reading(cluster, _scrape(tokens_after, metrics, 2.0), status, "1.2.3", 1_001.0, requests)
-    return View(URL, after, before, events, trouble)
-
-
-def _scrape(tokens: dict[str, int] | None, metrics: str, at_s: float) -> Scrape:
-    lines = [f'lockstep:generation_tokens_total{{model_name="{name}"}} {n}\n' for name, n in (tokens or {}).items()]
-    return Scrape.parse(metrics + "".join(lines), at_s)
+    """A reading of engines that generate so many tokens a second."""
+    engines = tuple(EngineFigures(name, rate) for name, rate in (tokens_per_s or {}).items())
+    figures = Figures(1.0, uptime_s, None, engines, tiers)
+    return View(URL, Reading(cluster, figures, status, "1.2.3", requests), events, trouble)

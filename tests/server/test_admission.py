@@ -202,6 +202,8 @@ def test_with_a_key_any_name_will_do(keyed: ServerProcess) -> None:
 
 OPERATED = (
     ("GET", "/v1/cluster"),
+    ("GET", "/v1/figures"),
+    ("GET", "/v1/logs"),
     ("GET", "/v1/manifest"),
     ("PUT", "/v1/manifest"),
     ("GET", "/v1/events"),

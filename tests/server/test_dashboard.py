@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from lockstep.server.status import dashboard_page
 from tests.browser import chromium
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.visits import PAINTED
+from tests.waiting import HANG_S
 
 SUPPORT = Path(__file__).resolve().parents[2] / "examples" / "customer-support.yaml"
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=1</script>'
@@ -96,6 +98,7 @@ def test_every_panel_fills(server: ServerProcess, open_page: Open) -> None:
     expect(page.locator("#budgets .bar")).to_have_count(3)
     expect(page.locator("#events li", has_text="session admitted")).to_have_count(3)
     expect(page.locator("#now .tile").nth(4).locator("dd > span").first).to_have_text("12")
+    expect(page.locator("#logs li", has_text="endpoint=/v1/chat/completions")).to_have_count(12)
     for name in ("rates", "steps"):
         canvas = page.locator(f"#{name} canvas")
         expect(canvas).to_be_visible()
@@ -143,13 +146,40 @@ def test_faults_of_a_manifest_are_shown_in_place(server: ServerProcess, open_pag
 
 def test_what_callers_write_is_text(server: ServerProcess, open_page: Open) -> None:
     page = open_page(server)
-    ask(server, HOSTILE, session_id=HOSTILE[:60])
+    ask(server, HOSTILE, session_id=HOSTILE[:60], metadata={"note": HOSTILE})
     expect(page.locator("#sessions tbody tr", has_text="<img src=x")).to_have_count(1)
+    expect(page.locator("#requests tbody tr", has_text="<img src=x").first).to_be_visible()
+    expect(page.locator("#logs li", has_text="<img src=x").first).to_be_visible()
     page.fill("#chat textarea", HOSTILE)
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#talk .theirs")).to_contain_text("[stub:")
     assert page.title() == "Lockstep"
     assert page.locator("#panels img, #panels script").count() == 0
+
+
+def test_a_request_leads_to_why_it_waited_and_to_the_command_that_replays_it(open_page: Open, tmp_path: Path) -> None:
+    flags = ("stub://one?step_ms=20", "--max-num-seqs", "1", "--trace", str(tmp_path / "<b>&trace"))
+    with serve(*flags, *IN_THREAD) as server:
+        page = open_page(server)
+        threads = [threading.Thread(target=ask, args=(server, HOSTILE), kwargs={"ignore_eos": True}) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(HANG_S)
+        expect(page.locator("#requests tbody tr", has_text="length")).to_have_count(3)
+        waited = page.locator("#requests tbody tr", has_text="1 of 1 sequences run").first
+        waited.get_by_role("button", name="details").press("Enter")
+        detail = page.locator("#requests td.detail")
+        expect(detail).to_contain_text("no place: from")
+        expect(detail).to_contain_text("sequence ")
+        with server.client() as client:
+            commands = {row["replay"][0]["command"] for row in client.get("/v1/requests").json()["data"]}
+        assert commands == {detail.locator("code").inner_text()}
+        detail.get_by_role("button", name="copy").click()
+        expect(detail.get_by_role("button", name=re.compile("copied|selected"))).to_be_visible()
+        assert page.evaluate("getSelection().toString()") in commands
+        waited.get_by_role("button", name="details").press("Enter")
+        expect(detail).to_have_count(0)
 
 
 @pytest.mark.slow
@@ -180,6 +210,30 @@ def test_a_server_of_one_model_shows_no_control_that_it_would_refuse(open_page: 
         expect(page.locator("#models tbody tr")).to_have_count(1)
         assert page.get_by_role("button", name="load").count() == 0
         expect(page.locator("#manifest-card")).to_be_hidden()
+
+
+def test_a_callers_key_shows_its_own_requests_and_nothing_of_others(open_page: Open) -> None:
+    environment = {"LOCKSTEP_API_KEY": "secret-caller", "LOCKSTEP_ADMIN_KEY": "secret-admin"}
+    with serve("stub://one", *IN_THREAD, environment=environment) as server:
+        for key in ("secret-caller", "secret-admin"):
+            with server.client(api_key=key) as client:
+                assert client.post("/v1/completions", json={"prompt": "a b", "max_tokens": 4}).status_code == 200
+        page = open_page(server)
+        page.fill("#key input", "secret-caller")
+        page.get_by_role("button", name="Use").click()
+        expect(page.locator("#live")).to_have_text("this key sees its own requests; an admin key sees all")
+        expect(page.locator("#requests tbody tr")).to_have_count(1)
+        for panel in ("#now", "#models", "#sessions", "#events", "#logs", "#budgets", "#manifest", "#rates"):
+            expect(page.locator(panel)).to_be_hidden()
+        page.fill("#chat textarea", "hello")
+        page.press("#chat textarea", "Control+Enter")
+        expect(page.locator("#talk .theirs")).to_contain_text("[stub:")
+        expect(page.locator("#requests tbody tr")).to_have_count(2)
+        page.fill("#key input", "secret-admin")
+        page.get_by_role("button", name="Use").click()
+        expect(page.locator("#requests tbody tr")).to_have_count(3)
+        expect(page.locator("#models tbody tr")).to_have_count(1)
+        expect(page.locator("#logs li", has_text="tenant=admin-1").first).to_be_visible()
 
 
 def test_with_keys_it_asks_for_one_and_keeps_it_to_itself(open_page: Open) -> None:

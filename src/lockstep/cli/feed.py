@@ -14,7 +14,7 @@ import msgspec
 
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
-from lockstep.cli.scrape import Scrape
+from lockstep.cluster.figures import MAX_WINDOW_S, Figures
 from lockstep.cluster.snapshot import ClusterSnapshot
 from lockstep.errors import LockstepError, RemoteError
 
@@ -39,6 +39,21 @@ class Event(NamedTuple):
     fields: Mapping[str, Any]
 
 
+class RequestWait(msgspec.Struct, frozen=True):
+    """Why a request waited."""
+
+    reason: str
+
+
+class RequestReplay(msgspec.Struct, frozen=True):
+    """Where a request is in a recording."""
+
+    sequence: int
+    step: int
+    command: str | None = None
+    """None: it is not for this caller to know."""
+
+
 class RequestRow(msgspec.Struct, frozen=True):
     """A request as `GET /v1/requests` shows it, as far as it is shown here. None: not known, or not yet."""
 
@@ -55,6 +70,8 @@ class RequestRow(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    waits: tuple[RequestWait, ...] = ()
+    replay: tuple[RequestReplay, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +79,10 @@ class Reading:
     """A server at one moment."""
 
     cluster: ClusterSnapshot
-    scrape: Scrape
+    figures: Figures
     status: str
     """``ready``, or what else its health says."""
     version: str
-    at_s: float
-    """Unix time of this machine."""
     requests: tuple[RequestRow, ...] | None = None
     """Newest first; None: the server does not tell of single ones."""
 
@@ -77,33 +92,29 @@ class View:
     """Input of a frame: readings, events and whether the server still answers."""
 
     url: str
-    after: Reading
-    before: Reading | None = None
-    """The reading before; None: there is none to tell rates from."""
+    reading: Reading
     events: tuple[Event, ...] = ()
     """Oldest first; empty: only what the reading tells itself."""
     trouble: str = ""
     """Why nothing newer is known; empty: it is."""
 
 
-def take(remote: Remote) -> Reading:
-    """Ask a server for all that is shown; RemoteError says why it does not answer."""
-    answer = remote.get("/v1/cluster")
+def take(remote: Remote, interval_s: float) -> Reading:
+    """Ask a server for all that is shown, rates over about an interval; RemoteError says why it does not answer."""
+    answer, told = remote.get("/v1/cluster"), remote.get_text(f"/v1/figures?window_s={min(interval_s, MAX_WINDOW_S)}")
     try:
         cluster = msgspec.convert(answer, ClusterSnapshot)
     except msgspec.ValidationError as error:
         url = remote.target.url
         raise RemoteError(f"{url} shows its cluster otherwise than this version reads it ({error})") from None
-    code, metrics = remote.get_text("/metrics")
-    at_s = time.monotonic()
     try:
-        scrape = Scrape.parse(metrics if code == 200 else "", at_s)  # a proxy may keep it to itself
-    except ValueError:
-        scrape = Scrape(at_s, {})
+        figures = msgspec.json.decode(told[1], type=Figures)
+    except msgspec.DecodeError:  # an older server has none
+        figures = Figures(None, None, None, (), ())
     health = _object(remote.get_text("/health")[1])
     version = _object(remote.get_text("/version")[1])
     return Reading(
-        *(cluster, scrape, str(health.get("status", "?")), str(version.get("version", "?")), time.time()),
+        *(cluster, figures, str(health.get("status", "?")), str(version.get("version", "?"))),
         requests_in(remote.get_text("/v1/requests")[1]),
     )
 
@@ -181,13 +192,13 @@ class Feed:
             while True:
                 time.sleep(self.interval_s)
                 try:
-                    reading = take(remote)
+                    reading = take(remote, self.interval_s)
                 except LockstepError as error:
                     with self._lock:
                         self._view = replace(self._view, trouble=str(error))
                 else:
                     with self._lock:
-                        self._view = View(self.target.url, reading, self._view.after)
+                        self._view = View(self.target.url, reading)
                 self.changed()
 
     def _watch(self) -> None:

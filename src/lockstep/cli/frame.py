@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from lockstep.cli.feed import Event, View, transitions
+from lockstep.cli.feed import Event, RequestRow, View, transitions
 from lockstep.cli.grid import (
     GAP,
     Column,
@@ -27,7 +27,7 @@ from lockstep.cli.grid import (
     plain,
 )
 from lockstep.cli.ps import size
-from lockstep.cli.scrape import EngineFigures, engine_figures, rate, store_tiers
+from lockstep.cluster.figures import EngineFigures
 from lockstep.cluster.snapshot import ModelSnapshot
 from lockstep.report.document import ABSENT
 
@@ -85,6 +85,7 @@ _REQUEST_COLUMNS = (
     Column("OUTPUT", 5, 6),
     Column("SESSION", 8, 0, True),
     Column("ENDED", 3, 6, True),
+    Column("WHY IT WAITED", 9, 0, True),
 )
 SORTS = ("", "MODEL", "STATE", "RUN", "WAIT", "TOK/S", "TTFT p50", "p95", "KV", "HITS", "SESSIONS", "REQUESTS", "IDLE")
 """Heads of columns that models are sorted by, in turn; empty: as the manifest has them."""
@@ -149,16 +150,13 @@ def frame(view: View, look: Look, width: int, height: int | None, keys: str = ""
 
 
 def _header(view: View, width: int) -> list[Text]:
-    reading, before = view.after, view.before
-    cluster, scrape = reading.cluster, reading.scrape
-    then = None if before is None else before.scrape
-    started_s = scrape.total("process_start_time_seconds")
-    up = None if started_s is None else reading.at_s - started_s
+    reading, cluster, figures = view.reading, view.reading.cluster, view.reading.figures
+    generated = [each.tokens_per_s for each in figures.engines if each.tokens_per_s is not None]
     first = [
         Text.assemble(("lockstep top", "bold"), GAP, (plain(cluster.cluster), "bold cyan")),
         Text(plain(reading.status), _STYLES.get(reading.status, "bold red")),
         Text(*_badge([each.deterministic for each in cluster.replicas if each.phase == "resident"])),
-        Text(f"up {duration(up)}"),
+        Text(f"up {duration(figures.uptime_s)}"),
         Text(plain(reading.version)),
         Text(view.url, "dim"),
     ]
@@ -166,8 +164,8 @@ def _header(view: View, width: int) -> list[Text]:
     second = [
         _figure("running", str(sum(model.num_running for model in cluster.models))),
         _figure("waiting", str(waiting), "bold yellow" if waiting else "bold"),
-        _figure("tokens/s", number(rate(then, scrape, "lockstep:generation_tokens_total"))),
-        _figure("requests/s", number(rate(then, scrape, "lockstep:cluster_requests_total"))),
+        _figure("tokens/s", number(sum(generated) if generated else None)),
+        _figure("requests/s", number(figures.requests_per_s)),
         _figure("sessions", str(cluster.sessions_live)),
         _figure("requests", str(cluster.counters.requests_total)),
         _figure("promotions", str(cluster.counters.promotions)),
@@ -197,12 +195,12 @@ def _memory(view: View, width: int) -> list[Text]:
     """A bar for each budget and for each tier of the store."""
     cells = max(8, min(_TOP_BAR, width - 60))
     rows = []
-    for budget in view.after.cluster.budgets:
+    for budget in view.reading.cluster.budgets:
         if budget.effective_bytes is None and not budget.used_bytes:
             continue
         bar = _bar(budget.used_bytes, budget.effective_bytes, cells)
         rows.append(Text.assemble((f"{plain(budget.name):<12}", "cyan"), bar))
-    for tier in store_tiers(view.after.scrape):
+    for tier in view.reading.figures.tiers:
         bar = _bar(tier.num_bytes, tier.budget_bytes, cells)
         parts = [
             Text.assemble((f"{'kv on ' + plain(tier.name):<12}", "cyan"), bar),
@@ -233,14 +231,13 @@ class _ModelRow(NamedTuple):
 
 
 def _models(view: View, look: Look, width: int) -> Section:
-    cluster = view.after.cluster
-    before = None if view.before is None else view.before.scrape
+    cluster = view.reading.cluster
     first_of = {replica.key: replica.models[0] for replica in cluster.replicas if replica.models}
-    engines = {name: engine_figures(before, view.after.scrape, name) for name in first_of.values()}
+    engines = {each.model: each for each in view.reading.figures.engines}
     rows = []
     for model in cluster.models:
         first = first_of.get(model.replica or "")
-        figures = EngineFigures() if first is None else engines[first]
+        figures = engines.get(first or "", EngineFigures(model.id))
         rows.append(_ModelRow(model, figures, first not in (None, model.id)))
     rows = _sorted(rows, look)
     mark = " ▲" if look.is_reversed else " ▼"
@@ -299,10 +296,10 @@ def _model_cells(row: _ModelRow) -> list[Text]:
 
 def _requests(view: View, width: int) -> Section | None:
     """Requests that are answered and were, the newest first; None: the server does not list them."""
-    if view.after.requests is None:
+    if view.reading.requests is None:
         return None
     rows = []
-    for each in view.after.requests:
+    for each in view.reading.requests:
         ended = each.error or ",".join(each.finish_reasons)
         cells = (
             *(Text(plain(each.id)), Text(plain(each.state), _STYLES.get(each.state, ""))),
@@ -311,10 +308,21 @@ def _requests(view: View, width: int) -> Section | None:
             *(Text(milliseconds(each.total_ms / 1e3)), Text(number(each.tokens_per_second))),
             *(count(each.prompt_tokens), count(each.cached_tokens), count(each.output_tokens)),
             *(Text(plain(each.session_id or ABSENT)), Text(plain(ended), "red" if each.error else "dim")),
+            Text("; ".join(plain(wait.reason) for wait in each.waits), "yellow"),
         )
         rows.append(cells)
     head, *lines = grid(_REQUEST_COLUMNS, rows, width)
-    return Section(head, lines or [Text("none yet", "dim")])
+    return Section(head, lines + _replayed(view.reading.requests) or [Text("none yet", "dim")])
+
+
+def _replayed(requests: Sequence[RequestRow]) -> list[Text]:
+    """The command that replays the newest request that is in a recording, where this caller may know it."""
+    for each in requests:
+        for place in each.replay:
+            if place.command is not None:
+                told = f"{plain(place.command)}  (sequence {place.sequence} from step {place.step})"
+                return [Text.assemble((f"replay of {plain(each.id)}: ", "dim"), told)]
+    return []
 
 
 def _sessions(view: View, width: int) -> Section:
@@ -329,7 +337,7 @@ def _sessions(view: View, width: int) -> Section:
             Text(str(each.num_requests)),
             Text(plain(each.model)),
         ]
-        for each in sorted(view.after.cluster.sessions, key=lambda session: session.idle_s)
+        for each in sorted(view.reading.cluster.sessions, key=lambda session: session.idle_s)
     ]
     head, *lines = grid(_SESSION_COLUMNS, rows, width)
     return Section(head, lines or [Text("none is named", "dim")])
@@ -337,7 +345,7 @@ def _sessions(view: View, width: int) -> Section:
 
 def _events(view: View, width: int) -> Section:
     """Events, the latest first; the changes of tier that the snapshot has, where there are no others."""
-    events = view.events or transitions(view.after.cluster)
+    events = view.events or transitions(view.reading.cluster)
     lines = [_event(event) for event in reversed(events)]
     for line in lines:
         line.truncate(width, overflow="ellipsis")

@@ -63,10 +63,10 @@ def top(
     if not once and not (sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"):
         raise UsageError("lockstep top draws on a terminal, and this is none; --once prints one frame and ends")
     with Remote(target, SILENCE_LIMIT_S) as remote:
-        first = take(remote)
+        first = take(remote, interval)
         if once:
             time.sleep(interval)
-            _print(target, first, take(remote))
+            _print(target, take(remote, interval))
             return
     code = _watch(target, first, interval)
     if code:
@@ -87,7 +87,7 @@ def keys_in(text: str) -> Iterator[str]:
             text = text[1:]
 
 
-def _print(target: Target, before: Reading, after: Reading) -> None:
+def _print(target: Target, reading: Reading) -> None:
     """One frame of any length: with colours on a terminal, as plain lines elsewhere."""
     from rich.console import Console
 
@@ -97,7 +97,7 @@ def _print(target: Target, before: Reading, after: Reading) -> None:
 
     console = Console(highlight=False)
     width = console.width if console.is_terminal else shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
-    lines = frame(View(target.url, after, before), Look(), max(20, width), None)
+    lines = frame(View(target.url, reading), Look(), max(20, width), None)
     if console.options.ascii_only:
         lines = to_ascii(lines)
     for line in lines:
@@ -139,7 +139,7 @@ def _watch(target: Target, first: Reading, interval_s: float) -> int:
             for key in keys_in(typed.decode(errors="replace")):
                 if key in ("q", "\x03", "\x04"):
                     return 0
-                look = look.press(key, len(view.after.cluster.models))
+                look = look.press(key, len(view.reading.cluster.models))
     return EXIT_SIGNAL + ended_by[0]
 
 

@@ -14,6 +14,7 @@ from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.backend import Backend
 from lockstep.cluster.base import EventStream, Health, ModelCard
 from lockstep.cluster.events import EventLog
+from lockstep.cluster.figures import Figures, History, figures_of
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse, plain
 from lockstep.cluster.models import Model
@@ -64,6 +65,7 @@ class Cluster:
         self._handler = RequestHandler(state)
         self._prepared: Opened | None = None
         self._created_s = int(time.time())
+        self._history = History()
         self._sweeping: asyncio.Task[None] | None = None
         self._replacing: asyncio.Task[Replaced] | None = None
         self._vouchers = Vouchers(
@@ -132,6 +134,11 @@ class Cluster:
             if replica.key in by_replica and models:
                 found[models[0].id] = by_replica[replica.key]
         return found
+
+    async def figures(self, window_s: float) -> Figures:
+        """Rates and times over the last so many seconds, as far as somebody asked then."""
+        metrics, num_requests = await self.metrics(), self.snapshot().counters.requests_total
+        return figures_of(self._history, metrics, self.kv_tiers, num_requests, window_s)
 
     @property
     def kv_tiers(self) -> Mapping[str, TierStats]:

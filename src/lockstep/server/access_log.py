@@ -16,10 +16,12 @@ from typing import Any
 from lockstep.server.admission import OPEN_PATHS
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import PEOPLE, RequestContext
-from lockstep.worker.logs import FIELDS
+from lockstep.worker.logs import FIELDS, PUBLIC_FIELDS
 
 PROBES = OPEN_PATHS | {"/load"}
 """Asked for again and again by machines: logged at the debug level."""
+WATCHED = frozenset({"/v1/cluster", "/v1/figures", "/v1/requests", "/v1/logs", "/v1/events"})
+"""And what dashboards ask for every two seconds; only refusals are worth a line."""
 
 HASH_BYTES = 6
 
@@ -34,10 +36,15 @@ class AccessLog:
         self._called = str if options.log_user else hashed_by(secrets.token_bytes(16))
 
     def __call__(self, context: RequestContext, duration_s: float) -> None:
-        level = logging.DEBUG if context.endpoint in PROBES else logging.INFO
+        is_watching = context.endpoint in WATCHED and (context.status or 0) < 400
+        level = logging.DEBUG if context.endpoint in PROBES or is_watching else logging.INFO
         if log.isEnabledFor(level):
-            fields = request_fields(context, duration_s, shows_prompts=self._shows_prompts, called=self._called)
-            log.log(level, "ended", extra={FIELDS: fields})
+            fields = request_fields(context, duration_s, shows_prompts=False, called=self._called)
+            extra = {FIELDS: fields}
+            if self._shows_prompts:
+                whole = request_fields(context, duration_s, shows_prompts=True, called=self._called)
+                extra = {FIELDS: whole, PUBLIC_FIELDS: fields}
+            log.log(level, "ended", extra=extra)
 
 
 def hashed_by(key: bytes) -> Callable[[str], str]:

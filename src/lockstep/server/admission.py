@@ -194,7 +194,7 @@ _READING = ("GET", "HEAD", "OPTIONS")
 _BEARER = b"bearer "
 _ADMIN = "admin-"
 _OPERATED = re.compile(
-    r"/v1/(cluster|manifest|events|sessions(/.*)?|models/.+/(load|unload))|/reset_prefix_cache|/debug/.*"
+    r"/v1/(cluster|figures|logs|manifest|events|sessions(/.*)?|models/.+/(load|unload))|/reset_prefix_cache|/debug/.*"
 )
 
 
@@ -255,7 +255,7 @@ class AccessKeys:
         is_own = _OWN.fullmatch(path) is not None
         if self._has_admin_keys and is_operators(path) and not is_own:
             is_admin = tenant is not None and tenant.startswith(_ADMIN)
-            return None if is_admin else _unauthenticated() if tenant is None else _forbidden()
+            return None if is_admin else _unauthenticated() if tenant is None else forbidden()
         needs_key = self._has_keys or (self._has_admin_keys and is_own)
         return _unauthenticated() if needs_key and tenant is None else None
 
@@ -303,7 +303,7 @@ def _named(prefix: str, keys: Sequence[str]) -> list[tuple[str, str]]:
     return [(f"{prefix}{i + 1}", key) for i, key in enumerate(keys)]
 
 
-def _forbidden() -> HttpError:
+def forbidden() -> HttpError:
     """The refusal of a caller's key where an operator's is needed."""
     return HttpError(
         403,

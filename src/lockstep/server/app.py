@@ -18,6 +18,7 @@ from lockstep.server import (
     cluster_routes,
     completions,
     embeddings,
+    log_lines,
     metrics,
     request_log,
     responses,
@@ -50,6 +51,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     cluster_routes.router,  # before the models', whose ids may hold slashes
     cluster_routes.models_router,
     request_log.router,
+    log_lines.router,
     watch.router,
     status.router,
     metrics.router,
@@ -84,6 +86,7 @@ def create_app(
     app.state.serving = serving
     app.state.http_counts = metrics.HttpCounts()
     app.state.request_log = request_log.RequestLog()
+    app.state.log_lines = log_lines.LogLines()
     app.state.watchers = Traffic()
     app.state.response_store = response_store or responses.memory_store(options)
     _install_handlers(app)

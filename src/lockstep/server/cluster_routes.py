@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from lockstep.cluster.base import ModelCard
 from lockstep.cluster.cluster import Cluster
+from lockstep.cluster.figures import DEFAULT_WINDOW_S, MAX_WINDOW_S, Figures
 from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, Replaced, SessionSnapshot
 from lockstep.errors import (
     InvalidJsonError,
@@ -111,6 +112,17 @@ async def retrieve_cluster(request: Request) -> Response:
     changes."""
     snapshot = serving_of(request).cluster.snapshot()
     return _json(replace(snapshot, sessions=tuple(_own(request, snapshot.sessions))))
+
+
+@router.get("/figures", responses=described(Figures), operation_id="retrieve_figures")
+async def retrieve_figures(
+    request: Request,
+    window_s: Annotated[
+        float, Query(gt=0, le=MAX_WINDOW_S, description="Seconds that rates are over, as far as they are kept.")
+    ] = DEFAULT_WINDOW_S,
+) -> Response:
+    """Tokens per second, times to first tokens, KV and prefix hits of each engine, for those who watch."""
+    return _json(await serving_of(request).cluster.figures(window_s))
 
 
 @router.get(

@@ -75,7 +75,8 @@ def run_server(
             gc.collect()
             gc.freeze()  # modules and routes stay; walking over them takes every full collection 34 ms
             sys.setswitchinterval(SWITCH_INTERVAL_S)
-            runner.run(_Run(app, listener, announce, reload).serve())
+            with app.state.log_lines.listening():
+                runner.run(_Run(app, listener, announce, reload).serve())
     finally:
         if tracer is not None:
             tracer.close()

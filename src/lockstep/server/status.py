@@ -23,6 +23,8 @@ from lockstep.server.serving import Serving, serving_of
 from lockstep.vendored import read_vendored
 from lockstep.version import __version__
 
+DASHBOARD = ("page.html", "dashboard.css", "dashboard.js", "forms.js")
+"""Files that the dashboard is made of."""
 RETRY_AFTER_S = "2"
 """What is not ready is worth asking again after this."""
 router = APIRouter(tags=["health"], responses=ERROR_RESPONSES)
@@ -138,11 +140,9 @@ def docs_page() -> tuple[str, str]:
 def dashboard_page() -> tuple[str, str]:
     """The dashboard, with all that it is made of within, and its policy."""
     folder = files("lockstep.server").joinpath("dashboard")
-    page, style, script = [
-        folder.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "dashboard.css", "dashboard.js")
-    ]
+    page, style, *scripts = [folder.joinpath(name).read_text(encoding="utf-8") for name in DASHBOARD]
     style = read_vendored("uplot/uPlot.min.css") + page_style() + style
-    script = f"{read_vendored('uplot/uPlot.iife.min.js')}\n{script}"
+    script = "\n".join([read_vendored("uplot/uPlot.iife.min.js"), *scripts])
     page = page.replace("/* styles */", style).replace("/* scripts */", script)
     return page, policy_of(page)
 

@@ -15,6 +15,8 @@ from typing import Any, Literal
 LogFormat = Literal["text", "json"]
 FIELDS = "lockstep_fields"
 """Attribute of a log record that holds structured values: ``log.info("...", extra={FIELDS: {...}})``."""
+PUBLIC_FIELDS = "lockstep_public_fields"
+"""Attribute with those of them that may be shown elsewhere than in the log; where it lacks, all of them may."""
 
 
 def log_to_stderr(log_format: LogFormat, level: str, process: str) -> None:
@@ -71,10 +73,15 @@ class TextFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = "".join(f" {name}={_shown(value)}" for name, value in _fields_of(record).items())
-        message = " ".join(record.getMessage().splitlines())
-        line = f"{_time(record)} {record.levelname:<7} {self._process} {record.name}: {message}{fields}"
+        text = line_of(record, _fields_of(record))
+        line = f"{_time(record)} {record.levelname:<7} {self._process} {record.name}: {text}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def line_of(record: logging.LogRecord, fields: Mapping[str, Any]) -> str:
+    """Message and values on one line."""
+    shown = "".join(f" {name}={_shown(value)}" for name, value in fields.items())
+    return f"{' '.join(record.getMessage().splitlines())}{shown}"
 
 
 def _fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
