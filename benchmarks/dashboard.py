@@ -3,9 +3,9 @@
     python -m benchmarks.dashboard page     # 50 models, 64 streams, Chromium
     python -m benchmarks.dashboard cost     # 32 streams, with a page and without in turns
 
-The cost is measured without a browser, which would take the processor from the server: a client asks what the page asks,
-as often, and reads the events as fast as they come. Minutes with and without take turns; the load is paced, so that
-both answer the same requests.
+The cost is measured without a browser, which would take the processor from the server: a client asks what the page
+asks, as often, and reads the events as fast as they come. Minutes with and without take turns; the load is
+paced, so that both answer the same requests.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def _stream_all(url: str, num_streams: int, models: Sequence[str], period_s: flo
             body = {
                 "model": models[(number + turn) % len(models)],
                 "messages": [{"role": "user", "content": f"{PROMPT}{number} {turn}"}],
-                **{"stream": True, "max_tokens": MAX_TOKENS, "ignore_eos": True, "session_id": f"s{number}"},
+                "stream": True,
+                "max_tokens": MAX_TOKENS,
+                "ignore_eos": True,
+                "session_id": f"s{number}",
             }
             async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
                 async for _ in answer.aiter_raw():
@@ -138,9 +141,8 @@ def page_under_load(num_streams: int, duration_s: float, step_ms: float) -> None
     print(f"long tasks (over 50 ms): {len(tasks)}, longest {max(tasks, default=0):.0f} ms; p99 {p99(tasks):.0f} ms")
     for began, lasted in found["tasks"]:
         print(f"  {lasted:.0f} ms at {began / 1e3:.2f} s")
-    print(
-        f"frames: {len(gaps)}, gaps median {statistics.median(gaps):.1f}, p99 {p99(gaps):.1f}, longest {max(gaps):.0f} ms"
-    )
+    middle, most = statistics.median(gaps), max(gaps)
+    print(f"frames: {len(gaps)}, gaps median {middle:.1f}, p99 {p99(gaps):.1f}, longest {most:.0f} ms")
 
 
 async def watch(url: str) -> None:

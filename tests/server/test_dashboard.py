@@ -6,12 +6,14 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import httpx2
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from benchmarks.dashboard import DENSITY, measured_page, models_of, streaming
 from lockstep.server.status import dashboard_page
 from tests.browser import chromium
 from tests.server.process import IN_THREAD, ServerProcess, serve
@@ -20,6 +22,7 @@ from tests.waiting import HANG_S
 
 SUPPORT = Path(__file__).resolve().parents[2] / "examples" / "customer-support.yaml"
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=1</script>'
+CONTROLS = "button, input, select, textarea, [tabindex]"
 HTML = {"Accept": "text/html,application/xhtml+xml"}
 Open = Callable[..., Page]
 
@@ -103,6 +106,11 @@ def test_every_panel_fills(server: ServerProcess, open_page: Open) -> None:
         canvas = page.locator(f"#{name} canvas")
         expect(canvas).to_be_visible()
         assert canvas.evaluate(PAINTED) > 3
+    assert page.locator("#panels .empty:visible").count() == 0
+    cards = page.locator("#panels section.card:visible")
+    assert cards.count() == 10
+    data = ":is(tbody tr, li, canvas, option + option, .bar, textarea:not([placeholder]))"
+    assert [card.locator(data).count() > 0 for card in cards.all()] == [True] * 10
 
 
 def test_a_chat_streams_and_shows_its_route(server: ServerProcess, open_page: Open) -> None:
@@ -182,26 +190,62 @@ def test_a_request_leads_to_why_it_waited_and_to_the_command_that_replays_it(ope
         expect(detail).to_have_count(0)
 
 
-@pytest.mark.slow
 def test_a_narrow_window_scrolls_tables_and_not_the_page(server: ServerProcess, open_page: Open) -> None:
+    ask(server, HOSTILE * 20, session_id="x" * 60)
     page = open_page(server, width=400)
     expect(page.locator("#models tbody tr")).to_have_count(5)
+    page.get_by_role("button", name="details").first.click()
+    expect(page.locator("#requests td.detail")).to_have_count(1)
+    expect(page.locator("#logs li").first).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 
-@pytest.mark.slow
 def test_every_control_is_reached_by_keyboard(server: ServerProcess, open_page: Open) -> None:
+    ask(server, "my invoice", session_id="keyboard")
     page = open_page(server)
     expect(page.locator("#models tbody tr")).to_have_count(5)
-    wanted = page.locator("#panels :is(button, input, select, textarea):visible")
+    page.get_by_role("button", name="details").first.press("Enter")
+    expect(page.locator("#requests td.detail")).to_have_count(1)
+    page.route("**/v1/**", lambda route: route.abort())  # nothing comes and goes while somebody walks through the page
+    expect(page.locator("#live")).to_have_text("the server does not answer; trying again")
+    wanted = page.locator(f"#panels :is({CONTROLS}):visible")
     reached: set[str] = set()
     page.locator("body").click(position={"x": 2, "y": 2})
     for _ in range(wanted.count() + 12):
         page.keyboard.press("Tab")
         focused = "() => { const e = document.activeElement; e.dataset.seen = 1; return e.tagName; }"
         reached.add(page.evaluate(focused))
-    assert page.locator("#panels :is(button, input, select, textarea):visible:not([data-seen])").count() == 0
+    assert page.locator(f"#panels :is({CONTROLS}):visible:not([data-seen])").count() == 0
     assert reached >= {"BUTTON", "INPUT", "SELECT", "TEXTAREA"}
+
+
+@pytest.mark.parametrize(("motion", "expected"), [("reduce", "0s"), ("no-preference", "0.4s")])
+def test_nothing_moves_for_who_wants_no_motion(
+    motion: Literal["reduce", "no-preference"], expected: str, server: ServerProcess, open_page: Open
+) -> None:
+    page = open_page(server)
+    page.emulate_media(reduced_motion=motion)
+    expect(page.locator("#budgets .bar")).to_have_count(3)
+    page.locator("#budgets").scroll_into_view_if_needed()
+    expect(page.locator("#budgets .fill").first).to_have_css("transition-duration", expected)
+    moving = "nodes => nodes.filter(node => getComputedStyle(node).animationName !== 'none').length"
+    assert page.locator("body *").evaluate_all(moving) == 0
+
+
+@pytest.mark.slow
+def test_fifty_models_and_sixty_four_streams_hold_no_frame_for_long(browser: Browser) -> None:
+    """No bound that a busy machine would break: a page that lays all of its tables out at once takes seconds there."""
+    with (
+        serve("--manifest", str(DENSITY), "--backend", "stub") as server,
+        streaming(server.base_url, 64, models_of(server.base_url), 2.0),
+    ):
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        found = measured_page(page, server.base_url, 20.0)
+        page.close()
+    assert found["rows"] == 51
+    assert found["requests"] == 20
+    assert len(found["gaps"]) > 100
+    assert max((lasted for _, lasted in found["tasks"]), default=0.0) < 1_000.0
 
 
 def test_a_server_of_one_model_shows_no_control_that_it_would_refuse(open_page: Open) -> None:

@@ -141,9 +141,13 @@ def dashboard_page() -> tuple[str, str]:
     """The dashboard, with all that it is made of within, and its policy."""
     folder = files("lockstep.server").joinpath("dashboard")
     page, style, *scripts = [folder.joinpath(name).read_text(encoding="utf-8") for name in DASHBOARD]
-    style = read_vendored("uplot/uPlot.min.css") + page_style() + style
-    script = "\n".join([read_vendored("uplot/uPlot.iife.min.js"), *scripts])
-    page = page.replace("/* styles */", style).replace("/* scripts */", script)
+    parts = {
+        "styles": read_vendored("uplot/uPlot.min.css") + page_style() + style,
+        "plots": read_vendored("uplot/uPlot.iife.min.js"),
+        "scripts": "\n".join(scripts),
+    }
+    for name, text in parts.items():
+        page = page.replace(f"/* {name} */", text)
     return page, policy_of(page)
 
 

@@ -2,7 +2,7 @@
 /* The page asks this server alone. Everything that comes from it is put into the page as text, never as markup. */
 
 const POLL_MS = 2000, NUM_POINTS = 150, MAX_STEPS = 600, MAX_LINES = 200, MAX_TALK = 100,
-  FRAME_MS = 6;  /* of each frame, for bringing panels up to date */
+  FRAME_MS = 6, MAX_NEW_ROWS = 12;  /* of each frame, for bringing panels up to date */
 const byId = (id) => document.getElementById(id);
 let apiKey = "";  /* in memory only */
 let cluster = null, figures = null;
@@ -32,7 +32,8 @@ function seconds(value) {
   if (value < 120) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
   return value < 7200 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`;
 }
-const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour12: false });
+const clocks = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
+const clock = (at) => clocks.format(at * 1000);
 
 /* -- asking ------------------------------------------------------------------------------------------------------- */
 
@@ -77,6 +78,7 @@ byId("key").addEventListener("submit", (event) => {
 /* -- frames ------------------------------------------------------------------------------------------------------- */
 
 const jobs = new Map();
+const FRAME = Symbol("frame");  /* what work yields that wants to go on in the next one */
 /** Work that is done a piece in each frame, so that it holds none for long; newer work takes the place of the same name. */
 function later(name, work) {
   if (!jobs.size) requestAnimationFrame(workOn);
@@ -87,9 +89,10 @@ function workOn() {
   const until = performance.now() + FRAME_MS;
   do {
     const [name, work] = jobs.entries().next().value;
-    let isDone = true;
-    try { isDone = work.next().done; } catch (error) { reportError(error); }
-    if (isDone && jobs.get(name) === work) jobs.delete(name);
+    let step = { done: true };
+    try { step = work.next(); } catch (error) { reportError(error); }
+    if (step.done && jobs.get(name) === work) jobs.delete(name);
+    if (step.value === FRAME) break;
   } while (jobs.size && performance.now() < until);
   if (jobs.size) requestAnimationFrame(workOn);
 }
@@ -105,12 +108,14 @@ function* fill(table, columns, rows, keyOf, detail = null) {
   }
   const body = table.tBodies[0], known = new Map([...body.rows].map((row) => [row.dataset.key, row]));
   const keys = new Set(rows.map(keyOf));
+  let numNew = 0;
   known.forEach((row, key) => { if (!keys.has(key)) row.remove(); });
   for (const [at, each] of rows.entries()) {
     const key = keyOf(each);
     let row = known.get(key);
     if (!row) {
       row = make("tr");
+      numNew += 1;
       row.dataset.key = key;
       if (each.isDetail) row.append(make("td", { className: "detail", colSpan: columns.length }));
       else columns.forEach((column, place) => row.append(make(place ? "td" : "th", { className: column.kind ?? "", scope: place ? "" : "row" })));
@@ -122,7 +127,7 @@ function* fill(table, columns, rows, keyOf, detail = null) {
       else setText(row.cells[place], String(column.show(each)));
       if (column.mark) row.cells[place].className = `${column.kind ?? ""} ${column.mark(each)}`;
     });
-    yield;
+    yield numNew % MAX_NEW_ROWS || !numNew ? null : FRAME;
   }
   table.closest("section").querySelector(".empty")?.toggleAttribute("hidden", rows.length > 0);
 }
@@ -351,26 +356,42 @@ const axis = (label, side, scale) => ({ label, side, scale, stroke: colour("--mu
 const times = () => ({ stroke: colour("--muted"), grid: { stroke: colour("--grid") }, ticks: { stroke: colour("--line") }, font: "12px system-ui", space: 90, values: (_, at) => at.map(clock) });
 /** A chart, drawn in a frame of its own as it is seen first. */
 class Chart {
-  constructor(into, series, axes, scales) {
-    this.data = series.map(() => []);
-    later(into.id, this.draw(into, series, axes, scales));
+  constructor(into, numSeries, optionsOf) {
+    this.data = Array.from({ length: numSeries }, () => []);
+    later(into.id, this.draw(into, optionsOf));
   }
-  * draw(into, series, axes, scales) {
-    yield;
+  * draw(into, optionsOf) {
+    const options = optionsOf();
+    yield FRAME;
     const size = () => ({ width: into.clientWidth || 400, height: 190 });
-    this.plot = new uPlot({ ...size(), series, axes, scales, cursor: { drag: { x: false, y: false } } }, this.data, into);
+    this.plot = new uPlot({ ...size(), ...options, cursor: { drag: { x: false, y: false } } }, this.data, into);
     let width = into.clientWidth;
     new ResizeObserver(() => { if (into.clientWidth !== width) { width = into.clientWidth; this.plot.setSize(size()); } }).observe(into);
+    yield FRAME;
   }
   push(points, most) {
     this.data.forEach((column, at) => { column.push(...points.map((each) => each[at])); column.splice(0, column.length - most); });
     this.plot?.setData(this.data);
   }
 }
-const rates = new Chart(byId("rates"), [{ value: (_, at) => at === null ? "–" : clock(at) }, { label: "tokens/s", stroke: colour("--a"), fill: colour("--a-fill"), width: 1.5 }, { label: "running", stroke: colour("--blocks"), scale: "n", width: 1.5 }, { label: "waiting", stroke: colour("--queued"), scale: "n", dash: [5, 3], width: 1.5 }],
-  [times(), axis("tokens/s", 3, "y"), axis("requests", 1, "n")], { n: { range: (_, low, high) => [0, Math.max(4, high)] }, y: { range: (_, low, high) => [0, Math.max(10, high * 1.1)] } });
-const steps = new Chart(byId("steps"), [{ value: (_, at) => at === null ? "–" : clock(at) }, { label: "ms", stroke: colour("--decode"), paths: () => null, points: { show: true, size: 4, fill: colour("--decode") } }, { label: "tokens", stroke: colour("--queued"), scale: "n", paths: () => null, points: { show: true, size: 3, fill: colour("--queued") } }],
-  [times(), axis("ms", 3, "y"), axis("tokens of the step", 1, "n")], { y: { range: (_, low, high) => [0, Math.max(10, high * 1.1)] }, n: { range: (_, low, high) => [0, Math.max(8, high * 1.1)] } });
+const moment = { value: (_, at) => at === null ? "–" : clock(at) };
+const from0 = (least, room = 1) => ({ range: (_, low, high) => [0, Math.max(least, high * room)] });
+const rates = new Chart(byId("rates"), 4, () => ({
+  series: [
+    moment,
+    { label: "tokens/s", stroke: colour("--a"), fill: colour("--a-fill"), width: 1.5 },
+    { label: "running", stroke: colour("--blocks"), scale: "n", width: 1.5 },
+    { label: "waiting", stroke: colour("--queued"), scale: "n", dash: [5, 3], width: 1.5 },
+  ],
+  axes: [times(), axis("tokens/s", 3, "y"), axis("requests", 1, "n")],
+  scales: { y: from0(10, 1.1), n: from0(4) },
+}));
+const dots = (label, name, size, scale) => ({ label, scale, stroke: colour(name), paths: () => null, points: { show: true, size, fill: colour(name) } });
+const steps = new Chart(byId("steps"), 3, () => ({
+  series: [moment, dots("ms", "--decode", 4, "y"), dots("tokens", "--queued", 3, "n")],
+  axes: [times(), axis("ms", 3, "y"), axis("tokens of the step", 1, "n")],
+  scales: { y: from0(10, 1.1), n: from0(8, 1.1) },
+}));
 let newSteps = [], newNotes = [];
 setInterval(() => {
   if (document.hidden) return;

@@ -94,4 +94,4 @@ function restart() {
   poll();
   if (!restart.watches) { restart.watches = true; watch().finally(() => { restart.watches = false; }); }
 }
-restart();
+later("begin", function* () { restart(); }());
