@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.cluster.figures import MAX_MOMENTS, Figures, History, figures_of, quantile
-from lockstep.engine.kv_store import TierStats
+from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import HistogramSnapshot, MetricsSnapshot
 from tests.server.process import IN_THREAD, serve
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lockstep.engine.kv_store import TierStats
+from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 
 DEFAULT_WINDOW_S = 30.0
