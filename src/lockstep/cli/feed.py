@@ -40,13 +40,13 @@ class Event(NamedTuple):
 
 
 class RequestWait(msgspec.Struct, frozen=True):
-    """Why a request waited."""
+    """A reason for which a request waited."""
 
     reason: str
 
 
 class RequestReplay(msgspec.Struct, frozen=True):
-    """Where a request is in a recording."""
+    """A sequence of a request in a recording."""
 
     sequence: int
     step: int
