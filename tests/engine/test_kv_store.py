@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from lockstep.engine import kv_load, kv_store
+from lockstep.engine import kv_load, kv_records, kv_store
 from lockstep.engine.kv_files import BlockFiles
 from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord
@@ -179,6 +179,31 @@ def test_blocks_of_an_earlier_process_have_the_class_of_their_engine_again(open_
     assert store.flush(10.0)
     assert present(store, 4) == set()
     assert len(present(store, 4, OTHER)) == 4
+
+
+# -- what nobody will come back for -----------------------------------------------------------------------------------
+
+
+def test_what_a_session_came_back_for_before_is_removed_and_so_is_what_a_forgotten_one_did(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its client could end it, and there would be blocks of it that no command removes."""
+    monkeypatch.setattr(kv_records, "MAX_RECORDS", 2)
+
+    def come(session: str, *numbers: int) -> set[int]:
+        save(store, *numbers)
+        store.remember(SessionRecord("m", session, ENVIRONMENT, tuple(hash_of(number) for number in numbers), 0.0))
+        assert store.flush(10.0)
+        return present(store, 10)
+
+    store = open_store(disk_bytes=1 << 20)
+    assert come("a", 0, 1, 2) == {0, 1, 2}
+    assert come("b", 0, 1, 3) == {0, 1, 2, 3}
+    assert come("a", 0, 4) == {0, 1, 3, 4}, "b wants 1, too, and nobody wants 2"
+    assert come("c", 5) == {0, 4, 5}, "b is forgotten"
+    store.end("a")
+    assert store.flush(10.0)
+    assert {path.stem for path in tmp_path.rglob("*.kv")} == {hash_of(5).hex()}
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------

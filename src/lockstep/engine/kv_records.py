@@ -64,25 +64,26 @@ class SessionRecords:
         known = {(record.owner, record.session_id) for record in self.of(environment)}
         return Counter(owner for owner, _ in {(r.owner, r.session_id) for r in self._records.values()} - known)
 
-    def move(self, others: SessionRecords) -> list[str]:
-        """Remember others' sessions here, and remove their files; returns the files to be written."""
+    def move(self, others: SessionRecords) -> dict[str, tuple[BlockKey, ...]]:
+        """Remember others' sessions here, and remove their files; returns what `put` does, of all."""
         if others.tier is not None:
             for name in tuple(others._file_bytes):
                 with suppress(OSError):
                     (others.tier.folder / _FOLDER / name).unlink()
                 others._charge(others.tier, name, 0)
-        return [name for record in others._records.values() for name in self.put(record)]
+        return {name: keys for record in others._records.values() for name, keys in self.put(record).items()}
 
-    def put(self, record: SessionRecord) -> list[str]:
-        """Remember a session in place of what it came back for before; returns the files to be written."""
+    def put(self, record: SessionRecord) -> dict[str, tuple[BlockKey, ...]]:
+        """Remember a session in place of what it came back for before; returns the files to be written, with the blocks
+        that nobody will come back for any more."""
         name = _name_of(record)
-        self._remove(name)
+        before = self._remove(name)
         self._count(name, record)
-        if len(self._records) <= MAX_RECORDS:
-            return [name]
-        oldest = next(iter(self._records))
-        self._remove(oldest)
-        return [name, oldest]
+        changed = {name: tuple(key for key in before if not self.wants(key))}
+        if len(self._records) > MAX_RECORDS:
+            oldest = next(iter(self._records))
+            changed[oldest] = self._remove(oldest)
+        return changed
 
     def end(self, session_id: str, owner: str | None) -> dict[str, tuple[BlockKey, ...]]:
         """Forget a session; returns the files to be written, with the blocks that no other one will come back for."""

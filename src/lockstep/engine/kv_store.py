@@ -145,8 +145,8 @@ class KVStore:
     def remember(self, record: SessionRecord) -> None:
         """Remember what a session will come back for, in place of what it came back for before."""
         with self._changed:
-            for name in self._records.put(record):
-                self._note(name)
+            for name, keys in self._records.put(record).items():
+                self._note(name, keys)
 
     def end(self, session_id: str, owner: str | None = None) -> None:
         """Forget a session, of one owner or of all, and remove the blocks that no other session will come back for."""
@@ -216,7 +216,7 @@ class KVStore:
             self._jobs[key] = job
             self._changed.notify_all()
 
-    def _note(self, name: str, keys: Sequence[BlockKey] = ()) -> None:
+    def _note(self, name: str, keys: Sequence[BlockKey]) -> None:
         """Have a session's record written as it is then, or removed, and blocks that nobody will come back for."""
         self._unnoted[name] = [*self._unnoted.pop(name, ()), *keys]
         self._put(name, partial(self._write, name))
@@ -294,8 +294,8 @@ class KVStore:
         records = SessionRecords(self.tiers.lasting)
         with self._changed:
             self._records, others = records, self._records
-            for name in records.move(others):
-                self._note(name)
+            for name, keys in records.move(others).items():
+                self._note(name, keys)
 
     def _write(self, name: str) -> None:
         with self._changed:
