@@ -1,14 +1,17 @@
 """Pictures of the dashboard for the documentation: `python -m tools.dashboard_pictures` writes docs/dashboard-*.png.
 
-The customer-support cluster on the embedded model, while a few clients talk to it.
+The customer-support cluster on the embedded model, while more clients talk to it than it has places for, so that
+requests say why they waited.
 """
 
 from __future__ import annotations
 
+import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Literal
+
+from playwright.sync_api import Page
 
 from tests.browser import chromium
 from tests.server.process import ServerProcess, serve
@@ -21,7 +24,7 @@ TEXTS = (
     "Is a binding arbitration clause enforceable under California consumer law",
     "What is the capital of France",
 )
-NUM_CLIENTS, WARM_UP_S = 3, 20.0
+NUM_CLIENTS, NUM_PLACES, WARM_UP_S = 6, 2, 20.0
 
 
 def talk(server: ServerProcess, number: int, ended: threading.Event) -> None:
@@ -35,23 +38,34 @@ def talk(server: ServerProcess, number: int, ended: threading.Event) -> None:
             client.post("/v1/chat/completions", json=body)
 
 
+def picture(tab: Page, path: Path) -> None:
+    """What a tab shows, with the details of a request that waited."""
+    tab.bring_to_front()
+    waited = tab.locator("#requests tr", has_text="sequences run").first
+    waited.get_by_role("button", name="details").dispatch_event("click")
+    tab.locator("#requests .detail").wait_for()
+    tab.evaluate("document.querySelectorAll('.scroll').forEach(each => { each.scrollLeft = 0; })")
+    tab.screenshot(path=path)
+
+
 def main() -> None:
     ended = threading.Event()
-    with serve("--manifest", str(MANIFEST), "--backend", "pocket") as server, chromium() as browser:
-        clients = [threading.Thread(target=talk, args=(server, number, ended)) for number in range(NUM_CLIENTS)]
-        for client in clients:
-            client.start()
-        schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
-        tabs = [browser.new_page(viewport={"width": 1180, "height": 1000}, color_scheme=scheme) for scheme in schemes]
-        for tab in tabs:
-            tab.goto(f"{server.base_url}/")
-        time.sleep(WARM_UP_S)
-        for tab, scheme in zip(tabs, schemes, strict=True):
-            tab.bring_to_front()
-            tab.screenshot(path=ROOT / "docs" / f"dashboard-{scheme}.png")
-        ended.set()
-        for client in clients:
-            client.join()
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        flags = ("--backend", "pocket", "--max-num-seqs", str(NUM_PLACES), "--trace", f"{folder}/recording")
+        with serve("--manifest", str(MANIFEST), *flags) as server, chromium() as browser:
+            clients = [threading.Thread(target=talk, args=(server, number, ended)) for number in range(NUM_CLIENTS)]
+            for client in clients:
+                client.start()
+            schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+            tabs = [browser.new_page(viewport={"width": 1180, "height": 1420}, color_scheme=each) for each in schemes]
+            for tab in tabs:
+                tab.goto(f"{server.base_url}/")
+            tabs[0].wait_for_timeout(WARM_UP_S * 1e3)
+            for tab, scheme in zip(tabs, schemes, strict=True):
+                picture(tab, ROOT / "docs" / f"dashboard-{scheme}.png")
+            ended.set()
+            for client in clients:
+                client.join()
 
 
 if __name__ == "__main__":

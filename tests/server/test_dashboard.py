@@ -156,7 +156,8 @@ def test_what_callers_write_is_text(server: ServerProcess, open_page: Open) -> N
     page = open_page(server)
     ask(server, HOSTILE, session_id=HOSTILE[:60], metadata={"note": HOSTILE})
     expect(page.locator("#sessions tbody tr", has_text="<img src=x")).to_have_count(1)
-    expect(page.locator("#requests tbody tr", has_text="<img src=x").first).to_be_visible()
+    page.get_by_role("button", name="details").first.click()
+    expect(page.locator("#requests .detail", has_text="session <img src=x")).to_be_visible()
     expect(page.locator("#logs li", has_text="<img src=x").first).to_be_visible()
     page.fill("#chat textarea", HOSTILE)
     page.get_by_role("button", name="Send").click()
@@ -182,11 +183,14 @@ def test_a_request_leads_to_why_it_waited_and_to_the_command_that_replays_it(ope
         expect(detail).to_contain_text("sequence ")
         with server.client() as client:
             commands = {row["replay"][0]["command"] for row in client.get("/v1/requests").json()["data"]}
-        assert commands == {detail.locator("code").inner_text()}
+        assert commands >= {detail.locator("li code").inner_text()}
         detail.get_by_role("button", name="copy").click()
         expect(detail.get_by_role("button", name=re.compile("copied|selected"))).to_be_visible()
         assert page.evaluate("getSelection().toString()") in commands
-        waited.get_by_role("button", name="details").press("Enter")
+        for _ in range(21):
+            ask(server, "newer")
+        expect(page.locator("#requests tbody tr")).to_have_count(22)  # twenty, that one and its details
+        page.locator("#requests [aria-expanded=true]").press("Enter")
         expect(detail).to_have_count(0)
 
 
@@ -261,13 +265,15 @@ def test_a_callers_key_shows_its_own_requests_and_nothing_of_others(open_page: O
     with serve("stub://one", *IN_THREAD, environment=environment) as server:
         for key in ("secret-caller", "secret-admin"):
             with server.client(api_key=key) as client:
-                assert client.post("/v1/completions", json={"prompt": "a b", "max_tokens": 4}).status_code == 200
+                body = {"prompt": "a b", "max_tokens": 4, "session_id": f"of {key[7:]}"}
+                assert client.post("/v1/completions", json=body).status_code == 200
         page = open_page(server)
         page.fill("#key input", "secret-caller")
         page.get_by_role("button", name="Use").click()
-        expect(page.locator("#live")).to_have_text("this key sees its own requests; an admin key sees all")
+        expect(page.locator("#live")).to_have_text("this key sees what is its own; an admin key sees all")
         expect(page.locator("#requests tbody tr")).to_have_count(1)
-        for panel in ("#now", "#models", "#sessions", "#events", "#logs", "#budgets", "#manifest", "#rates"):
+        expect(page.locator("#sessions tbody tr")).to_have_text(re.compile("^of caller"))
+        for panel in ("#now", "#models", "#events", "#logs", "#budgets", "#manifest", "#rates"):
             expect(page.locator(panel)).to_be_hidden()
         page.fill("#chat textarea", "hello")
         page.press("#chat textarea", "Control+Enter")

@@ -147,12 +147,12 @@ function button(cell, text, act) {
 const MODELS = [
   { name: "model", kind: "word", show: (m) => m.id },
   { name: "state", kind: "word", show: (m) => m.reason ? `${m.state}: ${m.reason}` : m.state, mark: (m) => `state-dot ${m.state}` },
-  { name: "tier", show: (m) => m.tier },
-  { name: "priority", show: (m) => ({ "-2": "critical", "-1": "high", 0: "normal", 1: "low" })[m.priority] ?? m.priority },
+  { name: "tier", kind: "word", show: (m) => m.tier },
+  { name: "priority", kind: "word", show: (m) => ({ "-2": "critical", "-1": "high", 0: "normal", 1: "low" })[m.priority] ?? m.priority },
   { name: "running", show: (m) => count(m.num_running) },
   { name: "waiting", show: (m) => count(m.num_waiting) },
   { name: "requests", show: (m) => count(m.num_requests) },
-  { name: "tokens/s", title: "generated, last half minute; models of one replica are counted with its first", show: (m) => m.figures ? rate(m.figures.tokens_per_s) : m.shared },
+  { name: "tokens/s", title: "generated, last half minute; models of one replica are counted with its first", show: (m) => m.figures ? rate(m.figures.tokens_per_s) : m.shared, mark: (m) => m.figures ? "" : "muted" },
   { name: "first token p50 / p95", show: (m) => m.figures ? `${seconds(m.figures.ttft_p50_s)} / ${seconds(m.figures.ttft_p95_s)}` : "" },
   { name: "KV used", show: (m) => m.figures ? percent(m.figures.kv_share) : "" },
   { name: "prefix hits", show: (m) => m.figures ? percent(m.figures.hit_share) : "" },
@@ -165,29 +165,28 @@ const MODELS = [
 ];
 const ms = (value) => seconds(value === null ? null : value / 1000);
 const REQUESTS = [
-  { name: "request", kind: "word", show: (r) => r.id },
-  { name: "way", kind: "word", show: (r) => [...r.hops.map((hop) => hop.intent ? `${hop.model} (${hop.intent})` : hop.model), r.model ?? "–"].join(" → ") },
-  { name: "state", kind: "word", show: (r) => r.state === "ended" ? `${r.status ?? ""} ${r.error ?? r.finish_reasons.join(", ")}` : r.state },
-  { name: "why it waited", kind: "word wide", show: (r) => r.waits.map((each) => each.reason).join("; ") },
-  { name: "session", show: (r) => r.session_id ?? "" },
+  { name: "came", kind: "word", show: (r) => clock(r.at_s) },
+  { name: "way", kind: "word whole-line", show: (r) => [...r.hops.map((hop) => hop.intent ? `${hop.model} (${hop.intent})` : hop.model), r.model ?? "–"].join(" → ") },
+  { name: "state", kind: "word whole-line", show: (r) => r.state === "ended" ? `${r.status ?? ""} ${r.error ?? r.finish_reasons.join(", ")}` : r.state },
+  { name: "why it waited", kind: "word wide", show: (r) => [...new Set(r.waits.map((each) => each.reason))].join("; ") },
   { name: "waited", show: (r) => ms(r.waited_ms) },
   { name: "first token", show: (r) => ms(r.ttft_ms) },
   { name: "total", show: (r) => ms(r.total_ms) },
-  { name: "prompt (cached)", show: (r) => `${count(r.prompt_tokens)} (${count(r.cached_tokens)})` },
-  { name: "output", show: (r) => count(r.output_tokens) },
+  { name: "tokens", title: "of the prompt (of which cached) and of the answer", show: (r) => `${count(r.prompt_tokens)} (${count(r.cached_tokens)}) + ${count(r.output_tokens)}` },
   { name: "tokens/s", show: (r) => rate(r.tokens_per_second) },
   { name: "replay", control: (cell, r) => {
     const node = cell.firstChild ?? cell.appendChild(make("button", { type: "button", textContent: "details" }));
     node.ariaExpanded = String(opened.has(r.number));
-    node.onclick = () => { if (!opened.delete(r.number)) opened.add(r.number); showRequests(); };
+    node.onclick = () => { if (!opened.delete(r.number)) opened.set(r.number, r); showRequests(); };
   } },
 ];
 let requests = [];
-const opened = new Set();  /* numbers of requests whose details are shown */
+const opened = new Map();  /* requests whose details are shown, by number; they stay when newer ones come */
 function showRequests() {
-  const numbers = new Set(requests.map((r) => r.number));
-  opened.forEach((number) => { if (!numbers.has(number)) opened.delete(number); });
-  const rows = requests.flatMap((r) => opened.has(r.number) ? [r, { ...r, isDetail: true }] : [r]);
+  requests.forEach((r) => { if (opened.has(r.number)) opened.set(r.number, r); });
+  const known = new Map([...opened, ...requests.map((r) => [r.number, r])]);
+  const all = [...known.values()].sort((a, b) => b.number - a.number);
+  const rows = all.flatMap((r) => opened.has(r.number) ? [r, { ...r, isDetail: true }] : [r]);
   later("requests", fill(byId("requests"), REQUESTS, rows, (r) => `${r.number}${r.isDetail ? " details" : ""}`, showDetail));
 }
 /** Each reason for which a request waited, with its times, and the commands that decide it again. */
@@ -206,6 +205,7 @@ function showDetail(cell, r) {
     return line;
   });
   cell.replaceChildren(
+    make("p", {}, "Request ", make("code", { textContent: r.id }), ` to ${r.endpoint}`, r.session_id === null ? "" : `, session ${r.session_id}`, r.caller ? `, with ${r.caller}` : ""),
     make("h3", { textContent: "Why it waited" }), reasons.length ? make("ul", {}, ...reasons) : make("p", { textContent: "Nobody saw it wait; the planner is asked ten times a second." }),
     make("h3", { textContent: "To replay it" }), commands.length ? make("ul", {}, ...commands) : make("p", { textContent: "Its steps are in no recording; a server with --trace DIR makes one." }));
 }
@@ -216,8 +216,8 @@ async function copyText(from, told) {
 }
 const SESSIONS = [
   { name: "session", kind: "word", show: (s) => s.id },
-  { name: "model", show: (s) => s.model },
-  { name: "state", show: (s) => s.state },
+  { name: "model", kind: "word", show: (s) => s.model },
+  { name: "state", kind: "word", show: (s) => s.state },
   { name: "requests", show: (s) => count(s.num_requests) },
   { name: "tokens on the device", show: (s) => count(s.num_tokens) },
   { name: "in host memory or on disk", show: (s) => count(s.num_stored_tokens) },
@@ -286,7 +286,10 @@ function showModels() {
   const first = new Map(cluster.replicas.map((each) => [each.key, each.models[0]])), engines = new Map(figures.engines.map((each) => [each.model, each]));
   const models = cluster.models.map((m) => ({ ...m, figures: engines.get(m.id), shared: first.get(m.replica) && first.get(m.replica) !== m.id ? `with ${first.get(m.replica)}` : "" }));
   later("models", fill(byId("models"), MODELS, models, (m) => m.id));
-  later("sessions", fill(byId("sessions"), SESSIONS, cluster.sessions.slice(-100).reverse(), (s) => s.id));
+  showSessions(cluster.sessions);
+}
+function showSessions(sessions) {
+  later("sessions", fill(byId("sessions"), SESSIONS, sessions.slice(-100).reverse(), (s) => s.id));
 }
 /** Offer models to chat with. */
 function offer(ids, anybody) {
@@ -329,8 +332,10 @@ async function poll() {
         live("live", "good");
       } else {
         byId("key").hidden = false;
-        offer((await tell("/v1/models")).data.map((m) => m.id), "whoever answers by default");
-        live("this key sees its own requests; an admin key sees all", "good");
+        const [models, sessions] = await Promise.all([tell("/v1/models"), tell("/v1/sessions")]);
+        offer(models.data.map((m) => m.id), "whoever answers by default");
+        showSessions(sessions.data);
+        live("this key sees what is its own; an admin key sees all", "good");
       }
       showRequests();
       later("logs", showLogs(lines && lines.data));
@@ -376,12 +381,13 @@ class Chart {
 }
 const moment = { value: (_, at) => at === null ? "–" : clock(at) };
 const from0 = (least, room = 1) => ({ range: (_, low, high) => [0, Math.max(least, high * room)] });
+const line = { width: 1.5, points: { show: false } };
 const rates = new Chart(byId("rates"), 4, () => ({
   series: [
     moment,
-    { label: "tokens/s", stroke: colour("--a"), fill: colour("--a-fill"), width: 1.5 },
-    { label: "running", stroke: colour("--blocks"), scale: "n", width: 1.5 },
-    { label: "waiting", stroke: colour("--queued"), scale: "n", dash: [5, 3], width: 1.5 },
+    { label: "tokens/s", stroke: colour("--a"), fill: colour("--a-fill"), ...line },
+    { label: "running", stroke: colour("--blocks"), scale: "n", ...line },
+    { label: "waiting", stroke: colour("--queued"), scale: "n", dash: [5, 3], ...line },
   ],
   axes: [times(), axis("tokens/s", 3, "y"), axis("requests", 1, "n")],
   scales: { y: from0(10, 1.1), n: from0(4) },
