@@ -279,6 +279,9 @@ async def test_sessions_are_listed_and_ended() -> None:
                 "num_requests": 3,
                 "num_tokens": 32,
                 "num_stored_tokens": 0,
+                "num_host_tokens": 0,
+                "num_disk_tokens": 0,
+                "place": "none",
                 "caller": "",
             }
         ]

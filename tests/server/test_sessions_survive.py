@@ -43,9 +43,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         server.stop()
 
 
-def ask(client: httpx2.Client, session: str | None) -> tuple[str, int]:
+def ask(client: httpx2.Client, session: str | None, text: str = TEXT) -> tuple[str, int]:
     """The answer, and how many tokens of the prompt were there."""
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 12, "temperature": 0}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 12, "temperature": 0}
     response = client.post("/v1/chat/completions", json={**body, "model": "router", "session_id": session})
     assert response.status_code == 200, response.text
     told = response.json()
@@ -58,6 +58,12 @@ def session_in(client: httpx2.Client) -> dict[str, Any]:
     return found
 
 
+def num_tokens_by_id(client: httpx2.Client) -> dict[str, tuple[int, int]]:
+    """On the device, and outside."""
+    found = client.get("/v1/sessions").json()["data"]
+    return {each["id"]: (each["num_tokens"], each["num_stored_tokens"]) for each in found}
+
+
 def files_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.kv"))
 
@@ -68,8 +74,9 @@ def test_an_idle_session_leaves_the_device_and_comes_back(start: Start) -> None:
         assert cached == 0
         until(lambda: session_in(client)["num_tokens"] == 0, "it left the device")
         session = session_in(client)
-        assert session["state"] == "idle"
-        assert session["num_stored_tokens"] > 100
+        assert (session["state"], session["place"]) == ("idle", "host")
+        assert session["num_stored_tokens"] == session["num_host_tokens"] > 100
+        assert session["num_disk_tokens"] == 0
         assert ask(client, "s") == (first, session["num_stored_tokens"])
         metrics = client.get("/metrics").text
         assert f'lockstep:kv_store_loaded_total{{tier="host"}} {session["num_stored_tokens"] / 32:g}' in metrics
@@ -93,12 +100,64 @@ def test_it_survives_the_end_of_the_worker(start: Start) -> None:
     with server.client() as client:
         first, _ = ask(client, "s")
         full = session_in(client)["num_tokens"]
+        assert session_in(client)["place"] == "device"
         stored = f'lockstep:kv_store_blocks{{tier="host"}} {full / 32:g}'
         until(lambda: stored in client.get("/metrics").text, "its blocks are in host memory")
         [worker] = [p for p in psutil.Process(server.pid).children() if "worker" in " ".join(p.cmdline())]
         os.kill(worker.pid, signal.SIGKILL)
-        until(lambda: client.get("/health").status_code == 200 and not worker.is_running(), "the next worker is ready")
+        seen: dict[str | None, int | None] = {}
+
+        def is_back() -> bool:
+            session = session_in(client)
+            seen[session["place"]] = session["num_stored_tokens"]
+            return session["place"] == "host" and client.get("/health").status_code == 200
+
+        until(is_back, "the next worker is ready")
+        seen.pop("device", None)  # as long as it lived
+        assert seen == {None: None, "host": full}, "unknown until the next one has said it"
         assert ask(client, "s") == (first, full)
+
+
+def test_what_a_store_had_to_give_up_is_not_told_to_be_there(start: Start) -> None:
+    with start("--host-kv-mb", "1", idle="100ms").client() as client:
+        for number in range(8):
+            ask(client, str(number), f"{number} {TEXT}")
+        until(lambda: not any(device for device, _ in num_tokens_by_id(client).values()), "all have left the device")
+        metrics = client.get("/metrics").text
+        [blocks] = [float(line.split()[1]) for line in metrics.splitlines() if "kv_store_blocks{" in line]
+        told = num_tokens_by_id(client)
+        assert told["0"] == (0, 0)
+        assert told["7"][1] > 100
+        assert 0 < sum(stored for _, stored in told.values()) <= blocks * 32, "as much as is there"
+        sessions = client.get("/v1/cluster").json()["sessions"]
+        states = {each["id"]: (each["state"], each["place"]) for each in sessions}
+        assert (states["0"], states["7"]) == (("dropped", "none"), ("idle", "host"))
+
+
+def test_what_the_device_had_to_give_up_is_not_told_to_be_there(start: Start) -> None:
+    """Pins are soft: a large request takes what idle sessions hold."""
+    with start().client() as client:
+        first, _ = ask(client, "s")
+        full = session_in(client)["num_tokens"]
+        until(lambda: session_in(client)["num_stored_tokens"] == full, "it was copied")
+        body = {"model": "router", "prompt": [65] * 1990, "max_tokens": 4}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        session = session_in(client)
+        assert session["num_tokens"] < full
+        assert session["num_stored_tokens"] == full
+        assert ask(client, "s") == (first, full)
+
+
+def test_a_session_whose_requests_were_all_refused_was_none(start: Start) -> None:
+    with start().client() as client:
+        body = {"model": "router", "prompt": "nobody answers " * 3000, "max_tokens": 4, "session_id": "refused"}
+        assert client.post("/v1/completions", json=body).status_code == 400
+        assert client.get("/v1/sessions").json()["data"] == []
+        [model] = client.get("/v1/cluster").json()["models"]
+        assert model["num_sessions"] == 0
+        ask(client, "refused")
+        assert client.post("/v1/completions", json=body).status_code == 400
+        assert session_in(client)["state"] == "idle", "one request was taken"
 
 
 def test_on_disk_it_survives_the_end_of_the_server(start: Start, tmp_path: Path) -> None:
@@ -114,7 +173,9 @@ def test_on_disk_it_survives_the_end_of_the_server(start: Start, tmp_path: Path)
     server = start("--kv-dir", str(folder))
     with server.client() as client:
         until(lambda: session_in(client)["num_stored_tokens"] == full, "the next server knows it")
+        assert (session_in(client)["place"], session_in(client)["num_host_tokens"]) == ("disk", 0)
         assert ask(client, "s") == (first, full)
+        assert (session_in(client)["num_host_tokens"], session_in(client)["num_disk_tokens"]) == (full, full)
         assert client.delete("/v1/sessions/s").status_code == 200
         until(lambda: not files_in(folder), "nothing of it is on disk")
         assert ask(client, "s") == (first, 0)

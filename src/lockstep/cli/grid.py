@@ -148,8 +148,8 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(0.0, seconds):.0f} s"
 
 
-def count(number: int, style: str = "") -> Text:
-    return Text(str(number), style if number else "dim")
+def count(number: int | None, style: str = "") -> Text:
+    return Text(ABSENT if number is None else str(number), style if number else "dim")
 
 
 def number(value: float | None) -> str:

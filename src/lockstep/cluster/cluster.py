@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from lockstep.artifacts.source import open_artifact
@@ -295,6 +296,17 @@ class Cluster:
         replica.is_dismissed = True
         replica.is_pinned = False
         await self._state.replicas.unload(replica, self._state.options.drain_s, "by hand")
+
+    async def locate_sessions(self, limit_s: float | None = None) -> None:
+        """Ask the worker where sessions are, so that what follows tells it; what is remembered stays where it does not
+        answer in time.
+
+        Args:
+            limit_s: as long is waited; None: until it has answered, or gives no answer.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._state.whereabouts.find()
 
     def sessions(self) -> tuple[SessionSnapshot, ...]:
         """All named sessions, least recently used first."""

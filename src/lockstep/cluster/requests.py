@@ -89,7 +89,7 @@ class RequestHandler:
                     yield events
         finally:
             self.num_open -= 1
-            self._state.sessions.end(call.session_id, self._clock())
+            self._state.ended(call.session_id, self._clock())
 
     # -- hops -----------------------------------------------------------------------------------------------------
 
@@ -175,6 +175,7 @@ class RequestHandler:
                 if model.remote is not None:
                     async with aclosing(model.remote.stream(call)) as stream:
                         async for events in stream:
+                            self._state.sessions.taken(call.session_id)
                             yield [replace(e, hops=hops) if isinstance(e, Accepted) else e for e in events]
                     return
                 assert model.replica is not None, "a model is local or remote"
@@ -184,6 +185,7 @@ class RequestHandler:
                 mailbox = self._submit(model, model.replica, request, progress)
                 try:
                     outputs = await mailbox.take()
+                    self._state.sessions.taken(call.session_id)
                     yield (Accepted(model.id, tuple(request.prompt), hops),)  # type: ignore[arg-type]  # tokens by now
                     while True:
                         if outputs:

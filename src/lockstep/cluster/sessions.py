@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lockstep.cluster.manifest import SessionLimits
-from lockstep.cluster.snapshot import SessionSnapshot
+from lockstep.cluster.snapshot import Place, SessionSnapshot
 from lockstep.errors import LockstepError, QueueFullError
 
 MAX_SESSIONS = 4096
@@ -43,6 +43,15 @@ class SessionName(NamedTuple):
         return cls(caller, id_) if separator else cls("", key)
 
 
+class StoredTokens(NamedTuple):
+    """Tokens of a session that are kept outside of the device."""
+
+    total: int
+    host: int
+    disk: int
+    """Some may be in host memory as well."""
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One named conversation."""
@@ -56,16 +65,22 @@ class Session:
     num_active: int = 0
     kept_tokens: dict[str, int] = field(default_factory=dict)
     """By model: tokens of its last prompt that are kept on the device."""
-    stored_tokens: dict[str, int] = field(default_factory=dict)
+    stored: dict[str, StoredTokens] = field(default_factory=dict)
     """By model: tokens of its last prompt that are kept in host memory or on disk."""
+    is_stored_known: bool = True
+    """Whether the worker that there is has said so."""
     is_held: bool = True
     """At least one model holds it."""
+    is_taken: bool = False
+    """A model has taken a request of it, now or before this server."""
     is_evicted: bool = False
     """A model has given up its KV since its last request."""
 
     def snapshot(self, now_s: float) -> SessionSnapshot:
-        num_stored = sum(self.stored_tokens.values())
-        state = "active" if self.num_active else "idle" if self.is_held or num_stored else "dropped"
+        stored = StoredTokens(*map(sum, zip((0, 0, 0), *self.stored.values(), strict=True)))
+        is_kept = self.is_held or stored.total or not self.is_stored_known
+        state = "active" if self.num_active else "idle" if is_kept else "dropped"
+        num_tokens = sum(self.kept_tokens.values())
         idle_s = 0.0 if self.num_active else now_s - self.last_used_s
         name = SessionName.of(self.id)
         return SessionSnapshot(
@@ -76,9 +91,19 @@ class Session:
             age_s=now_s - self.began_s,
             idle_s=idle_s,
             num_requests=self.num_requests,
-            num_tokens=sum(self.kept_tokens.values()),
-            num_stored_tokens=num_stored,
+            num_tokens=num_tokens,
+            num_stored_tokens=stored.total if self.is_stored_known else None,
+            num_host_tokens=stored.host if self.is_stored_known else None,
+            num_disk_tokens=stored.disk if self.is_stored_known else None,
+            place=self._place(num_tokens, stored),
         )
+
+    def _place(self, num_tokens: int, stored: StoredTokens) -> Place | None:
+        if num_tokens:
+            return "device"
+        if not self.is_stored_known:
+            return None
+        return "host" if stored.host else "disk" if stored.disk else "none"
 
 
 class ModelSessions:
@@ -230,13 +255,26 @@ class Sessions:
         session.num_active += 1
         return is_new
 
-    def store(self, id_: str, model: str, num_tokens: int, now_s: float) -> None:
+    def taken(self, id_: str | None) -> None:
+        """Note that a model has taken a request of a session."""
+        if (session := self.by_id.get(id_ or "")) is not None:
+            session.is_taken = True
+
+    def store(self, id_: str, model: str, stored: StoredTokens, now_s: float) -> None:
         """Note what a model keeps of a session outside of the device, as it is of one that ran before this server."""
         session = self.by_id.get(id_)
-        if session is None and num_tokens and len(self.by_id) < MAX_SESSIONS:
-            session = self.by_id[id_] = Session(id_, model, now_s, now_s, is_held=False)
+        if session is None and stored.total and len(self.by_id) < MAX_SESSIONS:
+            session = self.by_id[id_] = Session(id_, model, now_s, now_s, is_held=False, is_taken=True)
         if session is not None:
-            session.stored_tokens[model] = num_tokens
+            session.stored[model] = stored
+
+    def forget_refused(self, id_: str) -> bool:
+        """Forget a session of which nothing was ever taken; returns False where something was, or is being answered."""
+        session = self.by_id.get(id_)
+        if session is None or session.is_taken or session.num_active:
+            return False
+        del self.by_id[id_]
+        return True
 
     def end(self, id_: str | None, now_s: float) -> None:
         """Note the end of a request, whatever became of it."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from lockstep.engine.metrics import HistogramSnapshot
+
+Place = Literal["device", "host", "disk", "none"]
 
 
 class BudgetSnapshot(msgspec.Struct, frozen=True):
@@ -118,8 +122,15 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     num_requests: int
     num_tokens: int = 0
     """Of its prompts, kept on the device by all its models together."""
-    num_stored_tokens: int = 0
-    """Of its prompts, kept in host memory or on disk, beside the device or instead."""
+    num_stored_tokens: int | None = 0
+    """Of its prompts, kept in host memory or on disk, beside the device or instead; None: a worker that began anew has
+    not said yet, as in what follows."""
+    num_host_tokens: int | None = 0
+    """Of these, those in host memory."""
+    num_disk_tokens: int | None = 0
+    """And those on disk, which may be in host memory as well."""
+    place: Place | None = "none"
+    """The fastest place that has something of it: `device`, `host`, `disk`, `none`."""
     caller: str = ""
     """Name of the API key whose session it is; empty: it came without one."""
 

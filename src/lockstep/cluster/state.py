@@ -25,9 +25,10 @@ from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replica_state import FAILED, STANDBY, ReplicaState
 from lockstep.cluster.replicas import LOST, Replicas
 from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device_alone, here, open_manifest
-from lockstep.cluster.sessions import ModelSessions, Session, SessionName, Sessions
+from lockstep.cluster.sessions import ModelSessions, Session, SessionName, Sessions, StoredTokens
 from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, Counters, TransitionSnapshot
 from lockstep.cluster.threads import call_on, in_thread
+from lockstep.cluster.whereabouts import Whereabouts
 from lockstep.engine.kv_files import HostFolder, claim_host_folder, host_fault
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.engine.options import LoadOptions
@@ -85,6 +86,9 @@ class ClusterState:
         self.events = EventLog()
         self.counters = Counters()
         self.sessions = Sessions()
+        self.has_store = False
+        """Whether KV that leaves the device is kept."""
+        self.whereabouts = Whereabouts(self.worker, self.sessions, lambda: self.models.by_id, lambda: self.has_store)
         self.transitions: deque[TransitionSnapshot] = deque(maxlen=MAX_TRANSITIONS)
         trace = options.worker.trace
         self._plans = None if trace is None else PlanRecorder(trace)
@@ -96,8 +100,6 @@ class ClusterState:
         self._host_folder: HostFolder | None = None
         self._host_fault = ""
         """Why less KV is kept in host memory than was said, in one sentence."""
-        self.has_store = False
-        """Whether KV that leaves the device is kept."""
         self._coming: ModelSet | None = None
         """The models of a manifest that is being brought in."""
 
@@ -333,6 +335,13 @@ class ClusterState:
             shown = session.model if session.model in local else local[0]
             self.session_event("session_evicted", session_id, model=shown, reason=reason)
 
+    def ended(self, key: str | None, now_s: float) -> None:
+        """Note the end of a request, whatever became of it; a session whose requests were all refused was none."""
+        self.sessions.end(key, now_s)
+        if key is not None and self.sessions.forget_refused(key):
+            for model in self.models.by_id.values():
+                model.sessions.drop(key)
+
     def session_event(self, type_: str, key: str, **fields: str) -> None:
         """Tell of a session by its client's name for it, and whose it is."""
         name = SessionName.of(key)
@@ -354,7 +363,8 @@ class ClusterState:
             return
         model = self.models.by_id.get(change.owner)
         if model is not None and change.what == "swept":
-            self.sessions.store(change.session_id, change.owner, change.num_stored_tokens, time.monotonic())
+            stored = StoredTokens(change.num_stored_tokens, 0, 0)
+            self.sessions.store(change.session_id, change.owner, stored, time.monotonic())
         if model is not None and change.what == "swept" and model.sessions.drop(change.session_id):
             self.swept(change.session_id, (change.owner,), change.reason or "")
 
@@ -398,8 +408,8 @@ class ClusterState:
             case Lost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
                 for session in tuple(self.sessions.by_id.values()):
-                    if self.has_store:  # what was kept on the device was copied soon after
-                        session.stored_tokens.update(session.kept_tokens)
+                    session.is_stored_known = not self.has_store  # what was on the device may have been copied
+                    session.kept_tokens.clear()
                     self._drop_held(session.id, LOST)
                 self.replicas.worker_lost()
             case Back():

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from lockstep.engine.kv_files import BlockKey
 from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord, SessionRecords
@@ -31,6 +33,18 @@ JOIN_LIMIT_S = 1.0
 
 
 _Job = Callable[[], None]
+
+
+class KeptSession(msgspec.Struct, frozen=True, array_like=True):
+    """What the tiers have of a session at one moment."""
+
+    owner: str
+    session_id: str
+    num_blocks: int
+    """First blocks of its chain that any of them has: those come back."""
+    num_on_host: int
+    """Of these; some may be on disk as well."""
+    num_on_disk: int
 
 
 class KVStore:
@@ -184,6 +198,21 @@ class KVStore:
         """Log a fault, and tell whoever made the store."""
         log.warning("%s", fault)
         self._on_fault(fault)
+
+    def kept(self, environment: bytes) -> tuple[KeptSession, ...]:
+        """Sessions of an environment with what is there of each now, least recently used first."""
+        return tuple(self._kept(record) for record in self.records(environment))
+
+    def _kept(self, record: SessionRecord) -> KeptSession:
+        counts: Counter[Place] = Counter()
+        num_blocks = 0
+        for block_hash in record.hashes:
+            holders = self.tiers.holders(BlockKey(record.environment, block_hash))
+            if not holders:
+                break
+            num_blocks += 1
+            counts.update(holders)
+        return KeptSession(record.owner, record.session_id, num_blocks, counts[Place.HOST], counts[Place.DISK])
 
     def flush(self, limit_s: float) -> bool:
         """Wait until everything is written, disk included; False: time was up."""

@@ -117,6 +117,10 @@ class KVTiers:
         """The fastest tier that has a block."""
         return next((place for place, files in self._files.items() if key in files), None)
 
+    def holders(self, key: BlockKey) -> tuple[Place, ...]:
+        """Tiers that have a block, the fastest first."""
+        return tuple(place for place, files in self._files.items() if key in files)
+
     def checked(self, key: BlockKey, is_same: bool) -> None:
         """Count a block that came back and was computed again."""
         place = self.place_of(key) or next(iter(self._files))

@@ -20,7 +20,7 @@ from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord
 from lockstep.engine.kv_store import KVStore
 from lockstep.engine.loading import LoadedModel
-from lockstep.executors.base import environment_digest
+from lockstep.executors.base import kv_environment
 
 MAX_MOVED_BYTES = 16 << 20
 """Between two steps, in each direction."""
@@ -239,7 +239,4 @@ class KVTransfer:
 
 def environment_of(model: LoadedModel) -> bytes:
     """Key of everything that the bytes of a block depend on beside its tokens."""
-    executor = model.executor
-    geometry = executor.geometry
-    layout = {"kv_layout": f"{geometry.num_layers} {geometry.block_size} {geometry.bytes_per_block}"}
-    return bytes.fromhex(environment_digest({**executor.environment, **layout, "artifact": model.fingerprint}))
+    return kv_environment(model.executor.environment, model.executor.geometry, model.fingerprint)

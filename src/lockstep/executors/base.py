@@ -121,3 +121,14 @@ def environment_digest(environment: Mapping[str, str]) -> str:
             data = part.encode()
             state.update(len(data).to_bytes(4, "little") + data)
     return state.hexdigest()
+
+
+def kv_environment(environment: Mapping[str, str], geometry: Geometry, fingerprint: str) -> bytes:
+    """Key of everything that the bytes of a KV block depend on beside its tokens.
+
+    Args:
+        environment: of the executor.
+        fingerprint: of the artifact's content.
+    """
+    layout = {"kv_layout": f"{geometry.num_layers} {geometry.block_size} {geometry.bytes_per_block}"}
+    return bytes.fromhex(environment_digest({**environment, **layout, "artifact": fingerprint}))

@@ -35,6 +35,8 @@ from lockstep.server.serving import serving_of
 
 router = APIRouter(prefix="/v1", tags=["cluster"], responses=ERROR_RESPONSES)
 models_router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERROR_RESPONSES)
+LOCATE_LIMIT_S = 1.0
+"""For whoever wants to see the cluster, and not sessions alone, while a worker is stuck."""
 _FORMS: dict[str, Any] = {JSON_TYPE: {"schema": {"type": "object"}}} | {
     each: {"schema": {"type": "string"}} for each in YAML_TYPES
 }
@@ -110,7 +112,9 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 async def retrieve_cluster(request: Request) -> Response:
     """Models and where they are, bytes against budgets, sessions (a caller's key sees its own), counters, the latest
     changes."""
-    snapshot = serving_of(request).cluster.snapshot()
+    cluster = serving_of(request).cluster
+    await cluster.locate_sessions(LOCATE_LIMIT_S)
+    snapshot = cluster.snapshot()
     return _json(replace(snapshot, sessions=tuple(_own(request, snapshot.sessions))))
 
 
@@ -184,7 +188,9 @@ async def unload_model(model_id: str, request: Request) -> Response:
 async def list_sessions(request: Request) -> Response:
     """Conversations that keep their KV, or kept it. A key sees its own; an admin key everybody's, and where there are
     no keys, everybody does."""
-    return _json(SessionList("list", tuple(_own(request, serving_of(request).cluster.sessions()))))
+    cluster = serving_of(request).cluster
+    await cluster.locate_sessions()
+    return _json(SessionList("list", tuple(_own(request, cluster.sessions()))))
 
 
 @router.delete("/sessions/{session_id:path}", responses=described(EndedSession), operation_id="end_session")

@@ -34,9 +34,11 @@ from lockstep.worker.messages import (
     Answered,
     Ask,
     AskHealth,
+    AskKept,
     AskMetrics,
     Command,
     HealthReport,
+    KeptReport,
     KVRejected,
     Load,
     LoadFailed,
@@ -92,6 +94,8 @@ class DeviceWorker:
         self._admission = RequestAdmission(self._registry, emit, self._steps.call)
         self._loads = ThreadPoolExecutor(1, "lockstep-load")
         self._store: KVStore | None = None
+        self._has_opened_store = False
+        """Whether a store was opened, or cannot be."""
 
     # -- the receiving thread -------------------------------------------------------------------------------------
 
@@ -109,6 +113,8 @@ class DeviceWorker:
                 self._emit(Answered(ask_id, MetricsReport(reports, self._tiers())))
             case Ask(ask_id, AskHealth()):
                 self._emit(Answered(ask_id, self._health()))
+            case Ask(ask_id, AskKept(environments)):  # of many sessions it takes long, and others wait for this thread
+                threading.Thread(target=self._tell_kept, args=(ask_id, environments), daemon=True).start()
             case Load():
                 self._start_loading(command)
             case OpenStore(options):  # before the loads that come after it
@@ -149,6 +155,11 @@ class DeviceWorker:
     def _tiers(self) -> dict[str, TierStats]:
         return {} if self._store is None else {str(place): each for place, each in self._store.tiers.stats().items()}
 
+    def _tell_kept(self, ask_id: int, environments: tuple[bytes, ...]) -> None:
+        store = self._store
+        known = tuple(() if store is None else store.kept(each) for each in environments)
+        self._emit(Answered(ask_id, KeptReport(known if self._has_opened_store else None)))
+
     # -- the loading thread ---------------------------------------------------------------------------------------
 
     def _open_store(self, options: KVStoreOptions) -> None:
@@ -164,6 +175,7 @@ class DeviceWorker:
             except UsageError as error:
                 reason = str(error)
                 time.sleep(STORE_RETRY_S)
+        self._has_opened_store = True
         if self._store is None:
             log.error("%s; sessions are kept on the device alone", reason)
         elif reason and not left:

@@ -11,6 +11,7 @@ import msgspec
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
+from lockstep.engine.kv_store import KeptSession
 from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions
@@ -59,6 +60,13 @@ class AskSessions(_Part, frozen=True):
     """The sessions that there are, between two steps: a SessionsReport."""
 
 
+class AskKept(_Part, frozen=True):
+    """What is kept of sessions outside of the device, also while a step runs: a KeptReport."""
+
+    environments: tuple[bytes, ...]
+    """Keys as of `lockstep.executors.base.kv_environment`."""
+
+
 class Sweep(_Part, frozen=True):
     """Free what idle sessions of a replica keep, between two steps; busy ones stay: SessionsSwept."""
 
@@ -77,7 +85,7 @@ class EndSession(_Part, frozen=True):
     owner: str | None = None
 
 
-Question = AskMetrics | AskHealth | Check | ResetPrefixCache | AskSessions | Sweep | EndSession
+Question = AskMetrics | AskHealth | Check | ResetPrefixCache | AskSessions | AskKept | Sweep | EndSession
 
 
 class _Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -199,6 +207,11 @@ class SessionsReport(_Part, frozen=True):
     """Least recently used first."""
 
 
+class KeptReport(_Part, frozen=True):
+    sessions: tuple[tuple[KeptSession, ...], ...] | None
+    """Of each environment, in the order of the question; None: what is kept is not known yet."""
+
+
 class SessionsSwept(_Part, frozen=True):
     """Effect of a Sweep or an EndSession: nothing, where no such replica or session is there."""
 
@@ -207,7 +220,7 @@ class SessionsSwept(_Part, frozen=True):
     """That became free; what others share or use stays."""
 
 
-Answer = MetricsReport | HealthReport | Checked | PrefixCacheReset | SessionsReport | SessionsSwept
+Answer = MetricsReport | HealthReport | Checked | PrefixCacheReset | SessionsReport | KeptReport | SessionsSwept
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):

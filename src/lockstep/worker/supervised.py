@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -29,12 +29,14 @@ from lockstep.worker.messages import (
     Answer,
     Answered,
     Ask,
+    AskKept,
     AskMetrics,
     AskSessions,
     Check,
     Checked,
     EndSession,
     Event,
+    KeptReport,
     KVRejected,
     Load,
     Loaded,
@@ -261,6 +263,14 @@ class SupervisedWorker:
         """Sessions by replica, least recently used first; empty while there is no worker, or none that answers."""
         report = await self._ask(AskSessions(), SessionsReport)
         return {} if report is None else report.replicas
+
+    async def whereabouts(self, environments: Sequence[bytes]) -> tuple[SessionsReport | None, KeptReport | None]:
+        """Sessions on the device by replica, and those that are kept outside by environment; None: nobody answers in a
+        few seconds."""
+        return await asyncio.gather(
+            self._ask(AskSessions(), SessionsReport, ANSWER_LIMIT_S),
+            self._ask(AskKept(tuple(environments)), KeptReport, ANSWER_LIMIT_S),
+        )
 
     async def sweep(self, replica: str, session_id: str | None = None, owner: str | None = None) -> Swept:
         """Free what idle sessions keep: that of one id, of one owner, or of all; busy ones stay as they are."""

@@ -1,0 +1,57 @@
+"""Where sessions are is asked of the worker, as seldom as many who want to know allow."""
+
+from __future__ import annotations
+
+import asyncio
+
+from lockstep.cluster.cluster import Cluster
+from lockstep.cluster.snapshot import SessionSnapshot
+from tests.cluster.clusters import clustered, say
+
+TWO = "cluster: c\nmodels:\n  m: {source: 'stub://m'}\n  other: {source: 'stub://o'}\n"
+LONG = "hello " * 20
+
+
+def session_in(cluster: Cluster) -> SessionSnapshot:
+    [session] = cluster.sessions()
+    return session
+
+
+async def test_a_session_of_two_models_is_told_with_the_tokens_of_both() -> None:
+    async with clustered(TWO) as cluster:
+        await say(cluster, LONG, "m", session="s")
+        await cluster.locate_sessions()
+        one = session_in(cluster).num_tokens
+        await say(cluster, LONG, "other", session="s")
+        await cluster.locate_sessions()
+        session = session_in(cluster)
+        assert (one > 0, session.num_tokens, session.place, session.num_stored_tokens) == (True, 2 * one, "device", 0)
+
+
+async def test_many_who_want_to_know_at_once_share_the_questions() -> None:
+    async with clustered(TWO) as cluster:
+        await say(cluster, LONG, "m", session="s")
+        first = cluster._state.worker._open.next_id()
+        await asyncio.gather(*(cluster.locate_sessions() for _ in range(50)))
+        assert 2 <= cluster._state.worker._open.next_id() - first - 1 <= 4, "one question, and perhaps the next"
+        assert session_in(cluster).num_tokens > 0
+
+
+async def test_without_sessions_nobody_is_asked() -> None:
+    async with clustered(TWO) as cluster:
+        first = cluster._state.worker._open.next_id()
+        await cluster.locate_sessions()
+        assert cluster._state.worker._open.next_id() == first + 1
+
+
+async def test_who_leaves_does_not_end_the_question_of_others() -> None:
+    async with clustered(TWO) as cluster:
+        await say(cluster, LONG, "m", session="s")
+        leaving, staying = (asyncio.create_task(cluster.locate_sessions()) for _ in range(2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await staying
+        assert leaving.cancelled()
+        assert session_in(cluster).num_tokens > 0
+        await cluster.locate_sessions(limit_s=0.0)
+        assert session_in(cluster).num_tokens > 0, "what is remembered stays"
