@@ -36,7 +36,7 @@ _Job = Callable[[], None]
 
 
 class KeptSession(msgspec.Struct, frozen=True, array_like=True):
-    """What the tiers have of a session at one moment."""
+    """Blocks of a session that the tiers have at one moment."""
 
     owner: str
     session_id: str

@@ -61,7 +61,7 @@ class AskSessions(_Part, frozen=True):
 
 
 class AskKept(_Part, frozen=True):
-    """What is kept of sessions outside of the device, also while a step runs: a KeptReport."""
+    """The sessions that are kept outside of the device, also while a step runs: a KeptReport."""
 
     environments: tuple[bytes, ...]
     """Keys as of `lockstep.executors.base.kv_environment`."""
