@@ -1,42 +1,46 @@
 """KV that comes back: the time to a first token from host memory and from disk, beside computing the prompt again, and
-the gaps of a stream that runs meanwhile.
+the gaps of a stream that runs while much is kept, and while much comes back.
 
     python -m tools.random_models gguf smollm2-135m Q8_0 model.gguf
     python -m benchmarks.kv_store model.gguf
 
-The three ways take turns in each round, so that what else the machine does hits all of them; ratios are medians over
-the rounds, with the least and the largest.
+The ways take turns in each round, so that what else the machine does hits all of them; ratios are medians over the
+rounds, with the least and the largest. Files that are to be read from the disk itself are written through and then
+forgotten by the page cache; how fast the disk gives them to nobody in particular is printed beside.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
+from lockstep.engine import kv_store
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_files import claim_host_folder
 from lockstep.engine.kv_store import KVStore
-from lockstep.engine.kv_tiers import KVStoreOptions
+from lockstep.engine.kv_tiers import KVStoreOptions, Place
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 
-WAYS = ("computed", "host", "disk")
+COMPUTED, HOST, CACHED, DISK = WAYS = ("computed", "host", "page cache", "disk")
 GIGABYTE = 1 << 30
 
 
 def prompt(number: int, length: int) -> tuple[int, ...]:
     rng = random.Random(number)
-    return tuple(rng.randrange(1000, 8000) for _ in range(length))
+    return tuple(rng.randrange(1000, 4000) for _ in range(length))
 
 
 def request(tokens: tuple[int, ...], session: str | None, max_tokens: int = 1) -> GenerationRequest:
@@ -66,8 +70,24 @@ def stores(folder: Path) -> Iterator[KVStore]:
         host.remove()
 
 
+def forget(folder: Path) -> None:
+    """Have the page cache forget a store's files: what is read next comes from the disk."""
+    for path in folder.rglob("*.kv"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_speed(folder: Path) -> float:
+    """Bytes a second that a store's files are read with, one after the other, by nobody in particular."""
+    forget(folder)
+    begin = time.perf_counter()
+    num_bytes = sum(len(path.read_bytes()) for path in sorted(folder.rglob("*.kv")))
+    return num_bytes / (time.perf_counter() - begin)
+
+
 def first_tokens(engine: Engine, store: KVStore, length: int, rounds: int) -> None:
-    """Time to the first token of a prompt, three ways."""
+    """Time to the first token of a prompt, each way."""
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     tokens = prompt(1, length)
     expected = answer(engine, request(tokens, "s"))[1].completions[0].token_ids
@@ -76,43 +96,77 @@ def first_tokens(engine: Engine, store: KVStore, length: int, rounds: int) -> No
             engine.sessions.sweep()
             assert store.flush(60.0)
             engine.scheduler.reset_prefix_cache()
-            if way == "disk":
-                for path in Path(store.options.host_dir).rglob("*.kv"):
-                    path.unlink()
+            if way in (CACHED, DISK):
+                host = store.tiers._files[Place.HOST]
+                for key in host:
+                    host.remove(key)
+            if way == DISK:
+                forget(Path(store.options.disk_dir))
             asked = request(tokens, "s")
-            if way == "computed":  # under a salt, nothing that was kept is found
+            if way == COMPUTED:  # under a salt, nothing that was kept is found
                 asked = GenerationRequest(tokens, asked.params, cache_salt="other")
             seconds, output = answer(engine, asked)
             assert output.completions[0].token_ids == expected, way
-            assert bool(output.num_cached_tokens) == (way != "computed"), way
+            assert bool(output.num_cached_tokens) == (way != COMPUTED), way
             taken[way].append(seconds)
     for way in WAYS:
-        ratios = [a / b for a, b in zip(taken[way], taken["computed"], strict=True)]
+        ratios = [a / b for a, b in zip(taken[way], taken[COMPUTED], strict=True)]
         print(
-            f"{length} tokens, {way:9}{statistics.median(taken[way]) * 1e3:9.0f} ms"
+            f"{length} tokens, {way:10}{statistics.median(taken[way]) * 1e3:9.0f} ms"
             f"   x{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         )
+    print(f"the disk gives these files at {read_speed(Path(store.options.disk_dir)) / 1e6:.0f} MB/s")
 
 
-def gaps_of_a_stream(engine: Engine, store: KVStore, num_bytes: int, length: int) -> None:
-    """Gaps between the tokens of a running stream, without company and while so many bytes come back."""
+def gaps_of_a_stream(engine: Engine, begin: Callable[[], None], is_over: Callable[[], bool]) -> list[float]:
+    """Milliseconds between the tokens of a running stream, from when something begins until it is over."""
+    ends: list[float] = []
+    stream = engine.submit(request(prompt(2, 64), None, 1500), lambda output: ends.append(time.perf_counter()))
+    while len(ends) < 20:
+        engine.step()
+    begin()
+    first = len(ends) - 1
+    while not is_over() and not engine.is_complete(stream):
+        engine.step()
+    assert not engine.is_complete(stream), "the stream ended first; fewer bytes (--bytes)"
+    gaps = [(b - a) * 1e3 for a, b in pairwise(ends[first:])]
+    engine.abort(stream)
+    engine.run_until_idle()
+    return gaps
+
+
+def streams_beside(engine: Engine, store: KVStore, num_bytes: int, length: int) -> None:
+    """Gaps of a stream alone, while so many bytes are kept, and while they come back."""
     per_session = (length - 2) // engine.config.block_size * engine.model.executor.geometry.bytes_per_block
     count = -(-num_bytes // per_session)
-    for number in range(count):
-        answer(engine, request(prompt(100 + number, length), f"g{number}"))
+    asked = [request(prompt(100 + number, length), f"g{number}") for number in range(count)]
+    kv = engine.sessions.kv
+    assert kv is not None
+
+    def show(name: str, begin: Callable[[], None], is_over: Callable[[], bool]) -> None:
+        started, used = time.perf_counter(), time.process_time()
+        gaps = gaps_of_a_stream(engine, begin, is_over)
+        print(
+            f"gaps of a stream, {name}: median {statistics.median(gaps):.0f} ms, largest {max(gaps):.0f} ms"
+            f" ({len(gaps)} in {time.perf_counter() - started:.1f} s, {time.process_time() - used:.1f} s of processors)"
+        )
+
+    alone = time.perf_counter() + 3.0
+    show("alone", lambda: None, lambda: time.perf_counter() > alone)
+    nothing_is_kept = patch.object(kv_store, "MAX_SAVING_BYTES", 0)
+    nothing_is_kept.start()
+    for each in asked:
+        answer(engine, each)
+    size = f"{count * per_session / 1e9:.2f} GB"
+    show(f"while {size} are kept", nothing_is_kept.stop, lambda: not kv._unsaved and store.flush(0.0))
     engine.sessions.sweep()
     assert store.flush(120.0)
-    for name, coming in (("alone", 0), (f"beside {count * per_session / 1e9:.2f} GB", count)):
-        ends: list[float] = []
-        engine.submit(request(prompt(2, 64), None, 200), lambda output, ends=ends: ends.append(time.perf_counter()))  # type: ignore[misc]  # bound at once
-        while len(ends) < 20:
-            engine.step()
-        for number in range(coming):
-            tokens = prompt(100 + number, length)
-            engine.submit(request(tokens, f"g{number}"), lambda output: None)
-        engine.run_until_idle()
-        gaps = [(b - a) * 1e3 for a, b in pairwise(ends)]
-        print(f"gaps of a stream, {name}: median {statistics.median(gaps):.0f} ms, largest {max(gaps):.0f} ms")
+    open_ids: list[int] = []
+    show(
+        f"while {size} come back",
+        lambda: open_ids.extend(engine.submit(each) for each in asked),
+        lambda: all(map(engine.is_complete, open_ids)),
+    )
 
 
 def main() -> None:
@@ -121,14 +175,16 @@ def main() -> None:
     parser.add_argument("model", help="artifact; see tools.random_models")
     parser.add_argument("--length", type=int, default=2000, help="tokens of the prompt")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bytes", type=int, default=GIGABYTE, help="that come back beside a stream; 0: no stream")
+    parser.add_argument(
+        "--bytes", type=int, default=GIGABYTE, help="that are kept and come back beside a stream; 0: no stream"
+    )
     args = parser.parse_args()
     model, config = load_model(args.model, LoadOptions(EngineOptions(num_blocks=2048), probe=False))
     with tempfile.TemporaryDirectory() as folder, stores(Path(folder)) as store:
         engine = Engine(model, config, store=store)
         first_tokens(engine, store, args.length, args.rounds)
         if args.bytes:
-            gaps_of_a_stream(engine, store, args.bytes, min(args.length, config.max_model_len - 8))
+            streams_beside(engine, store, args.bytes, min(args.length, config.max_model_len - 8))
     model.close()
 
 
