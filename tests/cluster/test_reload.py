@@ -254,3 +254,29 @@ async def test_a_worker_that_dies_in_the_middle_leaves_the_old_manifest_or_the_n
 
 def _loads(cluster: Cluster) -> int:
     return sum(change.after == "loading" for change in cluster.snapshot().transitions)
+
+
+async def test_a_budget_for_kv_that_was_nothing_holds_from_the_manifest_on_that_has_one() -> None:
+    """Also of models that have been there all the while."""
+    text = (
+        "cluster: kept\nresources: {host_kv_budget: BUDGET}\nmodels:\n  router: {source: 'stub://r', engine: ENGINE}\n"
+    )
+    text = text.replace("ENGINE", "{num_blocks: 64, num_host_blocks: 0}")
+
+    async def come_again(cluster: Cluster) -> tuple[int | None, int | None]:
+        """Tokens that a session finds, and then after its model's demotion."""
+        first = await say(cluster, "a question " * 30, session="s")
+        await cluster.unload_model("router")
+        await cluster.load_model("router")
+        again = await say(cluster, "a question " * 30, session="s")
+        return first.output.num_cached_tokens, again.output.num_cached_tokens
+
+    async with clustered(text.replace("BUDGET", "0MB")) as cluster:
+        assert await come_again(cluster) == (0, 0)
+        replaced = await cluster.replace(text.replace("BUDGET", "64MB"))
+        assert replaced.unchanged == ("router",)
+        found, kept = await come_again(cluster)
+        assert found == kept
+        assert found
+        await cluster.replace(text.replace("BUDGET", "0MB"))
+        assert await come_again(cluster) == (kept, 0), "what is on the device stays there"

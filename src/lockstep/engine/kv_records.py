@@ -64,14 +64,15 @@ class SessionRecords:
         known = {(record.owner, record.session_id) for record in self.of(environment)}
         return Counter(owner for owner, _ in {(r.owner, r.session_id) for r in self._records.values()} - known)
 
-    def move(self, others: SessionRecords) -> dict[str, tuple[BlockKey, ...]]:
-        """Remember others' sessions here, and remove their files; returns what `put` does, of all."""
-        if others.tier is not None:
-            for name in tuple(others._file_bytes):
-                with suppress(OSError):
-                    (others.tier.folder / _FOLDER / name).unlink()
-                others._charge(others.tier, name, 0)
-        return {name: keys for record in others._records.values() for name, keys in self.put(record).items()}
+    def discard(self) -> None:
+        """Remove all files; nothing is remembered here any more."""
+        for name in tuple(self._file_bytes):
+            self._records.pop(name, None)
+            self.write(name)
+
+    def all(self) -> tuple[SessionRecord, ...]:
+        """All sessions, least recently used first."""
+        return tuple(self._records.values())
 
     def put(self, record: SessionRecord) -> dict[str, tuple[BlockKey, ...]]:
         """Remember a session in place of what it came back for before; returns the files to be written, with the blocks

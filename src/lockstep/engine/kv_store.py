@@ -323,8 +323,9 @@ class KVStore:
         records = SessionRecords(self.tiers.lasting)
         with self._changed:
             self._records, others = records, self._records
-            for name, keys in records.move(others).items():
-                self._note(name, keys)
+            for record in others.all():
+                self.remember(record)
+        others.discard()
 
     def _write(self, name: str) -> None:
         with self._changed:
