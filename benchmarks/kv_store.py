@@ -36,6 +36,7 @@ from lockstep.executors.sampling_params import SamplingParams
 
 COMPUTED, HOST, CACHED, DISK = WAYS = ("computed", "host", "page cache", "disk")
 GIGABYTE = 1 << 30
+ALONE_S = 3.0
 
 
 def prompt(number: int, length: int) -> tuple[int, ...]:
@@ -151,8 +152,8 @@ def streams_beside(engine: Engine, store: KVStore, num_bytes: int, length: int) 
             f" ({len(gaps)} in {time.perf_counter() - started:.1f} s, {time.process_time() - used:.1f} s of processors)"
         )
 
-    alone = time.perf_counter() + 3.0
-    show("alone", lambda: None, lambda: time.perf_counter() > alone)
+    until: list[float] = []
+    show("alone", lambda: until.append(time.perf_counter() + ALONE_S), lambda: time.perf_counter() > until[0])
     nothing_is_kept = patch.object(kv_store, "MAX_SAVING_BYTES", 0)
     nothing_is_kept.start()
     for each in asked:
