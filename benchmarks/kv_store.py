@@ -46,7 +46,7 @@ def prompt(number: int, length: int) -> tuple[int, ...]:
 
 def request(tokens: tuple[int, ...], session: str | None, max_tokens: int = 1) -> GenerationRequest:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return GenerationRequest(tokens, params, session_id=session, session_owner="bench")
+    return GenerationRequest(tokens, params, session_id=session, session_owner="bench", max_active_sessions=1024)
 
 
 def answer(engine: Engine, asked: GenerationRequest) -> tuple[float, RequestOutput]:
@@ -138,7 +138,8 @@ def gaps_of_a_stream(engine: Engine, begin: Callable[[], None], is_over: Callabl
 
 def streams_beside(engine: Engine, store: KVStore, num_bytes: int, length: int) -> None:
     """Gaps of a stream alone, while so many bytes are kept, and while they come back."""
-    per_session = (length - 2) // engine.config.block_size * engine.model.executor.geometry.bytes_per_block
+    length_kept = (length - 2) // engine.config.block_size * engine.config.block_size
+    per_session = length_kept // engine.config.block_size * engine.model.executor.geometry.bytes_per_block
     count = -(-num_bytes // per_session)
     asked = [request(prompt(100 + number, length), f"g{number}") for number in range(count)]
     kv = engine.sessions.kv
@@ -168,6 +169,8 @@ def streams_beside(engine: Engine, store: KVStore, num_bytes: int, length: int) 
         lambda: open_ids.extend(engine.submit(each) for each in asked),
         lambda: all(map(engine.is_complete, open_ids)),
     )
+    outputs = [engine.result(each) for each in open_ids]
+    assert all(output is not None and output.num_cached_tokens == length_kept for output in outputs)
 
 
 def main() -> None:
