@@ -2,7 +2,8 @@
 
 Each KV slot holds a hash of its token, its position, the kernel that a real model would have used, and of everything
 that attention read, *through the block table*. The next token is a hash of all that. So a wrong block, a stale slot, a
-lost swap, a one-token prompt chunk or a generated token replayed in another segment each change the answer.
+lost swap, a one-token prompt chunk or a generated token replayed in another segment each change the answer. A model of
+one kernel, as an executor has whose decoding equals its prefill, leaves the kernel out, and only that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class OracleModel:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
+        self.has_one_kernel = config.decode_equals_prefill
         self.device: list[list[bytes | None]] = [[None] * config.block_size for _ in range(config.num_blocks + 1)]
         self.host: list[list[bytes | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
 
@@ -50,6 +52,8 @@ class OracleModel:
             kernel = f"prompt{min(chunk.length, 2)}"
             if chunk.start >= prompts[chunk.seq_id]:
                 kernel = f"segment{chunk.start}+{chunk.length}"
+            if self.has_one_kernel:
+                kernel = ""
             for position in range(chunk.start, chunk.start + chunk.length):
                 past = b"".join(self._read(chunk.table, before) for before in range(position))
                 value = digest(str((tokens[chunk.seq_id][position], position, kernel)).encode(), past)
@@ -145,10 +149,23 @@ class Loop:
         return seq_id
 
     def abort(self, seq_id: int) -> bool:
+        if self.served[seq_id].reason is None:
+            self.name_answer(seq_id, self.served[seq_id].tokens)
         done = self.scheduler.abort(seq_id)
         if done:
             self.served[seq_id].reason = FinishReason.ABORT
         return done
+
+    def name_answer(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Name the full blocks of an answer; of its tokens, the last one has no KV."""
+        job, size = self.jobs[seq_id], self.config.block_size
+        hashes = block_hashes(NAMESPACE + job.salt, tokens[:-1], size)
+        self.scheduler.name_answer(seq_id, hashes[len(job.prompt) // size :])
+
+    def turns(self) -> list[tuple[int, ...]]:
+        """The last sequences that ended, prompt and answer, for prompts to go on from."""
+        ended = [tuple(served.tokens) for served in self.served.values() if served.reason is not None]
+        return ended[-3:]
 
     def keep(self, hashes: Sequence[bytes]) -> None:
         """Copy what the device holds of a chain."""
@@ -194,6 +211,11 @@ class Loop:
         sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
         answers = [self._sample(seq_id, value) for seq_id, value in zip(sampling, seen, strict=True)]
         finishes = [FinishReason.STOP if stops else None for _, stops in answers]
+        for seq_id, (new, stops) in zip(sampling, answers, strict=True):
+            served, job = self.served[seq_id], self.jobs[seq_id]
+            known = (served.tokens + new)[: served.num_prompt + job.max_output]
+            if stops or len(known) == served.num_prompt + job.max_output:
+                self.name_answer(seq_id, known)
         result = StepResult(tuple(len(new) for new, _ in answers), tuple(finishes))
         events = self.scheduler.commit(plan, result)
         for seq_id, (new, _), count in zip(sampling, answers, events.num_tokens, strict=True):
@@ -233,8 +255,8 @@ class Loop:
             end = chunk.start + chunk.length
             if chunk.start < served.num_prompt:
                 assert end <= served.num_prompt
-                assert chunk.length > 1 or served.num_prompt == 1
-                assert served.num_prompt - end != 1
+                assert config.decode_equals_prefill or chunk.length > 1 or served.num_prompt == 1
+                assert config.decode_equals_prefill or served.num_prompt - end != 1
                 assert not config.chunking or chunk.length <= config.max_chunk_tokens
                 prompt_tokens += chunk.length
                 outputs += chunk.samples
@@ -259,6 +281,7 @@ def alone(job: Job, config: SchedulerConfig, *, can_stop: bool = True, forces: b
         max_num_batched_tokens=1024,
         max_chunk_tokens=1024,
         max_forced_tokens=config.max_forced_tokens,
+        decode_equals_prefill=config.decode_equals_prefill,
     )
     loop = Loop(roomy, can_stop, forces)
     seq_id = loop.add(Job(job.prompt, job.max_output, allows_forced=job.allows_forced))

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import Request
-from tests.core.drive import prompt, rows, run, scheduler, step
+from tests.core.drive import commit, prompt, rows, run, scheduler, step
 
 
 def test_a_second_request_shares_the_full_blocks() -> None:
@@ -32,6 +32,24 @@ def test_a_hit_leaves_at_least_two_tokens_to_compute(length: int, cached: int) -
     core.add(prompt(length, 1))
     assert rows(step(core)) == [(1, cached, length - cached)]
     assert core.drain_finished()[-1].num_cached_tokens == cached
+
+
+@pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (6, 4), (8, 4), (9, 8), (1, 0)])
+def test_a_hit_leaves_one_token_where_it_may_be_computed_alone(length: int, cached: int) -> None:
+    core = scheduler(decode_equals_prefill=True)
+    for _ in range(2):
+        core.add(prompt(length, 1))
+        run(core)
+    assert core.drain_finished()[-1].num_cached_tokens == cached
+
+
+def test_a_one_token_prompt_is_shared_where_it_is_like_any_other() -> None:
+    core = scheduler(block_size=1, decode_equals_prefill=True, max_chunk_tokens=3)
+    core.add(prompt(1, 1, block_size=1))
+    run(core)
+    core.add(prompt(5, 1, block_size=1))
+    assert rows(step(core)) == [(1, 1, 3)]
+    assert rows(step(core)) == [(1, 4, 1)], "a remainder of one token"
 
 
 def test_a_one_token_prompt_is_never_shared() -> None:
@@ -74,6 +92,72 @@ def test_generated_tokens_and_partial_blocks_are_not_cached() -> None:
     assert rows(step(core)) == [(1, 8, 17)]
     core.add(prompt([*turn, 3], 1))
     assert rows(step(core)) == [(2, 20, 5)]
+
+
+def named(tokens: list[int], num_prompt: int, block_size: int = 4) -> tuple[bytes, ...]:
+    """Hashes of the full blocks behind a prompt's, as `drive.prompt` makes those."""
+    return block_hashes(b"test", tokens, block_size)[num_prompt // block_size :]
+
+
+def test_a_named_answer_is_hit_by_the_next_turn() -> None:
+    """A prompt of 10 and 14 answered tokens, the last of them without KV: five full blocks."""
+    core = scheduler(decode_equals_prefill=True)
+    turn = [1] * 10 + [2] * 14
+    core.add(prompt(turn[:10], 14))
+    for _ in range(13):
+        step(core)
+    plan = core.schedule()
+    core.name_answer(0, named(turn[:-1], 10))
+    commit(core, plan)
+    core.check()
+    assert core.stats().num_cached_blocks == 5
+    core.add(prompt([*turn, 3], 1))
+    assert rows(step(core)) == [(1, 20, 5)]
+
+
+def test_an_answer_is_named_up_to_the_blocks_that_are_computed_when_it_ends() -> None:
+    """A client that leaves: 5 of its tokens are known, 4 of them computed; more hashes than that mean nothing yet."""
+    core = scheduler(decode_equals_prefill=True)
+    turn = [1] * 4 + [2] * 12
+    core.add(prompt(turn[:4], 12))
+    for _ in range(5):
+        step(core)
+    core.name_answer(0, named(turn, 4)[:2])
+    assert core.stats().num_cached_blocks == 0
+    core.abort(0)
+    core.check()
+    assert core.cached_blocks(block_hashes(b"test", turn, 4)) == (1, 2, None, None)
+
+
+def test_a_preempted_sequence_that_ends_leaves_what_it_has_on_the_device() -> None:
+    core = scheduler(num_blocks=6, decode_equals_prefill=True)
+    core.add(prompt([1] * 8, 12))
+    core.add(prompt([2] * 8, 12))
+    while not core.stats().num_preempted:
+        step(core)
+    core.name_answer(1, named([2] * 20, 8))
+    core.abort(1)
+    core.check()
+    held = core.cached_blocks(block_hashes(b"test", [2] * 20, 4))
+    assert held[0] is not None
+    assert held[-1] is None
+    run(core)
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"decode_equals_prefill": True, "enable_prefix_caching": False}, {"decode_equals_prefill": True}]
+)
+def test_a_name_that_nothing_follows_from_changes_nothing(limits: dict[str, bool]) -> None:
+    """Answers are not published; nothing is; or the prompt came without hashes, so that a chain would have a hole."""
+    core = scheduler(**limits)
+    core.add(replace(prompt(8, 9), block_hashes=() if len(limits) == 1 else prompt(8).block_hashes))
+    for _ in range(9):
+        plan = core.schedule()
+        core.name_answer(0, named([7] * 16, 8))
+        commit(core, plan)
+    core.name_answer(0, named([7] * 16, 8))
+    core.name_answer(1, named([7] * 16, 8))
+    assert core.stats().num_cached_blocks == (0 if limits else 2)
 
 
 def test_ten_turns_compute_only_what_is_new() -> None:

@@ -24,6 +24,9 @@ class Heard:
     def aborted(self, seq_id: int, reason: FinishReason, step: int, in_step: bool) -> None:
         self.all.append(("aborted", seq_id, reason, step, in_step))
 
+    def answer_named(self, seq_id: int, hashes: Any, step: int, in_step: bool) -> None:
+        self.all.append(("named", seq_id, hashes, step, in_step))
+
     def pinned(self, *command: Any) -> None:
         self.all.append(("pinned", *command))
 
@@ -62,6 +65,21 @@ def test_each_command_is_told_with_the_step_before_which_it_takes_effect() -> No
         ("filled", request.block_hashes, 0, 2),
         ("reset", 2),
     ]
+
+
+def test_names_of_an_answer_are_told_in_a_step_and_between_two() -> None:
+    heard = Heard()
+    core = Scheduler(config(decode_equals_prefill=True), heard)
+    core.add(prompt(list(range(9))))
+    step(core)
+    heard.all.clear()
+    hashes = (b"one" * 5,)
+    core.name_answer(0, hashes)
+    core.schedule()
+    core.name_answer(0, hashes)
+    core.name_answer(0, ())
+    core.name_answer(7, hashes)
+    assert heard.all == [("named", 0, hashes, 1, False), ("named", 0, hashes, 2, True)]
 
 
 def test_what_is_refused_or_means_nothing_is_not_told() -> None:

@@ -30,6 +30,7 @@ class Machine(RuleBasedStateMachine):
         order=st.sampled_from(["fcfs", "priority", "fair"]),
         preemption=st.sampled_from(["swap", "recompute"]),
         max_skips=st.sampled_from([0, 1, 64]),
+        decode_equals_prefill=st.booleans(),
     )
     def start(self, block_size, spare_blocks, num_host_blocks, num_seqs, width, places, chunk, chunking, **policy):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
         self.config = SchedulerConfig(
@@ -52,6 +53,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         shared=st.integers(0, 12),
+        turn=st.integers(0, 5),
         own=st.lists(st.integers(0, 2), min_size=1, max_size=6),
         output=st.integers(1, 8),
         priority=st.integers(-1, 1),
@@ -62,6 +64,7 @@ class Machine(RuleBasedStateMachine):
     def add(
         self,
         shared: int,
+        turn: int,
         own: list[int],
         output: int,
         priority: int,
@@ -70,7 +73,8 @@ class Machine(RuleBasedStateMachine):
         allows_forced: bool,
     ) -> None:
         first = max(self.loop.jobs, default=None) if is_sibling else None
-        prompt = (*PREFIX[:shared], *own)[:19]
+        heads = [*self.loop.turns(), PREFIX[:shared]]
+        prompt = (*heads[min(turn, len(heads) - 1)], *own)[:19]
         job = Job(prompt, min(output, 20 - len(prompt)), priority, tenant, allows_forced, sibling_of=first)
         try:
             self.loop.add(job)

@@ -70,7 +70,8 @@ def drive(loop: Loop, rng: random.Random) -> set[int]:
     aborted = set()
     for _ in range(rng.randint(5, 40)):
         for _ in range(rng.choice([0, 1, 2])):
-            loop.add(random_job(rng, prefixes, max(loop.jobs, default=None)))
+            heads = [*prefixes, *loop.turns()] if loop.config.decode_equals_prefill else prefixes
+            loop.add(random_job(rng, heads, max(loop.jobs, default=None)))
         kind = rng.random()
         hashes = block_hashes(NAMESPACE, rng.choice(prefixes), loop.config.block_size)
         if kind < 0.05 and loop.jobs and loop.abort(some := rng.choice(list(loop.jobs))):
@@ -88,11 +89,13 @@ def drive(loop: Loop, rng: random.Random) -> set[int]:
     return aborted
 
 
+@pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_schedule_gives_each_request_what_it_gets_alone(seed: int) -> None:
+def test_every_schedule_gives_each_request_what_it_gets_alone(seed: int, one_kernel: bool) -> None:
+    """Also where prompts go on from answers whose blocks can be hit."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    config = random_config(rng)
+    config = replace(random_config(rng), decode_equals_prefill=one_kernel)
     loop = Loop(config)
     aborted = drive(loop, rng)
     for seq_id, job in loop.jobs.items():
@@ -141,6 +144,46 @@ def test_cold_or_warm() -> None:
         outputs.append(loop.served[seq_id].output)
     assert outputs[0] == outputs[1] == outputs[2]
     assert loop.scheduler.stats().prefix_hits_tokens > 0
+
+
+def conversation(config: SchedulerConfig, num_turns: int = 8) -> tuple[list[tuple[int, ...]], Loop]:
+    """Answers of turns each of which repeats all before it."""
+    loop = Loop(config, forces=False)
+    history: tuple[int, ...] = (1, 2, 0)
+    answers = []
+    for turn in range(num_turns):
+        seq_id = loop.add(Job((*history, turn % 3), 9))
+        loop.run()
+        answers.append(loop.served[seq_id].output)
+        history = tuple(loop.served[seq_id].tokens)
+    return answers, loop
+
+
+ONE_KERNEL = SchedulerConfig(4, 200, 200, max_num_seqs=6, decode_equals_prefill=True)
+
+
+def test_a_conversation_finds_its_answers_again_and_they_change_nothing() -> None:
+    cached, loop = conversation(ONE_KERNEL)
+    assert cached == conversation(replace(ONE_KERNEL, enable_prefix_caching=False))[0]
+    finished = loop.scheduler.drain_finished()
+    lengths = [end.num_prompt_tokens + end.num_output_tokens for end in finished]
+    for before, now in zip(lengths, finished[1:], strict=False):
+        assert now.num_cached_tokens == (before - 1) // 4 * 4, "all full blocks of the turn before, answer and all"
+
+
+def test_the_oracle_notices_answers_that_are_hit_where_kernels_differ() -> None:
+    """What is published by decoding has other bits than what the prompt would have: that is why the field exists."""
+    loop = Loop(ONE_KERNEL)
+    loop.model.has_one_kernel = False
+    first = loop.add(Job((1, 2, 0), 9))
+    loop.run()
+    prompt = (*loop.served[first].tokens, 1)
+    outputs = []
+    for reads_cache in (True, False):
+        seq_id = loop.add(Job(prompt, 9, reads_cache=reads_cache))
+        loop.run()
+        outputs.append(loop.served[seq_id].output)
+    assert outputs[0] != outputs[1]
 
 
 class Careless(OracleModel):

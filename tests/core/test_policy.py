@@ -64,10 +64,11 @@ def test_the_smallest_token_budgets_are_accepted() -> None:
 
 
 def test_a_chunk_and_its_remainder_are_never_one_token() -> None:
+    """Where a single query has a kernel of its own."""
     for remaining in range(2, 40):
         for room in range(45):
             for may_end in (True, False):
-                length = prompt_chunk(remaining, room, may_end)
+                length = prompt_chunk(remaining, room, may_end, 2)
                 assert 0 <= length <= min(room, remaining)
                 assert length != 1
                 assert remaining - length != 1
@@ -79,8 +80,29 @@ def test_a_chunk_and_its_remainder_are_never_one_token() -> None:
 
 
 def test_a_prompt_of_one_token_is_one_chunk() -> None:
-    assert [prompt_chunk(1, room, True) for room in (0, 1, 5)] == [0, 1, 1]
-    assert prompt_chunk(1, 5, False) == 0
+    assert [prompt_chunk(1, room, True, 2) for room in (0, 1, 5)] == [0, 1, 1]
+    assert prompt_chunk(1, 5, False, 2) == 0
+
+
+def test_where_there_is_one_kernel_a_chunk_is_as_long_as_there_is_room() -> None:
+    for remaining in range(1, 40):
+        for room in range(45):
+            assert prompt_chunk(remaining, room, True, 1) == min(remaining, room)
+            assert prompt_chunk(remaining, room, False, 1) == min(remaining - 1, room), "what samples waits its turn"
+
+
+@pytest.mark.parametrize(
+    ("one_kernel", "blocks"), [(False, [0, 0, 0, 0, 0, 1, 1, 1, 1, 2]), (True, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2])]
+)
+def test_a_cache_leaves_a_prompt_a_chunk_to_compute(one_kernel: bool, blocks: list[int]) -> None:
+    ours = config(decode_equals_prefill=one_kernel)
+    assert [ours.usable_blocks(length) for length in range(1, 11)] == blocks
+
+
+def test_answers_are_published_where_they_have_a_prompts_bits_and_anything_is() -> None:
+    assert config(decode_equals_prefill=True).publishes_answers
+    assert not config().publishes_answers
+    assert not config(decode_equals_prefill=True, enable_prefix_caching=False).publishes_answers
 
 
 def test_adaptive_share_of_prompts() -> None:

@@ -102,3 +102,8 @@ def test_pins_count_and_outlive_what_they_pin() -> None:
     assert cache.unpin([b"a", b"b", b"unknown"]) == [3]
     assert 3 not in cache.pinned
     cache.check()
+
+
+def test_a_chain_goes_on_from_the_hashes_that_are_known() -> None:
+    whole = block_hashes(b"ns", range(40), 4)
+    assert [block_hashes(b"ns", range(40), 4, whole[:known]) for known in (0, 1, 9, 10)] == [whole] * 4

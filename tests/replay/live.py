@@ -15,7 +15,7 @@ from lockstep.core.request import FinishReason, Request
 from lockstep.replay.playback import Playback
 from lockstep.replay.rerun import AppliedCommand, DecidedStep
 from lockstep.replay.trace import Trace
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Filled, Pinned, Swept
+from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Filled, Named, Pinned, Swept
 from tests.server.process import ServerProcess, plain_async_client
 
 MANIFEST = """\
@@ -34,7 +34,7 @@ models:
       source: pocket://
       engine: {num_blocks: 8, max_num_seqs: 4, max_num_batched_tokens: 40, preemption: recompute, order: fair}
     - id: fake
-      source: stub://fake?token_us=20
+      source: stub://fake?token_us=20&decode_equals_prefill=1
       priority: high
       max_active_sessions: 3
       engine: {num_blocks: 16, host_kv_memory_bytes: 1KB, max_num_seqs: 8, max_num_batched_tokens: 64, order: priority}
@@ -117,6 +117,8 @@ def happenings(trace: Trace) -> Counter[str]:
                 seen.update(["requests", f"priority {priority}"])
             case AppliedCommand(_, Aborted(reason=reason), _):
                 seen[reason.value] += 1
+            case AppliedCommand(_, Named(), _):
+                seen["answers"] += 1
             case AppliedCommand(_, Pinned(), _):
                 seen["pins"] += 1
             case AppliedCommand(_, Swept(), _):

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from lockstep.core.request import FinishReason, Request
 from lockstep.replay.diff import differing_command, differing_request
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, WorkloadRequest
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, Swept
+from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, Named, Swept
 from tests.replay.workloads import request
 
 A = request("a", 10)
@@ -59,6 +59,11 @@ ADDED = Added(0, 3, 7, Request(40, allows_forced=False), 0, ())
             "of request 7 of 40 prompt tokens and as many output tokens as fit, class 0, before step 5",
         ),
         ([ADDED, CacheReset(0, 9)], [ADDED], "first A of the prefix cache to forget before step 9, and B nothing more"),
+        (
+            [Named(0, 4, 7, (1, 2), True)],
+            [],
+            "first A of 2 blocks of the answer of request 7 to publish before step 4, and B nothing more",
+        ),
         (
             [Swept(0, 4, (1, 2))],
             [Aborted(0, 4, 7, FinishReason.ABORT, False)],

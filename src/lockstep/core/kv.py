@@ -27,7 +27,7 @@ _NO_MOVES = Moves((), (), ())
 class KVCache:
     """The block pools and the prefix cache, seen from sequences.
 
-    Nothing is ever written to a block that someone else may read: what is shared are full prompt blocks, and a sequence
+    Nothing is ever written to a block that someone else may read: what is shared are full blocks, and a sequence
     computes only positions behind those that it took.
     """
 
@@ -77,12 +77,12 @@ class KVCache:
     # -- holding blocks ---------------------------------------------------------------------------------------------
 
     def hits(self, seq: Sequence) -> tuple[int, ...]:
-        """Cached blocks that continue what the sequence holds, leaving at least two prompt tokens to compute."""
+        """Cached blocks that continue what the sequence holds, leaving prompt tokens to compute."""
         request = seq.request
         held = len(seq.table) + len(seq.host_table)
         if not request.reads_cache or not request.block_hashes or seq.num_computed != held * self._block_size:
             return ()
-        return self.prefix.match(request.block_hashes, held, (seq.num_prompt - 2) // self._block_size)
+        return self.prefix.match(request.block_hashes, held, self._config.usable_blocks(seq.num_prompt))
 
     def num_needed(self, seq: Sequence, hits: Seq[int], num_positions: int) -> int:
         """Available blocks that ``hold`` would use up."""
@@ -144,7 +144,7 @@ class KVCache:
         host; forget the rest, back to a border from which recomputing is exact."""
         position = min(seq.num_computed, (num_device + num_host) * self._block_size)
         if position < seq.num_computed:
-            position = seq.border_at(position, self._block_size)
+            position = seq.border_at(position, self._block_size, self._config.least_chunk)
         kept = self._config.blocks_for(position)
         num_device = min(num_device, kept)
         num_host = kept - num_device
@@ -169,9 +169,9 @@ class KVCache:
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
-        """Let the sequence's full prompt blocks be hit, as far as they are computed now."""
+        """Let the sequence's full blocks that have hashes be hit, as far as they are computed and on the device."""
         hashes = seq.request.block_hashes
-        full = min(num_computed // self._block_size, len(hashes))
+        full = min(num_computed // self._block_size, len(hashes), len(seq.table))
         known = seq.num_published
         if full > known:
             self.prefix.publish(seq.table[known:full], hashes[known:full])

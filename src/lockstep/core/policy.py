@@ -129,6 +129,20 @@ class SchedulerConfig:
         """Prompt tokens in one step."""
         return self.max_num_batched_tokens if self.max_num_prefill_tokens is None else self.max_num_prefill_tokens
 
+    @property
+    def publishes_answers(self) -> bool:
+        """True if the blocks of answers can be hit."""
+        return self.decode_equals_prefill and self.enable_prefix_caching
+
+    @property
+    def least_chunk(self) -> int:
+        """Tokens that a chunk of a longer prompt, and what it leaves, have at least."""
+        return 1 if self.decode_equals_prefill else 2
+
+    def usable_blocks(self, num_prompt_tokens: int) -> int:
+        """Blocks of a prompt that a cache may give: what is left is computed, so that there is something to sample."""
+        return max(0, num_prompt_tokens - self.least_chunk) // self.block_size
+
     def blocks_for(self, num_positions: int) -> int:
         """Blocks that hold this many positions."""
         return -(-num_positions // self.block_size)
@@ -143,21 +157,22 @@ def least_batched_tokens(num_decode_seqs: int, max_forced_tokens: int) -> int:
     return num_decode_seqs - 1 + max(MIN_CHUNK_TOKENS, max_forced_tokens)
 
 
-def prompt_chunk(remaining: int, room: int, may_end: bool) -> int:
+def prompt_chunk(remaining: int, room: int, may_end: bool, least: int) -> int:
     """Length of the next chunk of a prompt; 0: it waits.
 
-    Neither the chunk nor what it leaves is ever one token, because attention for a single query runs through another
-    kernel than for several (a prompt of one token is computed as one).
+    Where attention for a single query runs through another kernel than for several, neither the chunk nor what it
+    leaves is ever one token (a prompt of one token is computed as one).
 
     Args:
-        remaining: prompt tokens to compute; never 1 unless the prompt is one token.
+        remaining: prompt tokens to compute; never fewer than ``least`` unless the whole prompt is.
         room: what the budgets leave.
         may_end: whether there is a place for the sampling that an ending prompt brings.
+        least: tokens of a chunk and of what it leaves; see `SchedulerConfig.least_chunk`.
     """
     if may_end and room >= remaining:
         return remaining
-    length = min(room, remaining - 2)
-    return length if length >= 2 else 0
+    length = min(room, remaining - least)
+    return length if length >= least else 0
 
 
 def prefill_budget(config: SchedulerConfig, num_waiting: int, num_decoding: int) -> int:

@@ -13,20 +13,23 @@ from hashlib import blake2b
 HASH_BYTES = 16
 
 
-def block_hashes(namespace: bytes, token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
+def block_hashes(
+    namespace: bytes, token_ids: Sequence[int], block_size: int, known: tuple[bytes, ...] = ()
+) -> tuple[bytes, ...]:
     """Chained hashes of the full blocks of ``token_ids``: the one function that sees tokens.
 
     root = BLAKE2b-128(namespace); hash[i] = BLAKE2b-128(hash[i-1] + u32le token ids of block i), hash[-1] = root.
 
     Args:
         namespace: artifact fingerprint, plus the ``cache_salt`` if any, separated by the caller.
-        token_ids: the prompt, each id below 2**32.
+        token_ids: the prompt, and its answer where there is one, each id below 2**32.
         block_size: tokens per block; a partial last block has no hash.
+        known: the hashes of the first blocks, as an earlier call gave them.
     """
     pack = struct.Struct(f"<{block_size}I").pack
-    parent = blake2b(namespace, digest_size=HASH_BYTES).digest()
-    hashes = []
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
+    parent = known[-1] if known else blake2b(namespace, digest_size=HASH_BYTES).digest()
+    hashes = [*known]
+    for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
         block = pack(*token_ids[start : start + block_size])
         parent = blake2b(parent + block, digest_size=HASH_BYTES).digest()
         hashes.append(parent)

@@ -1,7 +1,7 @@
 """The scheduler: every step's decision, and the life of every sequence.
 
 Owns all sequences. Knows no tokens, no time and no model: lengths, hashes and commands come in, plans go out. The
-order of calls is commit, commands (add, abort, pin, sweep, fill, reset), schedule.
+order of calls is commit, commands (add, name_answer, abort, pin, sweep, fill, reset), schedule.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Scheduler:
         assert num_hashed <= request.num_prompt_tokens, "more hashes than full prompt blocks"
         assert request.sibling_of is None or request.sibling_of < self._next_id, "a sibling follows its first"
         kept = request
-        if not self.config.enable_prefix_caching or request.num_prompt_tokens == 1:
-            # A prompt of one token is computed by the kernel for single queries: no longer prompt may read it.
+        if not self.config.enable_prefix_caching or request.num_prompt_tokens < self.config.least_chunk:
+            # A prompt of one token may be computed by another kernel than longer ones, which then may not read it.
             kept = replace(request, block_hashes=())
         self._write_back()
         seq = Sequence(self._next_id, kept, max_output, self._step)
@@ -104,8 +104,25 @@ class Scheduler:
             self._listener.aborted(seq_id, reason, self._step, in_step=self._pending is not None)
         return True
 
+    def name_answer(self, seq_id: int, hashes: Seq[bytes]) -> None:
+        """Give the hashes of a sequence's full blocks behind those of its prompt. When it ends, those that are computed
+        can be hit. For one that ends with the step under way, or is about to be aborted; nothing where answers are not
+        published, and for a request that came without the hashes of its prompt.
+        """
+        seq, size = self._sequences.get(seq_id), self.config.block_size
+        if seq is None or not hashes or not self.config.publishes_answers:
+            return
+        num_of_prompt = seq.num_prompt // size
+        known = seq.request.block_hashes[:num_of_prompt]
+        if len(known) < num_of_prompt:
+            return
+        assert (num_of_prompt + len(hashes)) * size <= seq.max_known, "more hashes than full blocks"
+        seq.request = replace(seq.request, block_hashes=(*known, *hashes))
+        if self._listener is not None:
+            self._listener.answer_named(seq_id, hashes, self._step, in_step=self._pending is not None)
+
     def pin(self, hashes: Seq[bytes]) -> None:
-        """Evict blocks of this content last, until as many ``sweep`` as ``pin`` named them. A session's prompt."""
+        """Evict blocks of this content last, until as many ``sweep`` as ``pin`` named them: what a session keeps."""
         self._kv.pin(hashes)
         if hashes and self._listener is not None:
             self._listener.pinned(hashes, self._step)
@@ -320,6 +337,8 @@ class Scheduler:
         else:
             self._running.remove(seq)
         seq.move_to(SequenceState.FINISHED)
+        if self.config.publishes_answers:
+            self._kv.publish(seq, seq.num_computed)
         self._kv.release(seq)
         self._ledger.leave(seq.request.tenant)
         del self._sequences[seq.seq_id]

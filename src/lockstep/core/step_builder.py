@@ -101,7 +101,7 @@ class StepBuilder:
         left = seq.num_prompt - start
         room = self.chunk_room if self.num_places > 0 else 0
         if self._chunking:
-            return prompt_chunk(left, room, may_end)
+            return prompt_chunk(left, room, may_end, self._config.least_chunk)
         return left if may_end and room >= left else 0
 
     def add_prompt(self, seq: Sequence) -> bool:

@@ -312,6 +312,7 @@ class Engine:
             samples = self._processor.compute(plan, self._now_s())
             now_s = self._now_s()
             result, touched = self._processor.accept(plan, samples, now_s)
+            self._requests.name_answers(touched)
         except BaseException as error:  # whatever a step raises ends its requests with the reason, never the engine
             log.exception("step %d failed", plan.step)
             self._fail_step(plan, error)

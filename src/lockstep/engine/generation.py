@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.core.prefix import block_hashes
 from lockstep.core.request import FinishReason, Request
 from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.metrics import SequenceSpan
@@ -66,11 +67,14 @@ class Generation:
     """Reason for which its next token cannot be chosen."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    block_hashes: tuple[bytes, ...] = field(init=False)
+    """Of its full blocks that can be hit: those of the prompt and, once it has ended, those of its answer."""
 
     def __post_init__(self) -> None:
         live, request, params = self.live, self.live.request, self.live.request.params
         self.tokens = list(live.prompt_ids)
         self.prompt_len = len(self.tokens)
+        self.block_hashes = live.core_request.block_hashes
         self.min_len = self.prompt_len + params.min_tokens
         self.max_len = self.prompt_len + live.max_output_tokens
         self.ends = frozenset(live.end_ids)
@@ -248,6 +252,21 @@ class Generation:
         """Tokens that it generated."""
         return len(self.tokens) - self.prompt_len
 
+    @property
+    def is_full(self) -> bool:
+        """True if it has all the tokens that it may have."""
+        return len(self.tokens) >= self.max_len
+
+    def name_answer(self, namespace: bytes, block_size: int) -> tuple[bytes, ...]:
+        """Hash the full blocks behind those of its prompt, as it ends; returns what is new in ``block_hashes``.
+
+        The tokens of its last step have no KV, and outside of a step the last one has none.
+        """
+        known = self.block_hashes
+        ids = self.tokens[: len(self.tokens) - max(1, len(self.delta_ids))]
+        self.block_hashes = block_hashes(namespace, ids, block_size, known)
+        return self.block_hashes[len(known) :]
+
     def span(self) -> SequenceSpan:
         live = self.live
         return SequenceSpan(
@@ -315,6 +334,11 @@ class LiveRequest:
 
     def __post_init__(self) -> None:
         self.num_open = self.request.params.n
+
+    @property
+    def kept_hashes(self) -> tuple[bytes, ...]:
+        """Block hashes of what its session comes back for: the prompt, and the answer of the first sequence."""
+        return self.generations[0].block_hashes if self.generations else self.core_request.block_hashes
 
     def core_request_of(self, first: int | None) -> Request:
         """One sequence in the core's terms: the first, or a sibling of it, which needs no prompt row and may share."""

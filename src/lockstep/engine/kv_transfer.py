@@ -139,7 +139,7 @@ class KVTransfer:
         config = self._scheduler.config
         if not (request.reads_cache and config.enable_prefix_caching and request.block_hashes):
             return None
-        usable = request.block_hashes[: (request.num_prompt_tokens - 2) // config.block_size]
+        usable = request.block_hashes[: config.usable_blocks(request.num_prompt_tokens)]
         start = self._num_cached(usable)
         count = self.store.find(self.environment, usable[start:])
         return (usable[: start + count], start) if count else None

@@ -138,6 +138,20 @@ class OpenRequests:
                 self._recorder.joined(generation, max(0.0, now_s - live.arrival_s))
         return True
 
+    def name_answers(self, touched: Iterable[Generation]) -> None:
+        """Have answers found again: of these sequences, those that end with the step under way."""
+        if self._scheduler.config.publishes_answers:
+            for generation in touched:
+                if generation.finish_reason is not None or generation.is_full:
+                    self._name_answer(generation, generation.finish_reason)
+
+    def _name_answer(self, generation: Generation, reason: FinishReason | None) -> None:
+        """Have an answer found again, unless its model has failed, or it has none."""
+        if reason is not FinishReason.ERROR and generation.pooler is None:
+            namespace = self._model.namespace(generation.live.request.cache_salt)
+            hashes = generation.name_answer(namespace, self._scheduler.config.block_size)
+            self._scheduler.name_answer(generation.seq_id, hashes)
+
     def end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
         """End what is still open of a request, outside a step."""
         live = self.by_id.get(request_id)
@@ -150,6 +164,8 @@ class OpenRequests:
         now_s = self._now_s()
         for generation in live.generations:
             if generation.finish_reason is None:
+                if self._scheduler.config.publishes_answers:
+                    self._name_answer(generation, reason)
                 self._scheduler.abort(generation.seq_id, reason)
                 self._account(self._scheduler.drain_finished())
                 self._close(generation, reason, now_s)

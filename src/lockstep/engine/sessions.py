@@ -167,7 +167,7 @@ class Sessions:
         session.num_busy -= 1
         self._use(session, now_s)
         if not session.is_ended and live.first_token_s is not None:
-            self._keep(session, live.core_request.block_hashes)
+            self._keep(session, live.kept_hashes)
         elif session.is_ended and not session.num_busy:
             self._forget(session, "ended")
 

@@ -11,8 +11,8 @@ MAX_CONTENTS = 1 << 22
 class UnboundedCache:
     """A cache that forgets nothing, and has the full blocks of a prompt as soon as its request is admitted.
 
-    Asked in the order of admission it counts what the scheduler's own cache counts, by the same rules: full blocks, at
-    least two tokens left to compute, and each request once, so that what a preempted one finds again is no hit. So no
+    Asked in the order of admission it counts what the scheduler's own cache counts, by the same rules: full blocks of
+    prompts, something left to compute, and each request once, so that what a preempted one finds again is no hit. So no
     pool hits more, and one that evicts nothing hits the same if each request comes after the one before has ended.
 
     Args:
@@ -20,6 +20,7 @@ class UnboundedCache:
     """
 
     def __init__(self, content_size: int, config: SchedulerConfig) -> None:
+        self._config = config
         self._block_size = config.block_size
         self._per_content = content_size // config.block_size
         self._num_hits = 0
@@ -36,10 +37,10 @@ class UnboundedCache:
 
     def admit(self, contents: tuple[int, ...], num_prompt_tokens: int) -> None:
         """Look a prompt up, and keep it."""
-        if num_prompt_tokens == 1 or self._is_exceeded:
+        if num_prompt_tokens < self._config.least_chunk or self._is_exceeded:
             return
         num_left = num_prompt_tokens // self._block_size
-        num_wanted = (num_prompt_tokens - 2) // self._block_size
+        num_wanted = self._config.usable_blocks(num_prompt_tokens)
         for content in contents:
             num_full = min(num_left, self._per_content)
             num_left -= num_full

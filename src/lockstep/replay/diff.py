@@ -31,7 +31,17 @@ from lockstep.replay.simulator import Simulation
 from lockstep.replay.snapshot import Snapshot, recorded_snapshot, simulated_snapshot
 from lockstep.replay.trace import Trace
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload, WorkloadRequest
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, EngineEntry, Filled, Pinned, Swept
+from lockstep.worker.flight.entries import (
+    Aborted,
+    Added,
+    CacheReset,
+    Command,
+    EngineEntry,
+    Filled,
+    Named,
+    Pinned,
+    Swept,
+)
 
 MAX_CAUSE_WORK = 8_000_000
 """Bound of the search for the config fields that decide, in units of ``Comparison.work``."""
@@ -272,6 +282,8 @@ def _words_of(command: Command) -> str:
             return f"{called(str(command.seq_id))} of {tokens}, class {command.request.priority}, {at}"
         case Aborted():
             return f"the end of {called(str(command.seq_id))} ({command.reason.value}) {at}"
+        case Named():
+            return f"{len(command.contents):,} blocks of the answer of {called(str(command.seq_id))} to publish {at}"
         case Pinned():
             return f"{len(command.contents):,} blocks to keep for a session {at}"
         case Swept():

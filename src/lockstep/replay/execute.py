@@ -37,6 +37,7 @@ from lockstep.worker.flight.entries import (
     Added,
     EngineEntry,
     Filled,
+    Named,
     Pinned,
     RequestDigest,
     RequestEntry,
@@ -82,6 +83,8 @@ class _Listener:
 
     def __init__(self) -> None:
         self.added_requests: deque[tuple[int, Request]] = deque()
+        self.answers: dict[int, Sequence[bytes]] = {}
+        """Block hashes of answers by sequence, until they are taken."""
         self._rows: Rows | None = None
 
     def opened(self, scheduler: Scheduler, fingerprint: Fingerprint) -> None: ...
@@ -90,6 +93,9 @@ class _Listener:
         self.added_requests.append((seq_id, request))
 
     def aborted(self, seq_id: int, reason: FinishReason, step: int, in_step: bool) -> None: ...
+
+    def answer_named(self, seq_id: int, hashes: Sequence[bytes], step: int, in_step: bool) -> None:
+        self.answers[seq_id] = hashes
 
     def pinned(self, hashes: Sequence[bytes], step: int) -> None: ...
 
@@ -134,6 +140,8 @@ class _Engine:
         """Sequence to request."""
         self._tokens: deque[Rows] = deque()
         """Recorded, of steps that were not computed yet."""
+        self._named: dict[int, tuple[int, ...]] = {}
+        """Contents of the blocks of answers by sequence, until their hashes are known."""
         self._hashes: dict[int, bytes] = {}
         """By the ids of block contents."""
         self._kept: dict[bytes, Blocks] = {}
@@ -154,11 +162,15 @@ class _Engine:
                 request_id = self._request_of.get(aborted.seq_id)
                 if request_id is not None:
                     self._engine.abort(request_id)
+            case AppliedCommand(_, Named() as named):  # the engine here names the same blocks, when it gets there
+                self._named[named.seq_id] = named.contents
             case AppliedCommand(_, Filled() as filled):
                 self._engine.drain()
+                self._learn_answers()
                 self._fill(filled)
             case AppliedCommand(_, command):
                 self._engine.drain()
+                self._learn_answers()
                 apply_to_cache(self._engine.scheduler, command, self._hashes.__getitem__)
                 if isinstance(command, Pinned):
                     self._keep([self._hashes[content] for content in command.contents])
@@ -193,6 +205,15 @@ class _Engine:
             )
         self._hashes.update(zip(added.contents, core_request.block_hashes, strict=False))
 
+    def _learn_answers(self) -> None:
+        """Take over which hashes the blocks of answers have here that were named since the last call."""
+        for seq_id, contents in self._named.items():
+            hashes = self._hook.answers.pop(seq_id, ())
+            if len(hashes) != len(contents):
+                self._differ(f"{len(contents)} blocks of sequence {seq_id}'s answer were named; here {len(hashes)}")
+            self._hashes.update(zip(contents, hashes, strict=True))
+        self._named.clear()
+
     def _keep(self, hashes: Sequence[bytes]) -> None:
         """Copy what a session may come back for, as the server did."""
         executor = self._engine.model.executor
@@ -214,6 +235,7 @@ class _Engine:
         self._step = step.plan.step
         self._plans.clear()
         self._engine.step()
+        self._learn_answers()
         rows = self._hook.take_rows()
         self._execution.num_steps += 1
         if step.events is None:

@@ -34,6 +34,7 @@ from lockstep.worker.flight.entries import (
     Filled,
     Header,
     Idle,
+    Named,
     Pinned,
     Priorities,
     Record,
@@ -126,7 +127,7 @@ class Playback:
                     self._coming.clear()
                 case Record():
                     yield from self._counted(self._engine(entry.engine).record(entry))
-                case Added() | Aborted() | Pinned() | Swept() | Filled() | CacheReset():
+                case Added() | Aborted() | Named() | Pinned() | Swept() | Filled() | CacheReset():
                     self._engine(entry.engine).command(entry)
                 case Arrival():
                     self._coming.append(entry)

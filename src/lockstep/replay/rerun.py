@@ -27,6 +27,7 @@ from lockstep.worker.flight.entries import (
     Closed,
     Command,
     Filled,
+    Named,
     Pinned,
     Record,
     Swept,
@@ -179,6 +180,8 @@ class EngineRerun:
             case Aborted():
                 if not scheduler.abort(command.seq_id, command.reason):
                     self._diverge(f"sequence {command.seq_id} was ended by a command, but is not there now")
+            case Named():
+                scheduler.name_answer(command.seq_id, tuple(map(content_of, command.contents)))
             case _:
                 apply_to_cache(scheduler, command, content_of)
 
@@ -312,7 +315,7 @@ class EngineRerun:
         commands = self._commands
         while commands and commands[0].step <= self._next_step:
             command = commands[0]
-            if (isinstance(command, Aborted) and command.in_step) != in_step:
+            if (isinstance(command, Aborted | Named) and command.in_step) != in_step:
                 return
             commands.popleft()
             self.apply(command)

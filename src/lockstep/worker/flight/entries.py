@@ -32,7 +32,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import SeatRow
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 SUFFIX = ".lstrace"
 """Of a recording's files."""
 MARK_BYTES = 4
@@ -219,6 +219,24 @@ class Aborted(_Entry, frozen=True, tag=8):
     in_step: bool
 
 
+class Named(_Entry, frozen=True, tag=23):
+    """The full blocks of an answer were named, so that they can be hit when their sequence has ended."""
+
+    engine: int
+    step: int
+    seq_id: int
+    runs: Runs
+    """Hashes of the blocks behind those of the prompt."""
+    in_step: bool
+
+    def __post_init__(self) -> None:
+        _check(self.runs)
+
+    @property
+    def contents(self) -> tuple[int, ...]:
+        return ids_of(self.runs)
+
+
 class _Cached(_Entry, frozen=True):
     engine: int
     step: int
@@ -332,7 +350,7 @@ class Tokens(_Entry, frozen=True, tag=19):
     tokens: tuple[tuple[int, ...], ...]
 
 
-Command = Added | Aborted | Pinned | Swept | Filled | CacheReset
+Command = Added | Aborted | Named | Pinned | Swept | Filled | CacheReset
 Entry = (
     Header
     | EngineEntry

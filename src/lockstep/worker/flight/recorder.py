@@ -46,6 +46,7 @@ from lockstep.worker.flight.entries import (
     Filled,
     Header,
     Idle,
+    Named,
     OutputDigest,
     Pinned,
     Priorities,
@@ -394,6 +395,12 @@ class EngineRecorder:
     def aborted(self, seq_id: int, reason: FinishReason, step: int, in_step: bool) -> None:
         if self._records():
             self._put(Aborted(self.number, step, seq_id, reason, in_step))
+
+    @guarded
+    def answer_named(self, seq_id: int, hashes: Seq[bytes], step: int, in_step: bool) -> None:
+        if self._records():
+            runs = runs_of(map(self._recorder.contents.of, hashes))
+            self._put(Named(self.number, step, seq_id, runs, in_step))
 
     @guarded
     def pinned(self, hashes: Seq[bytes], step: int) -> None:
