@@ -8,11 +8,14 @@ import pytest
 
 from lockstep.core.step import Limit
 from lockstep.engine.deadlines import ManualClock
+from lockstep.engine.engine import Engine
 from lockstep.engine.outputs import WaitReason
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.waits import MIN_INTERVAL_S, PRIORITY, RETURNING, SESSION
 from lockstep.executors.sampling_params import SamplingParams
-from tests.engine.conftest import MakeEngine
+from tests.engine.conftest import MakeEngine, OpenStore, Pocket
+from tests.engine.kv_sessions import answer, leave, prompt
+from tests.engine.kv_sessions import ask as kv_ask
 
 POLICIES = (
     {"order": "priority", "preemption": "recompute"},
@@ -66,13 +69,21 @@ def test_a_request_begins_once_and_says_how_long_it_waited(make_engine: MakeEngi
     assert (begin.request_id, begin.seq_id, begin.step, begin.queue_s) == (request_id, 0, 0, 0.25)
 
 
-def test_a_second_session_waits_outside_of_the_scheduler(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.submit(ask(8, session_id="a", max_active_sessions=1))
-    second = engine.submit(ask(8, session_id="b", max_active_sessions=1))
+def test_a_second_session_waits_for_a_place_and_then_for_its_blocks(pocket: Pocket, open_store: OpenStore) -> None:
+    """Outside of the scheduler, which knows nothing of either."""
+    engine = Engine(*pocket, store=open_store())
+    answer(engine, kv_ask(prompt(2), "b", max_active_sessions=1))
+    leave(engine)
+    engine.take()
+    engine.submit(kv_ask(prompt(1), "a", max_active_sessions=1))
+    second = engine.submit(kv_ask(prompt(2), "b", max_active_sessions=1))
     engine.step()
     assert engine.take().waits == [WaitReason(second, SESSION)]
-    assert RETURNING != SESSION
+    told = []
+    while engine.has_work or engine.num_waiting:
+        engine.step()
+        told += engine.take().waits
+    assert told == [WaitReason(second, RETURNING)]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)

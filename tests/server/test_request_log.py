@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import openai
 import pytest
 
 from lockstep.cluster.base import Hop
+from lockstep.core.step import Limit
+from lockstep.engine.deadlines import ManualClock
+from lockstep.engine.engine import Engine
+from lockstep.engine.loading import load_model
+from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.engine.request import GenerationRequest
+from lockstep.engine.waits import PRIORITY, RETURNING, SESSION
+from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext
-from lockstep.server.request_log import MAX_SHOWN_CHARS, RequestLog, chosen, plain
+from lockstep.server.request_log import KINDS, MAX_SHOWN_CHARS, Kind, RequestLog, chosen, plain, waits_of
+from lockstep.worker.progress import LOADING, PLACE, Wait
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import client_of, error_of
 from tests.waiting import HANG_S, until
@@ -152,3 +162,42 @@ async def test_wrong_filters_are_refused_by_name() -> None:
             response = await client.get(f"/v1/requests?{query}")
             assert response.status_code == 400
             assert error_of(response)["param"] == param
+
+
+POLICIES = (
+    {
+        "num_blocks": 10,
+        "host_kv_memory_bytes": 64,
+        "order": "priority",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 40,
+        "max_num_decode_seqs": 3,
+    },
+    {"num_blocks": 12, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_num_prefill_tokens": 8, "max_skips": 1},
+)
+
+
+def test_every_reason_of_an_engine_occurs_and_is_told_in_words() -> None:
+    """What an engine says of a fixed load, small pools and all, is every limit that keeps somebody out."""
+    limits: set[str] = set()
+    kinds: set[str] = set()
+    for policy in POLICIES:
+        draw, clock = random.Random(7), ManualClock()
+        model, config = load_model("stub://alpha", LoadOptions(EngineOptions(**policy)))  # type: ignore[arg-type]  # by name
+        engine = Engine(model, config, clock=clock)
+        for step in range(400):
+            for _ in range(draw.choice((0, 0, 1, 3)) if step < 60 else 0):
+                params = SamplingParams(max_tokens=draw.randint(1, 40), ignore_eos=True, n=draw.choice((1, 1, 1, 2)))
+                prompt = [65] * draw.randint(1, 90)
+                engine.submit(GenerationRequest(prompt, params, priority=draw.randint(-1, 2)))
+            clock.advance(10.0)
+            if engine.has_work:
+                engine.step()
+                reasons = engine.take().waits
+                limits |= {reason.limit for reason in reasons}
+                told = list(waits_of([Wait("m", reason, 1.0, 2.0, config) for reason in reasons], 0.0))
+                assert all(wait.reason for wait in told)
+                kinds |= {wait.kind for wait in told}
+    assert limits == {limit.name for limit in Limit if limit is not Limit.CHUNK} | {PRIORITY}
+    assert kinds == set(get_args(Kind)) - {"model_loading", "session", "blocks_returning"}, "which no scheduler knows"
+    assert KINDS.keys() == limits | {LOADING, PLACE, SESSION, RETURNING}

@@ -58,6 +58,12 @@ def session_in(client: httpx2.Client) -> dict[str, Any]:
     return found
 
 
+def requests_of(client: httpx2.Client, session: str) -> list[dict[str, Any]]:
+    """Those of a session that have ended, the newest first."""
+    rows: list[dict[str, Any]] = client.get(f"/v1/requests?session_id={session}&state=ended").json()["data"]
+    return rows
+
+
 def num_tokens_by_id(client: httpx2.Client) -> dict[str, tuple[int, int]]:
     """On the device, and outside."""
     found = client.get("/v1/sessions").json()["data"]
@@ -78,6 +84,10 @@ def test_an_idle_session_leaves_the_device_and_comes_back(start: Start) -> None:
         assert session["num_stored_tokens"] == session["num_host_tokens"] > 100
         assert session["num_disk_tokens"] == 0
         assert ask(client, "s") == (first, session["num_stored_tokens"])
+        until(lambda: len(requests_of(client, "s")) == 2, "both have ended")
+        [(wait,), ()] = [row["waits"] for row in requests_of(client, "s")]
+        assert wait["kind"] == "blocks_returning"
+        assert wait["reason"] == "blocks of its prompt are being brought back from host memory or disk"
         metrics = client.get("/metrics").text
         assert f'lockstep:kv_store_loaded_total{{tier="host"}} {session["num_stored_tokens"] / 32:g}' in metrics
         checked = 'lockstep:kv_store_checked_total{tier="host"} 1.0'

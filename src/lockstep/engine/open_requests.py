@@ -86,6 +86,7 @@ class OpenRequests:
         self.generations: dict[int, Generation] = {}
         """Their unfinished sequences."""
         self.waits = WaitSampler(scheduler, self.generations, now_s)
+        sessions.on_return = self.waits.entered
         self._accepted: list[int] = []
         """Those that got their place in the queue, until they are taken."""
         self.outputs: list[TokenOutput] = []

@@ -98,6 +98,8 @@ class Sessions:
         self, scheduler: Scheduler, tell: Callable[[SessionChange], None], kv: KVTransfer | None = None
     ) -> None:
         self.kv = kv
+        self.on_return: Callable[[LiveRequest], None] = lambda live: None
+        """Told of requests that waited for a place, have it, and now wait for their blocks."""
         self._scheduler = scheduler
         self._tell = tell
         self._sessions: OrderedDict[_Key, _Session] = OrderedDict()
@@ -147,6 +149,8 @@ class Sessions:
             if self._open(live, now_s):
                 if self.kv is None or not self.kv.enter(live):
                     yield live
+                else:
+                    self.on_return(live)
             else:
                 self._waiting.append(live)
 

@@ -57,7 +57,8 @@ class WaitSampler:
         return plan
 
     def entered(self, live: LiveRequest) -> None:
-        """A request has come; one that no scheduler has waits for a session's place, or for its blocks."""
+        """A request has come, or has got its session's place; one that no scheduler has waits for that, or for its
+        blocks."""
         if live.generations:
             return
         is_out = live.request.session_id is not None and not live.is_in_session
