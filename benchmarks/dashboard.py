@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the page, or of each turn")
     parser.add_argument("--streams", type=int, help="at once; 64 beside the page, 32 for the cost")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", default="stub://one?step_ms=20", help="that the cost is measured with")
+    parser.add_argument("--model", default="stub://one?step_ms=30", help="that the cost is measured with")
     parser.add_argument("--period", type=float, default=2.0, help="seconds from a stream's begin to its client's next")
     args = parser.parse_args()
     if args.what == "page":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -9,7 +10,7 @@ from msgspec.structs import replace as changed
 
 from lockstep.cli.feed import Event, RequestReplay, RequestRow, RequestWait, View
 from lockstep.cli.frame import SORTS, Look, frame
-from lockstep.cluster.figures import StoreTier
+from lockstep.cluster.figures import EngineFigures, StoreTier
 from lockstep.cluster.snapshot import BudgetSnapshot, SessionSnapshot
 from tests.cli.views import URL, snapshot_of, view_of
 
@@ -59,6 +60,15 @@ def test_the_head_says_who_it_is_and_how_it_is() -> None:
     first, second, *_ = lines_of(view_of(snapshot_of(), uptime_s=180.0))
     assert first == f"lockstep top  small  ready  deterministic  up 3 min  1.2.3  {URL}"
     assert second.startswith("running 1  waiting 0  tokens/s -  requests/s -  sessions 1  requests 3")
+
+
+def test_who_waits_in_an_engine_is_not_running() -> None:
+    view = view_of(snapshot_of())
+    engines = (EngineFigures("router", num_waiting=1),)
+    figures = changed(view.reading.figures, engines=engines)
+    reading = dataclasses.replace(view.reading, figures=figures)
+    _, second, *_ = lines_of(dataclasses.replace(view, reading=reading))
+    assert second.startswith("running 0  waiting 1 ")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from benchmarks.dashboard import DENSITY, measured_page, models_of, streaming
+from benchmarks.dashboard import DENSITY, POLL_S, POLLED, measured_page, models_of, streaming
 from lockstep.server.status import dashboard_page
 from tests.browser import chromium
 from tests.server.process import IN_THREAD, ServerProcess, serve
@@ -111,6 +111,31 @@ def test_every_panel_fills(server: ServerProcess, open_page: Open) -> None:
     assert cards.count() == 10
     data = ":is(tbody tr, li, canvas, option + option, .bar, textarea:not([placeholder]))"
     assert [card.locator(data).count() > 0 for card in cards.all()] == [True] * 10
+
+
+def test_the_cost_is_measured_with_what_the_page_asks(server: ServerProcess, browser: Browser) -> None:
+    page = browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url.removeprefix(server.base_url)))
+    page.goto(f"{server.base_url}/")
+    expect(page.locator("#logs li").first).to_be_visible()
+    before = len(asked)
+    page.wait_for_timeout(1.5 * POLL_S * 1e3)
+    page.close()
+    assert {re.sub(r"(?<=after=)\d+$", "", path) for path in asked[before:]} == set(POLLED)
+    assert len(asked) - before <= 2 * len(POLLED)
+    assert "/v1/events" in asked
+
+
+def test_a_models_name_is_text(open_page: Open) -> None:
+    with serve("stub://one", "--served-model-name", HOSTILE, *IN_THREAD) as server:
+        ask(server, "hello", model=HOSTILE)
+        page = open_page(server)
+        page.get_by_role("button", name="details").click()
+        for place in ("#models tbody th", "#requests tbody tr", "#chat option", "#logs li"):
+            expect(page.locator(place, has_text="<img src=x").first).to_be_attached()
+        assert page.title() == "Lockstep"
+        assert page.locator("#panels img, #panels script").count() == 0
 
 
 def test_a_chat_streams_and_shows_its_route(server: ServerProcess, open_page: Open) -> None:

@@ -160,9 +160,11 @@ def _header(view: View, width: int) -> list[Text]:
         Text(plain(reading.version)),
         Text(view.url, "dim"),
     ]
-    waiting = sum(model.num_waiting for model in cluster.models)
+    in_engines = sum(engine.num_waiting for engine in figures.engines)
+    waiting = sum(model.num_waiting for model in cluster.models) + in_engines
+    running = max(0, sum(model.num_running for model in cluster.models) - in_engines)
     second = [
-        _figure("running", str(sum(model.num_running for model in cluster.models))),
+        _figure("running", str(running)),
         _figure("waiting", str(waiting), "bold yellow" if waiting else "bold"),
         _figure("tokens/s", number(sum(generated) if generated else None)),
         _figure("requests/s", number(figures.requests_per_s)),

@@ -40,6 +40,8 @@ class EngineFigures(msgspec.Struct, frozen=True):
     kv_share: float | None = None
     """Of the pool's blocks that are in use."""
     num_blocks: int | None = None
+    num_waiting: int = 0
+    """Requests that wait for their first step, or to be resumed."""
 
 
 class StoreTier(msgspec.Struct, frozen=True):
@@ -142,8 +144,9 @@ def _engine(model: str, snapshot: MetricsSnapshot, then: Counts, now: Counts, el
     kv_share = snapshot.gauges.get("kv_cache_usage_perc")
     num_blocks = snapshot.info.get("cache_config_info", {}).get("num_gpu_blocks")
     blocks = None if num_blocks is None else int(num_blocks)
+    num_waiting = int(snapshot.gauges.get("num_requests_waiting", 0))
     if elapsed_s is None:
-        return EngineFigures(model, kv_share=kv_share, num_blocks=blocks)
+        return EngineFigures(model, kv_share=kv_share, num_blocks=blocks, num_waiting=num_waiting)
     ttft_then = then.ttft or (0,) * len(now.ttft)
     is_anew = now.tokens < then.tokens or any(a < b for a, b in zip(now.ttft, ttft_then, strict=True))
     if is_anew:
@@ -160,6 +163,7 @@ def _engine(model: str, snapshot: MetricsSnapshot, then: Counts, now: Counts, el
         hits / queries if queries > 0 else None,
         kv_share,
         blocks,
+        num_waiting,
     )
 
 

@@ -149,8 +149,8 @@ const MODELS = [
   { name: "state", kind: "word", show: (m) => m.reason ? `${m.state}: ${m.reason}` : m.state, mark: (m) => `state-dot ${m.state}` },
   { name: "tier", kind: "word", show: (m) => m.tier },
   { name: "priority", kind: "word", show: (m) => ({ "-2": "critical", "-1": "high", 0: "normal", 1: "low" })[m.priority] ?? m.priority },
-  { name: "running", show: (m) => count(m.num_running) },
-  { name: "waiting", show: (m) => count(m.num_waiting) },
+  { name: "running", title: "being answered, those that wait in the engine included", show: (m) => count(m.num_running) },
+  { name: "waiting", title: "for the model to be loaded, or for a session's place", show: (m) => count(m.num_waiting) },
   { name: "requests", show: (m) => count(m.num_requests) },
   { name: "tokens/s", title: "generated, last half minute; models of one replica are counted with its first", show: (m) => m.figures ? rate(m.figures.tokens_per_s) : m.shared, mark: (m) => m.figures ? "" : "muted" },
   { name: "first token p50 / p95", show: (m) => m.figures ? `${seconds(m.figures.ttft_p50_s)} / ${seconds(m.figures.ttft_p95_s)}` : "" },
@@ -232,8 +232,9 @@ function* showNow() {
   const engines = figures.engines, of = (key) => cluster.models.reduce((total, each) => total + each[key], 0);
   const sum = (key) => engines.reduce((total, each) => total + (each[key] ?? 0), 0);
   const most = (key) => engines.reduce((found, each) => each[key] === null ? found : Math.max(found ?? 0, each[key]), null);
+  const inEngines = sum("num_waiting"), running = Math.max(0, of("num_running") - inEngines), waiting = of("num_waiting") + inEngines;
   const tiles = [
-    ["running", count(of("num_running")), `${count(of("num_waiting"))} waiting`],
+    ["running", count(running), `${count(waiting)} waiting`],
     ["tokens/s", rate(sum("tokens_per_s")), `${rate(sum("prompt_tokens_per_s"))} prompt tokens/s`],
     ["first token", seconds(most("ttft_p50_s")), `p95 ${seconds(most("ttft_p95_s"))}, slowest model`],
     ["KV used", percent(most("kv_share")), "fullest pool"],
@@ -246,7 +247,7 @@ function* showNow() {
     setText(text, value);
     setText(below, more);
   });
-  rates.push([[Date.now() / 1000, sum("tokens_per_s"), of("num_running"), of("num_waiting")]], NUM_POINTS);
+  rates.push([[Date.now() / 1000, sum("tokens_per_s"), running, waiting]], NUM_POINTS);
 }
 function* showBudgets() {
   const bars = cluster.budgets.map((each) => [each.name.replace("_", " "), each.used_bytes, each.effective_bytes, ""]);
