@@ -96,6 +96,7 @@ def test_every_panel_fills(server: ServerProcess, open_page: Open) -> None:
     expect(page.locator("#models tbody tr")).to_have_count(5)
     expect(page.locator("#models tbody tr", has_text="billing").locator("td").nth(5)).to_have_text("12")
     expect(page.locator("#sessions tbody tr")).to_have_count(3)
+    expect(page.locator("#sessions tbody tr", has_text="on the device")).to_have_count(3)
     expect(page.locator("#requests tbody tr")).to_have_count(12)
     expect(page.locator("#requests tbody tr").first).to_contain_text("router (billing) → billing")
     expect(page.locator("#budgets .bar")).to_have_count(3)
