@@ -1,7 +1,7 @@
 "use strict";
 /* The page asks this server alone. Everything that comes from it is put into the page as text, never as markup. */
 
-const POLL_MS = 2000, NUM_POINTS = 150, MAX_STEPS = 600, MAX_LINES = 200, MAX_TALK = 100,
+const POLL_MS = 2000, NUM_POINTS = 150, MAX_STEPS = 600, MAX_LINES = 200, MAX_TALK = 100, MAX_OPENED = 20,
   FRAME_MS = 6, MAX_NEW_ROWS = 12;  /* of each frame, for bringing panels up to date */
 const byId = (id) => document.getElementById(id);
 let apiKey = "";  /* in memory only */
@@ -177,7 +177,11 @@ const REQUESTS = [
   { name: "replay", control: (cell, r) => {
     const node = cell.firstChild ?? cell.appendChild(make("button", { type: "button", textContent: "details" }));
     node.ariaExpanded = String(opened.has(r.number));
-    node.onclick = () => { if (!opened.delete(r.number)) opened.set(r.number, r); showRequests(); };
+    node.onclick = () => {
+      if (!opened.delete(r.number)) opened.set(r.number, r);
+      if (opened.size > MAX_OPENED) opened.delete(opened.keys().next().value);
+      showRequests();
+    };
   } },
 ];
 let requests = [];
