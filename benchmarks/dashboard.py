@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 DENSITY = Path(__file__).resolve().parents[1] / "examples" / "density-50.yaml"
 POLL_S = 2.0
-POLLED = ("/v1/cluster", "/v1/figures", "/v1/requests?limit=20", "/v1/logs?after=")
-"""What the page asks for every two seconds; the number of the last line that it has follows."""
+POLLED = {"/v1/cluster": 1, "/v1/requests?limit=20": 1, "/v1/figures": 3, "/v1/logs?after=": 2}
+"""What the page asks for, each in every so many of its polls; the number of the last line that it has follows."""
 READY = "lockstep: ready on "
 PROMPT = "My invoice of last month has one position twice, and nobody answers. What can I do? " * 3
 MAX_TOKENS = 64
@@ -156,12 +156,14 @@ async def watch(url: str) -> None:
 
         following, last = asyncio.create_task(events()), 0
         try:
-            while True:
-                *_, logs = await asyncio.gather(
-                    *(client.get(f"{path}{last}" if path.endswith("=") else path) for path in POLLED)
+            for turn in range(sys.maxsize):
+                due = [path for path, every in POLLED.items() if turn % every == 0]
+                answers = await asyncio.gather(
+                    *(client.get(f"{path}{last}" if path.endswith("=") else path) for path in due)
                 )
-                lines = json.loads(logs.text)["data"]
-                last = lines[-1]["number"] if lines else last
+                for path, answer in zip(due, answers, strict=True):
+                    if path.endswith("=") and (lines := json.loads(answer.text)["data"]):
+                        last = lines[-1]["number"]
                 await asyncio.sleep(POLL_S)
         finally:
             following.cancel()

@@ -1,7 +1,8 @@
 "use strict";
 /* The page asks this server alone. Everything that comes from it is put into the page as text, never as markup. */
 
-const POLL_MS = 2000, NUM_POINTS = 150, MAX_STEPS = 600, MAX_LINES = 200, MAX_TALK = 100, MAX_OPENED = 20,
+const POLL_MS = 2000, FIGURES_MS = 5500, LOGS_MS = 3500,  /* rates are over 30 s, so that they need not be asked each time */
+  NUM_POINTS = 150, MAX_STEPS = 600, MAX_LINES = 200, MAX_TALK = 100, MAX_OPENED = 20,
   FRAME_MS = 6, MAX_NEW_ROWS = 12;  /* of each frame, for bringing panels up to date */
 const byId = (id) => document.getElementById(id);
 let apiKey = "";  /* in memory only */
@@ -322,14 +323,26 @@ function prepend(list, lines) {
   list.nextElementSibling.hidden = list.children.length > 0;
 }
 let timer = 0, generation = 0;
+const askedAt = new Map();
+/** Whether something is to be asked again, which is noted if so; at first sooner, since rates need two moments. */
+function isDue(name, interval) {
+  const times = askedAt.get(name) ?? [], now = performance.now();
+  const due = times.length < 2 || now - times.at(-1) >= interval;
+  if (due) askedAt.set(name, [...times, now].slice(-2));
+  return due;
+}
 async function poll() {
   clearTimeout(timer);
   const mine = ++generation;
   if (!document.hidden) {
     try {
-      const [state, rates, listed, lines] = await Promise.all([tell("/v1/cluster"), tell("/v1/figures"), tell("/v1/requests?limit=20"), tell(`/v1/logs?after=${lastLine}`)]);
+      const [state, listed, rates, lines] = await Promise.all([
+        tell("/v1/cluster"), tell("/v1/requests?limit=20"),
+        figures === null || isDue("figures", FIGURES_MS) ? tell("/v1/figures") : undefined, isDue("logs", LOGS_MS) ? tell(`/v1/logs?after=${lastLine}`) : undefined,
+      ]);
       if (mine !== generation) return;
-      [cluster, figures, requests] = [state, rates, listed.data];
+      [cluster, requests] = [state, listed.data];
+      if (rates !== undefined) figures = rates;
       document.body.classList.toggle("caller", !cluster);
       if (cluster && figures) {
         later("now", showNow());
@@ -337,7 +350,7 @@ async function poll() {
         later("cluster", showCluster());
         showModels();
         live("live", "good");
-      } else {
+      } else if (!cluster) {
         byId("key").hidden = false;
         const [models, sessions] = await Promise.all([tell("/v1/models"), tell("/v1/sessions")]);
         offer(models.data.map((m) => m.id), "whoever answers by default");
@@ -345,7 +358,7 @@ async function poll() {
         live("this key sees what is its own; an admin key sees all", "good");
       }
       showRequests();
-      later("logs", showLogs(lines && lines.data));
+      if (lines !== undefined) later("logs", showLogs(lines && lines.data));
     } catch (error) {
       if (mine !== generation) return;
       live(error instanceof Refused ? error.message : "the server does not answer; trying again", "bad");

@@ -90,6 +90,7 @@ byId("reread").addEventListener("click", readManifest);
 
 function restart() {
   forbidden.clear();
+  askedAt.clear();
   watching?.abort();
   poll();
   if (!restart.watches) { restart.watches = true; watch().finally(() => { restart.watches = false; }); }
