@@ -199,7 +199,7 @@ function showDetail(cell, r) {
   const told = JSON.stringify([r.waits, r.replay]);
   if (cell.dataset.told === told) return;
   cell.dataset.told = told;
-  const reasons = r.waits.map((each) => make("li", { textContent: `${each.reason} (${each.model}, ${each.kind.replaceAll("_", " ")}: from ${ms(each.at_ms)} on, for ${ms(each.seen_ms)})` }));
+  const reasons = r.waits.map((each) => make("li", { textContent: `${each.reason} (${each.model}, ${each.kind.replaceAll("_", " ")}: from ${ms(each.at_ms)} on${each.seen_ms ? `, for ${ms(each.seen_ms)}` : ""})` }));
   const commands = r.replay.map((at) => {
     const line = make("li", { textContent: `${at.model}: sequence ${at.sequence} of ${at.engine}, from step ${at.step}` });
     if (at.command !== null) {
