@@ -28,6 +28,23 @@ def test_ten_tokens_in_chunks_of_four() -> None:
     assert [[length for seq_id, _, length in rows(plan) if seq_id == 1] for plan in plans] == [[4], [3], [2]]
 
 
+def test_nine_tokens_in_chunks_of_four_where_one_token_may_be_computed_alone() -> None:
+    chunks = {}
+    for one_kernel in (False, True):
+        core = scheduler(max_chunk_tokens=4, decode_equals_prefill=one_kernel)
+        core.add(prompt(9, 1))
+        chunks[one_kernel] = [plan.lengths for plan in run(core)]
+    assert chunks == {False: [(4,), (3,), (2,)], True: [(4,), (4,), (1,)]}
+
+
+def test_without_a_place_to_sample_a_prompt_stops_one_token_short_where_it_may() -> None:
+    core = scheduler(max_num_seqs=2, max_num_decode_seqs=1, decode_equals_prefill=True)
+    core.add(prompt([1] * 9, 4))
+    core.add(prompt([2] * 9, 4))
+    assert rows(step(core)) == [(0, 0, 9), (1, 0, 8)]
+    run(core)
+
+
 def test_the_first_step_takes_all_that_fit_in_order_with_exactly_their_prompts() -> None:
     core = scheduler()
     ids = [core.add(Request(n, 3)) for n in (5, 1, 9)]

@@ -1,9 +1,10 @@
-"""The sessions of one engine: whose prompt blocks stay on the device when a request has ended. Engine thread only.
+"""The sessions of one engine: whose blocks stay on the device when a request has ended. Engine thread only.
 
-A session keeps the full blocks of the last prompt that was computed for it; the reply and the partial block are
-computed again with the next prompt, so that a session changes no bit. What is kept is pinned: other content is evicted
-first, but no request waits for room that only idle sessions take. The number of sessions is bounded, as each request
-says for its owner: the least recently used idle one is swept for a new one, and while all are busy, the new one waits.
+A session keeps the full blocks of the last prompt that was computed for it, and of its answer where decoding gives the
+bits of a prompt; the rest is computed again with the next prompt, so that a session changes no bit. What is kept is
+pinned: other content is evicted first, but no request waits for room that only idle sessions take. The number of
+sessions is bounded, as each request says for its owner: the least recently used idle one is swept for a new one, and
+while all are busy, the new one waits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class SessionChange(msgspec.Struct, frozen=True, array_like=True):
     what: Literal["admitted", "kept", "swept"]
     """Its first request has come; a request has ended and left blocks; it is gone from the device."""
     num_blocks: int = 0
-    """Full prompt blocks that it holds now, or, swept, that became free."""
+    """Full blocks that it holds now, or, swept, that became free."""
     num_tokens: int = 0
     reason: SweepReason | None = None
     """Why it was swept."""
@@ -53,7 +54,7 @@ class SessionReport(msgspec.Struct, frozen=True, array_like=True):
     num_busy: int
     """Its requests that have not ended."""
     num_blocks: int
-    """Full prompt blocks on the device that its next request finds; blocks that sessions share count for each."""
+    """Full blocks on the device that its next request finds; blocks that sessions share count for each."""
     num_tokens: int
     idle_s: float
     """Since its last request came or ended; 0 while it is busy."""
