@@ -17,9 +17,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 from rich.console import Console
@@ -30,6 +31,8 @@ from lockstep.pocket import DEMO_MESSAGES
 MANIFEST = Path(__file__).resolve().parent / "customer-support.yaml"
 FOLLOW_UP = "Thank you. What should I do first?"
 SESSION = "demo"
+SHORT_IDLE = "\nsessions: {idle_threshold: 1s, sweep_interval: 100ms}\n"
+"""After which a session leaves the device, so that nobody has to wait for it here."""
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "max_tokens": 64}
 KEPT_PORT = "9000"
 READY = re.compile(r"ready on (http://\S+),")
@@ -37,6 +40,7 @@ LOCKSTEP = (sys.executable, "-m", "lockstep")
 CANDIDATE = ("--max-chunk-tokens", "16")
 STOP_S = 20.0
 READ_S = 120.0
+LOOK_S = 0.1
 
 Message = dict[str, Any]
 
@@ -44,7 +48,9 @@ Message = dict[str, Any]
 @contextlib.contextmanager
 def serving(port: str, folder: Path, name: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server of the cluster until the block ends, which records what it decides: its address and its process."""
-    command = [*LOCKSTEP, "serve", "--manifest", str(MANIFEST), "--backend", "pocket", "--port", port, *flags]
+    manifest = folder / MANIFEST.name
+    manifest.write_text(MANIFEST.read_text() + SHORT_IDLE)
+    command = [*LOCKSTEP, "serve", "--manifest", str(manifest), "--backend", "pocket", "--port", port, *flags]
     command += ["--log-level", "error", "--trace", str(folder / name), "--trace-key", str(folder / "key")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -67,10 +73,24 @@ def address_of(process: subprocess.Popen[str]) -> str:
     raise SystemExit(f"the server ended with code {process.wait()} before it was ready")
 
 
-def ask(client: httpx2.Client, console: Console, messages: list[Message], session: str | None) -> Message:
-    """One request, shown as it is answered; returns the assistant's message as it may be sent back."""
+class Answer(NamedTuple):
+    """The assistant's message as it may be sent back, and what the server told of it."""
+
+    message: Message
+    told: dict[str, Any]
+
+
+def ask(
+    client: httpx2.Client, console: Console, messages: list[Message], session: str | None, salt: str | None = None
+) -> Answer:
+    """One request, shown as it is answered.
+
+    Args:
+        salt: not None: nothing of other requests is found again.
+    """
+    told: dict[str, Any] = {}
     console.print(f"\n[bold]customer[/bold]  {messages[-1]['content']}", highlight=False)
-    body: dict[str, Any] = {"messages": messages, "stream": True, **SAMPLING}
+    body: dict[str, Any] = {"messages": messages, "stream": True, "cache_salt": salt, **SAMPLING}
     if session is not None:
         body["session_id"] = session
     said: Message = {"role": "assistant", "content": ""}
@@ -93,9 +113,10 @@ def ask(client: httpx2.Client, console: Console, messages: list[Message], sessio
                 said["content"] += delta["content"]
                 console.out(delta["content"], end="", highlight=False)
             if "lockstep" in chunk:
+                told = chunk["lockstep"]
                 console.print()
-                show_hops(console, chunk["lockstep"])
-    return said
+                show_hops(console, told)
+    return Answer(said, told)
 
 
 def show_hops(console: Console, told: dict[str, Any]) -> None:
@@ -137,18 +158,57 @@ def show_cluster(console: Console, snapshot: dict[str, Any]) -> None:
 
 
 def converse(client: httpx2.Client, console: Console) -> None:
-    """Every message in a conversation of its own, then a second turn of the first one."""
+    """Every message in a conversation of its own, then a second turn of the first one, which comes back."""
     first: list[Message] = []
     for text in DEMO_MESSAGES:
         messages = [{"role": "user", "content": text}]
         answer = ask(client, console, messages, None if first else SESSION)
-        first = first or [*messages, answer]
-    console.print(
-        "\n[bold]the first customer again, in the same session[/bold]: the specialist finds the conversation in the "
-        "router's blocks"
-    )
-    ask(client, console, [*first, {"role": "user", "content": FOLLOW_UP}], SESSION)
+        if not first:
+            first = [*messages, answer.message]
+            console.print(f"[dim]  its session: {where(client)}[/dim]", highlight=False)
+    come_back(client, console, [*first, {"role": "user", "content": FOLLOW_UP}])
     show_cluster(console, client.get("/v1/cluster").json())
+
+
+def come_back(client: httpx2.Client, console: Console, messages: list[Message]) -> None:
+    """The first customer's second turn, after its session has left the device, and the same without any session."""
+    until_s = time.monotonic() + READ_S
+    while session_of(client)["place"] not in ("host", "disk"):
+        if time.monotonic() > until_s:
+            raise SystemExit(f"the session did not leave the device: {where(client)}")
+        time.sleep(LOOK_S)
+    console.print(
+        "\n[bold]the first customer again, in the same session[/bold], whose KV has left the device since:\n"
+        f"[dim]  its session: {where(client)}[/dim]",
+        highlight=False,
+    )
+    back = ask(client, console, messages, SESSION)
+    cached = sum(hop["usage"]["prompt_tokens_details"]["cached_tokens"] for hop in back.told["hops"])
+    console.print(
+        f"[dim]  its session: {where(client)}; {cached} prompt tokens were not computed again[/dim]", highlight=False
+    )
+    anew = ask(client, Console(file=io.StringIO()), messages, None, salt="computed anew")
+    is_same = anew.message["content"].encode() == back.message["content"].encode()
+    console.print(
+        f"[bold]the same turn without a session, all of it computed[/bold]: "
+        f"{'the same answer, byte by byte' if is_same else 'another answer'}",
+        highlight=False,
+    )
+    if not is_same:
+        raise SystemExit("a session that came back answers otherwise: this is a defect")
+
+
+def session_of(client: httpx2.Client) -> dict[str, Any]:
+    [session] = client.get("/v1/sessions").json()["data"]
+    told: dict[str, Any] = session
+    return told
+
+
+def where(client: httpx2.Client) -> str:
+    """The place of the session, in words."""
+    session = session_of(client)
+    stored = "unknown" if session["num_stored_tokens"] is None else str(session["num_stored_tokens"])
+    return f"place {session['place']}, {session['num_tokens']} tokens on the device, {stored} in host memory"
 
 
 def verify(console: Console, trace: Path) -> None:
@@ -226,7 +286,8 @@ def main(arguments: list[str]) -> None:
                 converse(client, console)
             if keeps:
                 console.print(
-                    f"\nstays up on {url}/v1 until Ctrl-C; try: lockstep ps --base-url {url}", highlight=False
+                    f"\nstays up on {url}/v1 until Ctrl-C; dashboard: {url}/; try: lockstep ps --base-url {url}",
+                    highlight=False,
                 )
                 with contextlib.suppress(KeyboardInterrupt):
                     process.wait()
