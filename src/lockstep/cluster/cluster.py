@@ -320,12 +320,18 @@ class Cluster:
 
         Raises:
             SessionNotFoundError: there is none.
+            UnavailableError: a worker that began anew does not have its store yet, in which the session would stay.
         """
+        await self.locate_sessions()
         known = self._state.sessions.by_id
         names = map(SessionName.of, known) if caller is None else (SessionName(caller, id_),)
         keys = [name.key for name in names if name.id == id_ and name.key in known]
         if not keys:
             raise SessionNotFoundError(f"No session with id '{id_}'.", param="session_id")
+        if not all(known[key].is_stored_known for key in keys):
+            raise UnavailableError(
+                "what is kept of the session is not known yet; try again in a moment", retry_after_s=1.0
+            )
         for key in keys:
             del known[key]
         for key, model in itertools.product(keys, tuple(self._state.models.by_id.values())):

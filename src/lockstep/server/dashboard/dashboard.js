@@ -230,7 +230,7 @@ const SESSIONS = [
   { name: "on disk", show: (s) => count(s.num_disk_tokens) },
   { name: "idle", show: (s) => seconds(s.idle_s) },
   { name: "age", show: (s) => seconds(s.age_s) },
-  { name: "", control: (cell, s) => button(cell, "end", () => ask(`/v1/sessions/${encodeURIComponent(s.id)}`, { method: "DELETE" })) },
+  { name: "", control: (cell, s) => button(cell, "end", () => ask(`/v1/sessions/${encodeURIComponent(s.id)}?caller=${encodeURIComponent(s.caller)}`, { method: "DELETE" })) },
 ];
 
 /* -- what is shown of a poll -------------------------------------------------------------------------------------- */
