@@ -132,6 +132,8 @@ def test_the_command_tells_one_request_and_knows_no_other(folder: Path, capsys: 
     assert re.fullmatch(
         r"execute: 17 tokens of request request-7 in \d+ steps of engine [01] \(beta\), every token equal", line
     )
+    assert invoke(["replay", "--execute", str(folder), "--model", "stub://beta", "--request", "request-0"]) == 0
+    assert "execute: 66 tokens of request request-0 in " in capsys.readouterr().out, "two choices of the second of it"
     assert invoke(["replay", "--execute", str(folder), "--model", "stub://alpha", "--request", "request-7"]) == 2
     assert "no request 'request-7' of this model" in capsys.readouterr().err
     assert invoke(["replay", "--verify", str(folder), "--request", "nobody-s"]) == 2
