@@ -253,7 +253,10 @@ class Loop:
             served = self.served[chunk.seq_id]
             assert served.reason is None, "an ended sequence is served"
             end = chunk.start + chunk.length
-            if chunk.start < served.num_prompt:
+            if config.recomputes_in_chunks:
+                assert chunk.length <= max(config.max_chunk_tokens, config.max_forced_tokens)
+                outputs += chunk.samples
+            elif chunk.start < served.num_prompt:
                 assert end <= served.num_prompt
                 assert config.decode_equals_prefill or chunk.length > 1 or served.num_prompt == 1
                 assert config.decode_equals_prefill or served.num_prompt - end != 1
@@ -264,6 +267,7 @@ class Loop:
                 outputs += 1
             assert chunk.samples == (end == len(served.tokens))
         assert prompt_tokens <= config.prefill_limit
+        assert plan.num_prompt_tokens <= config.prefill_limit
         assert outputs <= config.decode_limit
         moved = [device for device, _ in plan.swap_out]
         assert len(set(moved)) == len(moved)

@@ -118,11 +118,13 @@ JOBS = [Job(tuple((seed * index) % 3 for index in range(9 + seed)), 12) for seed
 ROOMY = SchedulerConfig(4, 200, 40, max_num_seqs=6)
 
 
+@pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("num_host_blocks", [0, 2, 40])
-def test_preempted_or_not(preemption: Literal["swap", "recompute"], num_host_blocks: int) -> None:
-    expected, calm = outputs_of(ROOMY, JOBS)
-    tight = replace(ROOMY, num_blocks=12, num_host_blocks=num_host_blocks, preemption=preemption)
+def test_preempted_or_not(preemption: Literal["swap", "recompute"], num_host_blocks: int, one_kernel: bool) -> None:
+    roomy = replace(ROOMY, decode_equals_prefill=one_kernel)
+    expected, calm = outputs_of(roomy, JOBS)
+    tight = replace(roomy, num_blocks=12, num_host_blocks=num_host_blocks, preemption=preemption)
     got, loop = outputs_of(tight, JOBS)
     assert got == expected
     assert calm.scheduler.stats().num_preemptions == 0

@@ -61,6 +61,30 @@ def test_a_victim_keeps_its_head_and_recomputes_only_what_it_lost() -> None:
     assert [done.first_token_step for done in core.drain_finished()] == [0, 0], "a prompt computed again is not news"
 
 
+def test_where_an_answer_may_be_computed_as_a_prompt_what_was_lost_comes_back_in_chunks() -> None:
+    core = scheduler(num_blocks=6, preemption="recompute", decode_equals_prefill=True, max_chunk_tokens=4)
+    core.add(Request(11, 3))
+    core.add(Request(11, 9))
+    plans = run(core)
+    index = next(number for number, plan in enumerate(plans) if plan.resumed)
+    assert [rows(plan) for plan in plans[index : index + 3]] == [[(1, 8, 4)], [(1, 12, 1)], [(1, 13, 1)]]
+    assert [plan.samples for plan in plans[index : index + 2]] == [(False,), (True,)]
+    assert [plan.num_prompt_tokens for plan in plans[index : index + 3]] == [4, 1, 0]
+    assert [done.first_token_step for done in core.drain_finished()] == [2, 2], "computed again, it is not news"
+
+
+def test_a_long_answer_is_not_replayed_token_by_token() -> None:
+    """Two of 104 tokens in a pool for 120: one loses more than 40 until the other has ended."""
+    num_steps = {}
+    for one_kernel in (False, True):
+        core = scheduler(num_blocks=30, preemption="recompute", decode_equals_prefill=one_kernel)
+        core.add(Request(4, 100))
+        core.add(Request(4, 100))
+        num_steps[one_kernel] = len(run(core))
+        assert core.stats().num_preemptions == 1
+    assert num_steps[False] - num_steps[True] >= 40
+
+
 def test_forced_segments_are_replayed_whole_and_do_not_sample() -> None:
     core = scheduler(num_blocks=7, preemption="recompute", max_forced_tokens=4)
     core.add(Request(10, 18))

@@ -77,12 +77,12 @@ class KVCache:
     # -- holding blocks ---------------------------------------------------------------------------------------------
 
     def hits(self, seq: Sequence) -> tuple[int, ...]:
-        """Cached blocks that continue what the sequence holds, leaving prompt tokens to compute."""
+        """Cached blocks that continue what the sequence holds, leaving tokens to compute."""
         request = seq.request
         held = len(seq.table) + len(seq.host_table)
         if not request.reads_cache or not request.block_hashes or seq.num_computed != held * self._block_size:
             return ()
-        return self.prefix.match(request.block_hashes, held, self._config.usable_blocks(seq.num_prompt))
+        return self.prefix.match(request.block_hashes, held, self._config.usable_blocks(seq.num_prefill))
 
     def num_needed(self, seq: Sequence, hits: Seq[int], num_positions: int) -> int:
         """Available blocks that ``hold`` would use up."""
@@ -144,7 +144,10 @@ class KVCache:
         host; forget the rest, back to a border from which recomputing is exact."""
         position = min(seq.num_computed, (num_device + num_host) * self._block_size)
         if position < seq.num_computed:
-            position = seq.border_at(position, self._block_size, self._config.least_chunk)
+            if self._config.recomputes_in_chunks:
+                seq.prefill_known()
+            else:
+                position = seq.border_at(position, self._block_size, self._config.least_chunk)
         kept = self._config.blocks_for(position)
         num_device = min(num_device, kept)
         num_host = kept - num_device

@@ -76,7 +76,7 @@ class StepPlanner:
         running = self._running
         decoding = running.decoding
         room = builder.chunk_room
-        endings = [seq for seq in running.prefilling if seq.prompt_left <= room and seq.num_known == seq.num_prompt]
+        endings = [seq for seq in running.prefilling if seq.prompt_left <= room and seq.samples_next]
         slots = self._config.max_num_seqs - running.num_running
         prompt_waits = bool(running.prefilling) or (slots > 0 and len(self._queue) > 0)
         builder.num_kept_places = 1 if prompt_waits and builder.num_places > 1 else 0

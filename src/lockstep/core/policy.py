@@ -135,6 +135,12 @@ class SchedulerConfig:
         return self.decode_equals_prefill and self.enable_prefix_caching
 
     @property
+    def recomputes_in_chunks(self) -> bool:
+        """True if the lost KV of an answer is computed as a prompt's is, instead of segment by segment. Without
+        chunking it is not: prompt and answer may be more than a step computes."""
+        return self.decode_equals_prefill and self.chunking
+
+    @property
     def least_chunk(self) -> int:
         """Tokens that a chunk of a longer prompt, and what it leaves, have at least."""
         return 1 if self.decode_equals_prefill else 2

@@ -200,7 +200,7 @@ class Scheduler:
         got: list[int] = []
         answers = zip(result.num_tokens, result.finishes, strict=True)
         for seq, length, samples in zip(self._pending_seqs, plan.lengths, plan.samples, strict=True):
-            if seq.num_computed < seq.num_prompt:
+            if seq.num_computed < seq.num_prefill:
                 self._commit_prompt(seq, length)
             seq.num_computed += length
             reason = None

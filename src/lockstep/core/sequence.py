@@ -28,7 +28,8 @@ _TRANSITIONS: dict[SequenceState, tuple[SequenceState, ...]] = {
 
 
 class Segment(NamedTuple):
-    """A run of positions that is computed in one indivisible chunk, except the prompt, which chunking may split."""
+    """A run of positions that is computed in one indivisible chunk, except the prompt, which chunking may split, and what
+    is computed again as a prompt is."""
 
     start: int
     length: int
@@ -52,6 +53,7 @@ class Sequence:
         "num_computed",
         "num_known",
         "num_preemptions",
+        "num_prefill",
         "num_prompt",
         "num_published",
         "num_recomputed_tokens",
@@ -70,6 +72,9 @@ class Sequence:
         """Best class first, then oldest: a total order."""
         self.state = SequenceState.WAITING
         self.num_prompt = request.num_prompt_tokens
+        self.num_prefill = request.num_prompt_tokens
+        """Positions that are computed in chunks: those of the prompt and, of an answer that lost its KV where decoding
+        gives a prompt's bits, those that were known then."""
         self.num_computed = 0
         self.num_known = request.num_prompt_tokens
         self.max_known = request.num_prompt_tokens + max_output_tokens
@@ -106,8 +111,13 @@ class Sequence:
 
     @property
     def prompt_left(self) -> int:
-        """Prompt tokens to compute; not positive once it decodes."""
-        return self.num_prompt - self.num_computed
+        """Tokens to compute in chunks; not positive once it decodes."""
+        return self.num_prefill - self.num_computed
+
+    @property
+    def samples_next(self) -> bool:
+        """True if the chunk that ends its prompt samples; else what follows it is known already."""
+        return self.num_known == self.num_prefill
 
     def move_to(self, state: SequenceState) -> None:
         """The only way to change the state."""
@@ -142,6 +152,10 @@ class Sequence:
         """Forget what was computed from ``num_computed`` on; it is computed again."""
         self.num_recomputed_tokens += self.num_computed - num_computed
         self.num_computed = num_computed
+
+    def prefill_known(self) -> None:
+        """Compute all that is known now in chunks, the answer like the prompt."""
+        self.num_prefill = self.num_known
 
     def view(self) -> SequenceView:
         """A copy of what others may know."""

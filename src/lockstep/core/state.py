@@ -19,7 +19,7 @@ from lockstep.core.sequence import Sequence, SequenceState
 from lockstep.core.stats import Counters
 from lockstep.core.step import StepPlan
 
-STATE_VERSION: Final = 1
+STATE_VERSION: Final = 2
 """Grows with every change of what is below: states of different versions cannot be compared."""
 
 
@@ -34,6 +34,7 @@ class SavedSequence(NamedTuple):
     tenant: int
     state: SequenceState
     max_known: int
+    num_prefill: int
     num_computed: int
     num_known: int
     forced: tuple[tuple[int, int], ...]
@@ -125,6 +126,7 @@ def saved(seq: Sequence, contents: dict[bytes, int], tenants: dict[str, int]) ->
         tenants.setdefault(request.tenant, len(tenants)),
         seq.state,
         seq.max_known,
+        seq.num_prefill,
         seq.num_computed,
         seq.num_known,
         tuple(seq.forced.items()),
@@ -151,7 +153,7 @@ def restored(state: SavedSequence, contents: tuple[bytes, ...], tenants: tuple[s
     hashes = tuple([contents[place] for place in state.contents])
     request = replace(state.request, block_hashes=hashes, tenant=tenants[state.tenant])
     seq = Sequence(state.seq_id, request, state.max_known - request.num_prompt_tokens, state.arrival_step)
-    seq.state = state.state
+    seq.state, seq.num_prefill = state.state, state.num_prefill
     seq.num_computed, seq.num_known, seq.forced = state.num_computed, state.num_known, dict(state.forced)
     seq.table, seq.host_table, seq.num_published = state.table, state.host_table, state.num_published
     seq.num_cached_tokens, seq.num_preemptions = state.num_cached_tokens, state.num_preemptions

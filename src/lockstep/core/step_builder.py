@@ -91,14 +91,14 @@ class StepBuilder:
 
     def chunk_length(self, seq: Sequence, start: int) -> int:
         """Length of a prompt's next chunk, as far as budgets last; 0: there is none."""
-        return self._chunk_length(seq, start, self.num_width > 0 or seq.num_known > seq.num_prompt)
+        return self._chunk_length(seq, start, self.num_width > 0 or not seq.samples_next)
 
     def lacks_only_a_turn(self, seq: Sequence, start: int) -> bool:
         """True if nothing but a place to sample keeps a prompt from moving on: its turn will come."""
         return self.num_width < 1 and self._chunk_length(seq, start, True) > 0
 
     def _chunk_length(self, seq: Sequence, start: int, may_end: bool) -> int:
-        left = seq.num_prompt - start
+        left = seq.num_prefill - start
         room = self.chunk_room if self.num_places > 0 else 0
         if self._chunking:
             return prompt_chunk(left, room, may_end, self._config.least_chunk)
@@ -131,7 +131,7 @@ class StepBuilder:
     def limits_on_prompt(self, seq: Sequence, start: int) -> list[Reached]:
         """Limits that keep a prompt's next chunk from being all that is left of it; what is used of them then is said
         once the chunk is taken."""
-        left, room = seq.num_prompt - start, self.chunk_room
+        left, room = seq.num_prefill - start, self.chunk_room
         reached = self._reached(
             (Limit.PLACES, self.num_places < 1),
             (Limit.TOKENS, self.num_tokens == room < left),
@@ -140,7 +140,7 @@ class StepBuilder:
                 self.num_prefill == room < left and self._prefill_budget < self._config.max_num_batched_tokens,
             ),
             (Limit.CHUNK, self._max_chunk == room < left and self._chunking),
-            (Limit.WIDTH, self.num_width < 1 and room >= left and seq.num_known == seq.num_prompt),
+            (Limit.WIDTH, self.num_width < 1 and room >= left and seq.samples_next),
         )
         length = self.chunk_length(seq, start)
         taken = {Limit.TOKENS, Limit.PREFILL}
