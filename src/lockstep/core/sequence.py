@@ -28,8 +28,8 @@ _TRANSITIONS: dict[SequenceState, tuple[SequenceState, ...]] = {
 
 
 class Segment(NamedTuple):
-    """A run of positions that is computed in one indivisible chunk, except the prompt, which chunking may split, and what
-    is computed again as a prompt is."""
+    """A run of positions that is computed in one indivisible chunk, except the prompt, which chunking may split, and
+    what is computed again as a prompt is."""
 
     start: int
     length: int
