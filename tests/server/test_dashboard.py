@@ -331,10 +331,18 @@ def test_with_keys_it_asks_for_one_and_keeps_it_to_itself(open_page: Open) -> No
 
 
 @pytest.mark.slow
-def test_a_server_that_is_gone_is_said_to_be(open_page: Open) -> None:
+def test_a_server_that_is_gone_is_said_to_be_and_found_again(open_page: Open) -> None:
     with serve("stub://one", *IN_THREAD) as server:
         page = open_page(server)
-        expect(page.locator("#live")).to_have_text("live")
+        for _ in range(30):
+            ask(server, "before")
+        expect(page.locator("#logs li", has_text="chat/completions")).to_have_count(30)
     expect(page.locator("#live")).to_have_text("the server does not answer; trying again")
+    expect(page.locator("#logs li", has_text="chat/completions")).to_have_count(30)  # what was logged last is of use
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(server.base_url)
+    with serve("stub://one", "--port", server.base_url.rpartition(":")[2], *IN_THREAD) as another:
+        expect(page.locator("#live")).to_have_text("live")
+        ask(another, "after")
+        expect(page.locator("#requests tbody tr")).to_have_count(1)
+        expect(page.locator("#logs li", has_text="chat/completions")).to_have_count(1)

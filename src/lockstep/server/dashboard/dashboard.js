@@ -308,10 +308,11 @@ function offer(ids, anybody) {
   select.replaceChildren(...choices.map((id) => make("option", { value: id, textContent: id || anybody })));
   select.value = choices.includes(chosen) ? chosen : "";
 }
-let lastLine = 0;
-function* showLogs(lines) {
+let lastLine = 0, isLost = false;  /* a server that comes back may have begun anew */
+function* showLogs(lines, isAnew) {
   byId("logs-card").hidden = lines === null;
   if (lines === null) return;
+  if (isAnew) { lastLine = 0; byId("logs").replaceChildren(); }
   if (lines.length && lines[0].number > lastLine + 1 && lastLine) lines.unshift({ at_s: lines[0].at_s, level: "", logger: "", text: "… lines that went by unseen" });
   prepend(byId("logs"), lines.map((each) => make("li", {}, make("time", { textContent: clock(each.at_s) }), make("span", { className: `level ${each.level}`, textContent: each.level }), make("span", { className: "logger", textContent: each.logger }), each.text)));
   lastLine = lines.at(-1)?.number ?? lastLine;
@@ -336,12 +337,15 @@ async function poll() {
   const mine = ++generation;
   if (!document.hidden) {
     try {
+      const isAnew = isLost;
+      if (isAnew) askedAt.clear();
       const [state, listed, rates, lines] = await Promise.all([
         tell("/v1/cluster"), tell("/v1/requests?limit=20"),
-        figures === null || isDue("figures", FIGURES_MS) ? tell("/v1/figures") : undefined, isDue("logs", LOGS_MS) ? tell(`/v1/logs?after=${lastLine}`) : undefined,
+        figures === null || isDue("figures", FIGURES_MS) ? tell("/v1/figures") : undefined, isDue("logs", LOGS_MS) ? tell(`/v1/logs?after=${isAnew ? 0 : lastLine}`) : undefined,
       ]);
       if (mine !== generation) return;
       [cluster, requests] = [state, listed.data];
+      if (isAnew) { isLost = false; opened.clear(); }
       if (rates !== undefined) figures = rates;
       document.body.classList.toggle("caller", !cluster);
       if (cluster && figures) {
@@ -358,9 +362,10 @@ async function poll() {
         live("this key sees what is its own; an admin key sees all", "good");
       }
       showRequests();
-      if (lines !== undefined) later("logs", showLogs(lines && lines.data));
+      if (lines !== undefined) later("logs", showLogs(lines && lines.data, isAnew));
     } catch (error) {
       if (mine !== generation) return;
+      isLost ||= !(error instanceof Refused);
       live(error instanceof Refused ? error.message : "the server does not answer; trying again", "bad");
     }
   }
