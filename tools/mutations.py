@@ -43,9 +43,10 @@ class Mutation:
 
 MUTATIONS: Sequence[Mutation] = (
     # The core: chunks, budgets, queue, prefix cache, blocks, turns, fingerprint.
-    Mutation("core", r"min\(room, remaining - 2\)", "min(room, remaining - 1)", "planning"),
+    Mutation("core", r"min\(room, remaining - least\)", "min(room, remaining - 1)", "planning"),
     Mutation("core", r"max\(share, MIN_CHUNK_TOKENS\)", "min(share, MIN_CHUNK_TOKENS)", "planning"),
-    Mutation("core", r"\((\w+)\.num_prompt - 2\) //", r"(\1.num_prompt - 1) //", "prefix"),
+    Mutation("core", r"(num_prompt_tokens) - self\.least_chunk\)", r"\1 - 1)", "caching|policy"),
+    Mutation("core", r"min\((num_computed) // (self\._block_size)", r"min(-(-\1 // \2)", "caching|oracle"),
     Mutation("core", r"len\(passed\) > (\w+)\.max_skips", r"len(passed) >= \1.max_skips", "admission|planner|planning"),
     Mutation("core", r"elif \w+\.seq_id in \w+\.victims:", "elif False:", "preemption"),
     Mutation("core", r"max\((self\._served\.get\(tenant, 0\)), floor\)", r"\1", "queue"),
@@ -62,6 +63,7 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation("engine", r"\(\*end_ids, \*params\.stop_token_ids\)", "end_ids", "stops"),
     Mutation("engine", r"1 <= (len\(request\.session_id\)) <= MAX", r"1 <= \1 < MAX", "sessions|input_processing"),
     Mutation("engine", r"\(len\(prompt_ids\), 1, \(\), ", "(len(prompt_ids), 2, (), ", "pooling|embeddings"),
+    Mutation("engine", r"reason is not FinishReason\.ERROR and (generation\.pooler)", r"\1", "answers"),
     # Text as it comes.
     Mutation("engine", r"self\._hit\[self\._fail\[(\w+)\]\]$", "None", "stops"),
     # The device scheduler.

@@ -114,7 +114,7 @@ _TIGHT = {"num_blocks": 14, "max_num_batched_tokens": 96}
 CASES: tuple[Case, ...] = (
     Case("again", {}),
     *(Case(f"batched with {count}", {}, num_others=count) for count in (1, 2, 7, 31)),
-    *(Case(f"chunks of {size}", {"max_chunk_tokens": size}) for size in (3, 5, 32, 64, 100)),
+    *(Case(f"chunks of {size}", {"max_chunk_tokens": size}) for size in (3, 5, 32, 64, 100, 101)),
     Case(
         "ragged chunks beside 9",
         {"max_num_batched_tokens": 83, "max_chunk_tokens": 29, "max_num_seqs": 64},
