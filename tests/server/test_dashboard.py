@@ -183,8 +183,8 @@ def test_faults_of_a_manifest_are_shown_in_place(server: ServerProcess, open_pag
 
 
 def test_what_callers_write_is_text(server: ServerProcess, open_page: Open) -> None:
-    page = open_page(server)
     ask(server, HOSTILE, session_id=HOSTILE[:60], metadata={"note": HOSTILE})
+    page = open_page(server)  # where it is the newest
     expect(page.locator("#sessions tbody tr", has_text="<img src=x")).to_have_count(1)
     page.get_by_role("button", name="details").first.click()
     expect(page.locator("#requests .detail", has_text="session <img src=x")).to_be_visible()
