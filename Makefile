@@ -82,7 +82,8 @@ lock: $(STAMP)
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes -q \
 		--custom-compile-command "make lock" -o requirements/dev.txt
 
-$(STAMP): requirements/dev.txt pyproject.toml
+OPS := src/lockstep/executors/openvino/ops
+$(STAMP): requirements/dev.txt pyproject.toml hatch_build.py $(wildcard $(OPS)/*.?pp)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/dev.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -7,12 +7,21 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jsonschema
 import pytest
 from msgspec import structs
 
-from lockstep import Constraint, EngineOptions, FinishReason, GenerationRequest, LoadOptions, SamplingParams
+from lockstep import (
+    Constraint,
+    EngineOptions,
+    FinishReason,
+    GenerationRequest,
+    LoadOptions,
+    OpenVINOOptions,
+    SamplingParams,
+)
 from lockstep.core.sequence import Sequence
 from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.engine import Engine
@@ -20,6 +29,7 @@ from lockstep.engine.loading import load_model
 from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
 from tests.determinism.harness import ALONE, CASES, Case, Subject
 from tests.engine.schemas import SCHEMAS
+from tests.executors.openvino.support import OPERATORS
 
 SCHEMA = SCHEMAS["invoice"]
 PARAMS: Mapping[str, SamplingParams] = {
@@ -63,11 +73,15 @@ class Run:
     """Tokens of the answer that were computed once more after a preemption."""
 
 
+def load(cache_dir: Path, attention: str = "auto") -> Subject:
+    pool = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, max_num_seqs=40)
+    options = LoadOptions(pool, OpenVINOOptions(attention=attention), cache_dir=cache_dir, probe=False)
+    return Subject(*load_model("pocket://", options))
+
+
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    pool = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, max_num_seqs=40)
-    options = LoadOptions(pool, cache_dir=tmp_path_factory.mktemp("cache"), probe=False)
-    loaded = Subject(*load_model("pocket://", options))
+    loaded = load(tmp_path_factory.mktemp("cache"))
     yield loaded
     loaded.model.close()
 
@@ -150,10 +164,13 @@ def test_greedy_and_seeded_documents_differ(expected: Mapping[str, Run]) -> None
     assert expected["greedy"].tokens != expected["seeded"].tokens
 
 
-def test_computing_forced_tokens_one_by_one_gives_other_bits_unless_decoding_equals_prefill(
-    subject: Subject, expected: Mapping[str, Run], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("attention", OPERATORS)
+def test_computing_forced_tokens_one_by_one_gives_other_bits_but_with_our_attention(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative twin: why a sequence remembers its segments."""
+    subject = load(tmp_path, attention)
+    expected = {name: ask(subject, ALONE, params) for name, params in PARAMS.items()}
 
     def forget_segments(seq: Sequence, num_tokens: int) -> None:
         seq.num_known += num_tokens
@@ -161,5 +178,6 @@ def test_computing_forced_tokens_one_by_one_gives_other_bits_unless_decoding_equ
     monkeypatch.setattr(Sequence, "append", forget_segments)
     runs = {name: ask(subject, ALONE, params) for name, params in PARAMS.items()}
     assert all(run.num_segments == 0 for run in runs.values())
-    is_equal = [runs[name].rows == expected[name].rows for name in PARAMS]
-    assert is_equal == [subject.config.decode_equals_prefill] * len(PARAMS)
+    for name in PARAMS:
+        assert (runs[name].rows == expected[name].rows) == subject.config.decode_equals_prefill
+    subject.model.close()

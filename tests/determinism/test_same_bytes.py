@@ -14,16 +14,20 @@ from lockstep.core import step_builder
 from lockstep.engine.loading import load_model
 from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
 from tests.determinism.harness import ALONE, CASES, MATRIX, SAMPLINGS, Answer, Case, Subject
+from tests.executors.openvino.support import needs_operator
 from tools.random_models import SHAPES, write_gguf
 
 POOL = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, max_num_seqs=40)
-MODELS = ("pocket", "random-qwen3")
+MODELS = (
+    *("pocket", "random-qwen3", "random-qwen3 openvino f16"),
+    pytest.param("random-qwen3 lockstep int8", marks=needs_operator),
+)
+"""A model, and the attention operator and precision of its KV where it is not what one gets unasked."""
 
 
-def load(source: str, cache_dir: Path, kv_cache_precision: str = "f16") -> Subject:
-    options = LoadOptions(
-        POOL, OpenVINOOptions(kv_cache_precision=kv_cache_precision), cache_dir=cache_dir, probe=False
-    )
+def load(source: str, cache_dir: Path, attention: str = "auto", kv_cache_precision: str = "f16") -> Subject:
+    openvino = OpenVINOOptions(attention=attention, kv_cache_precision=kv_cache_precision)
+    options = LoadOptions(POOL, openvino, cache_dir=cache_dir, probe=False)
     return Subject(*load_model(source, options))
 
 
@@ -41,7 +45,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 @pytest.fixture(scope="module", params=MODELS)
 def subject(request: pytest.FixtureRequest, sources: Mapping[str, str], cache_dir: Path) -> Iterator[Subject]:
-    loaded = load(sources[request.param], cache_dir)
+    model, *choices = request.param.split()
+    loaded = load(sources[model], cache_dir, *choices)
     yield loaded
     loaded.model.close()
 
@@ -79,7 +84,9 @@ def test_unloading_and_reloading_changes_nothing(
 ) -> None:
     """From the cached graph and from one that is built anew."""
     for directory in (cache_dir, tmp_path):
-        again = load(subject.model.source, directory)
+        environment = subject.model.executor.environment
+        attention, _, _ = environment["attention"].partition(" ")
+        again = load(subject.model.source, directory, attention, environment["kv_cache_precision"])
         assert {name: again.ask(ALONE, params)[0] for name, params in SAMPLINGS.items()} == expected
         again.model.close()
 
@@ -100,7 +107,7 @@ def broken_by(subject: Subject, cases: tuple[Case, ...]) -> Iterator[str]:
 
 
 def test_a_u8_kv_cache_breaks_it(subject: Subject, cache_dir: Path) -> None:
-    quantised = load(subject.model.source, cache_dir, "u8")
+    quantised = load(subject.model.source, cache_dir, "openvino", "u8")
     try:
         chunked = tuple(case for case in CASES if case.name.startswith(("chunks", "ragged", "warm")))
         assert next(broken_by(quantised, chunked), "")

@@ -134,7 +134,7 @@ from dataclasses import replace
 from lockstep.executors.base import environment_digest
 from lockstep.executors.machine import instruction_set
 from lockstep.executors.openvino.executor import OpenVINOExecutor
-from lockstep.executors.openvino.loading import compile_artifact, environment_of, graph_key
+from lockstep.executors.openvino.loading import compile_artifact, graph_key
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.runtime import ov
 from lockstep.executors.probe import quick_probe
@@ -144,8 +144,8 @@ from tests.executors.openvino.support import TINY_LLAMA, random_artifact
 getters = ctypes.CDLL(str(library))
 shape = replace(TINY_LLAMA, num_layers=1, hidden_size=544, intermediate_size=1056)
 artifact, options, found = random_artifact(shape, "Q8_0"), OpenVINOOptions(), instruction_set()
-compiled, max_pass_tokens = compile_artifact(artifact, options, lambda stage, fraction: None)
-executor = OpenVINOExecutor(artifact, compiled, {}, max_pass_tokens)
+compiled = compile_artifact(artifact, options, lambda stage, fraction: None)
+executor = OpenVINOExecutor(artifact, compiled)
 executor.allocate(120, 0)
 deterministic = quick_probe(executor, 120).deterministic
 print(json.dumps({
@@ -154,11 +154,11 @@ print(json.dumps({
     "asked": {name: getattr(getters, f"_ZN2ov{len(name)}{name}Ev")() & 1 for name in (
         "with_cpu_x86_avx2", "with_cpu_x86_avx512_core", "with_cpu_x86_avx512_core_vnni", "with_cpu_x86_bfloat16")},
     "kernels": sorted({node.get_rt_info()["primitiveType"].astype(str) for node in
-        compiled.get_runtime_model().get_ops() if "primitiveType" in node.get_rt_info()}),
-    "limit": max_pass_tokens,
+        compiled.model.get_runtime_model().get_ops() if "primitiveType" in node.get_rt_info()}),
+    "limit": compiled.max_pass_tokens,
     "deterministic": deterministic,
     "graph": environment_digest(graph_key(artifact, options)),
-    "key": environment_digest(environment_of(artifact, options)),
+    "key": environment_digest(compiled.environment),
 }))
 """
 """What we derive, beside what OpenVINO answers when it is asked and the kernels that it took."""

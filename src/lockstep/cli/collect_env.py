@@ -48,6 +48,7 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         "lockstep": {
             "version": __version__,
             "python": f"{platform.python_implementation()} {platform.python_version()}",
+            "attention": _attention(),
         },
         "packages": _packages(),
         "system": _system(),
@@ -56,6 +57,18 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         "caches": _caches(),
         "environment": variables(environ),
     }
+
+
+def _attention() -> str:
+    """Whose attention operator models get, and why where it is not ours."""
+    from lockstep.executors.machine import instruction_set
+    from lockstep.executors.openvino import ops, runtime
+
+    runtime.the_core()  # brings the libraries that ours is linked against
+    library = ops.own_library()
+    if isinstance(library, str):
+        return f"openvino, because of ours {library}"
+    return f"lockstep {library.lockstep_version()}, kernel {ops.kernel_for(instruction_set())}"
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,13 @@ Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 POOL = OptionFlags(EngineOptions, {"max_model_len": Flag(), "kv_cache_memory_bytes": Flag()})
 OPENVINO = OptionFlags(
     OpenVINOOptions,
-    {"threads": Flag(), "device": Flag(), "kv_cache_precision": Flag("kv_cache_dtype"), "quantize": Flag()},
+    {
+        "threads": Flag(),
+        "device": Flag(),
+        "kv_cache_precision": Flag("kv_cache_dtype"),
+        "attention": Flag("attention_backend"),
+        "quantize": Flag(),
+    },
 )
 Pool = Annotated[EngineOptions, POOL]
 OpenVINO = Annotated[OpenVINOOptions, OPENVINO]

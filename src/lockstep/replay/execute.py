@@ -403,6 +403,7 @@ def _load_options(engine: EngineEntry, cache_dir: Path | None) -> LoadOptions:
         openvino = OpenVINOOptions(
             threads=int(environment["threads"]),
             kv_cache_precision=environment["kv_cache_precision"],
+            attention=environment.get("attention", "openvino").split()[0],
             inference_precision=environment["inference_precision"],
             dynamic_quantization_group_size=int(environment["dynamic_quantization_group_size"]),
             quantize=None if quantize == "none" else quantize,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.layout import split_fused
@@ -18,12 +19,16 @@ from lockstep.core.step import StepPlan
 from lockstep.errors import MissingTokenizerError
 from lockstep.executors.base import Executor, Logits, StepBatch
 from lockstep.executors.openvino.graph import inverse_frequencies
+from lockstep.executors.openvino.ops import own_library
 from tools.random_models import SHAPES, Shape, random_tensor, stored_encoding, tensor_shapes
 
 Floats = npt.NDArray[np.float64]
 TINY_LLAMA, TINY_QWEN3 = SHAPES["tiny-llama"], SHAPES["tiny-qwen3"]
 TINY = {name: shape for name, shape in SHAPES.items() if name.startswith("tiny-")}
 """One of each architecture."""
+_LIBRARY = own_library()
+needs_operator = pytest.mark.skipif(isinstance(_LIBRARY, str), reason=f"no attention operator of our own: {_LIBRARY}")
+OPERATORS = (pytest.param("lockstep", marks=needs_operator), "openvino")
 SMALL_LLAMA, SMALL_QWEN3 = SHAPES["small-llama"], SHAPES["small-qwen3"]
 
 

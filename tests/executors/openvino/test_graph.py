@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.executors.openvino.loading import compile_artifact
 from lockstep.executors.openvino.options import OpenVINOOptions
-from tests.executors.openvino.support import TINY, random_artifact
+from tests.executors.openvino.support import OPERATORS, TINY, random_artifact
 from tools.random_models import tensor_shapes
 
 SHAPES = {**TINY, "partial rope": replace(TINY["tiny-phi3"], rotary_dim=24)}
@@ -18,19 +18,20 @@ SHAPES = {**TINY, "partial rope": replace(TINY["tiny-phi3"], rotary_dim=24)}
 @pytest.mark.parametrize(
     ("name", "encoding"), [*((name, "Q8_0") for name in SHAPES), ("tiny-llama", "Q4_0"), ("tiny-qwen3", "Q4_0")]
 )
-def test_norms_rotations_attention_and_compressed_weights_are_fused(name: str, encoding: str) -> None:
-    shape = SHAPES[name]
-    compiled, _ = compile_artifact(random_artifact(shape, encoding), OpenVINOOptions(), lambda stage, fraction: None)
+@pytest.mark.parametrize("attention", OPERATORS)
+def test_norms_rotations_attention_and_compressed_weights_are_fused(name: str, encoding: str, attention: str) -> None:
+    shape, options = SHAPES[name], OpenVINOOptions(attention=attention)
+    compiled = compile_artifact(random_artifact(shape, encoding), options, lambda stage, fraction: None)
     kinds: Counter[str] = Counter()
     weight_types = set()
-    for node in compiled.get_runtime_model().get_ops():
+    for node in compiled.model.get_runtime_model().get_ops():
         kind = str(node.get_rt_info()["layerType"].astype(str))
         kinds[kind] += 1
         if kind == "FullyConnected":
             weight_types.add(node.input(1).get_element_type().get_type_name())
     layers, rotated = shape.num_layers, shape.num_layers - len(shape.unrotated_layers)
     norms = sum("norm" in tensor for tensor in tensor_shapes(shape))
-    assert kinds["PagedAttention"] == layers
+    assert kinds["PagedAttention" if attention == "openvino" else "Reference"] == layers
     assert kinds["RoPE"] == 2 * rotated
     assert kinds["RMS"] == norms
     assert kinds["FullyConnected"] == 7 * layers + 1

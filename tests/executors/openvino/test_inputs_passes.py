@@ -83,12 +83,12 @@ def test_rows_find_their_places_in_any_order(chunks: list[tuple[int, int]], seed
 def test_an_executor_with_short_passes_says_the_same_bits() -> None:
     """Prompts and decodes in one step, logits of some rows and hidden states of others."""
     artifact, options = random_artifact(encoding="Q8_0"), OpenVINOOptions()
-    compiled, _ = compile_artifact(artifact, options, lambda stage, fraction: None)
+    compiled = compile_artifact(artifact, options, lambda stage, fraction: None)
     prompts = batch_of((range(70), 0, (1, 2, 3)), (range(33), 0, (4, 5)), ([3, 4], 0, (6,)))
     decodes = batch_of(*(([index], 0, (index,)) for index in range(6, 20)), (range(20), 33, (4, 5)))
     said = []
     for limit in (None, MIN_PASS_TOKENS, 80):
-        executor = OpenVINOExecutor(artifact, compiled, {}, limit)
+        executor = OpenVINOExecutor(artifact, replace(compiled, max_pass_tokens=limit))
         executor.allocate(20, 0)
         said.append(executor.execute(prompts).copy())
         said.append(executor.execute(structs.replace(decodes, hidden_rows=np.array([33, 2, 21]))).copy())

@@ -12,7 +12,7 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.executors.base import environment_digest
 from lockstep.executors.openvino.executor import load_executor
-from lockstep.executors.openvino.loading import choose_device, compile_properties, environment_of
+from lockstep.executors.openvino.loading import choose_device, compile_properties, expected_environment
 from lockstep.executors.openvino.options import OpenVINOOptions
 from tests.executors.openvino.support import random_artifact
 from tests.waiting import HANG_S
@@ -53,17 +53,17 @@ def test_float32_is_asked_for_explicitly() -> None:
 
 def test_the_environment_changes_with_whatever_the_bits_depend_on() -> None:
     artifact, options = random_artifact(), OpenVINOOptions(threads=2)
-    base = environment_of(artifact, options)
-    assert base == environment_of(artifact, options)
+    base = expected_environment(artifact, options)
+    assert base == expected_environment(artifact, options)
     others = [
-        environment_of(replace(artifact, fingerprint="another"), options),
-        environment_of(artifact, replace(options, threads=1)),
-        environment_of(artifact, replace(options, kv_cache_precision="f32")),
-        environment_of(artifact, replace(options, dynamic_quantization_group_size=0)),
-        environment_of(artifact, replace(options, quantize="int8")),
+        expected_environment(replace(artifact, fingerprint="another"), options),
+        expected_environment(artifact, replace(options, threads=1)),
+        expected_environment(artifact, replace(options, kv_cache_precision="f32")),
+        expected_environment(artifact, replace(options, dynamic_quantization_group_size=0)),
+        expected_environment(artifact, replace(options, quantize="int8")),
     ]
     assert len({environment_digest(environment) for environment in (base, *others)}) == 6
-    moved = environment_of(artifact, replace(options, cache_dir=Path("elsewhere"), max_cache_bytes=0))
+    moved = expected_environment(artifact, replace(options, cache_dir=Path("elsewhere"), max_cache_bytes=0))
     assert environment_digest(moved) == environment_digest(base)
     assert {"openvino", "instruction_set", "threads", "device", "artifact", "builder"} <= base.keys()
 

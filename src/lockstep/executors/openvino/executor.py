@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +16,8 @@ from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 from lockstep.executors.openvino import paged
 from lockstep.executors.openvino.inputs import ForwardInputs, Limits, TableRows, build_inputs, check_moves, split_inputs
-from lockstep.executors.openvino.loading import compile_artifact, environment_of
+from lockstep.executors.openvino.loading import Compiled, compile_artifact
+from lockstep.executors.openvino.ops import BLOCK_TOKENS
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.runtime import CompiledModel, ElementType, InferRequest, Port, ov
 
@@ -36,8 +39,7 @@ def load_executor(
     """
     options = OpenVINOOptions() if options is None else options
     report = progress or (lambda stage, fraction: None)
-    compiled, max_pass_tokens = compile_artifact(artifact, options, report)
-    return OpenVINOExecutor(artifact, compiled, environment_of(artifact, options), max_pass_tokens)
+    return OpenVINOExecutor(artifact, compile_artifact(artifact, options, report))
 
 
 class OpenVINOExecutor:
@@ -46,24 +48,20 @@ class OpenVINOExecutor:
     A step is one forward pass, or several where a pass must not have more than ``max_pass_tokens``.
     """
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        compiled: CompiledModel,
-        environment: Mapping[str, str],
-        max_pass_tokens: int | None = None,
-    ) -> None:
-        self.environment: Mapping[str, str] = MappingProxyType(dict(environment))
-        self._compiled = compiled
-        self._max_pass_tokens = max_pass_tokens
-        self._cache_names = paged.cache_inputs(artifact.config.num_layers)
-        self._block_shapes = [_block_shape(compiled.input(name)) for name in self._cache_names]
+    def __init__(self, artifact: Artifact, compiled: Compiled) -> None:
+        self.environment: Mapping[str, str] = MappingProxyType(dict(compiled.environment))
+        self._compiled: CompiledModel = compiled.model
+        self._max_pass_tokens = compiled.max_pass_tokens
+        own = compiled.attention
+        self._cache_names = paged.cache_inputs(artifact.config.num_layers, own)
+        self._block_shapes = [_block_shape(compiled.model.input(name)) for name in self._cache_names]
         self.geometry = Geometry(
-            block_size=self._block_shapes[1][1][1],
+            block_size=self._block_shapes[1][1][1] if own is None else BLOCK_TOKENS,
             bytes_per_block=sum(int(kind.size) * int(np.prod(shape)) for kind, shape in self._block_shapes),
             num_layers=artifact.config.num_layers,
             max_model_len=artifact.config.max_model_len,
             vocab_size=artifact.config.vocab_size,
+            decode_equals_prefill=own is not None,
         )
         self._limits: Limits | None = None
         self._pool: KVPool | None = None
@@ -81,7 +79,7 @@ class OpenVINOExecutor:
         self._request = self._pool = None
         try:
             self._pool = KVPool(self._block_shapes, num_blocks, num_host_blocks)
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, OSError, OverflowError, RuntimeError) as error:
             gigabytes = (num_blocks + 1 + num_host_blocks) * self.geometry.bytes_per_block / 1e9
             raise ExecutorError(f"a KV pool of {gigabytes:.1f} GB cannot be allocated: {error}") from error
         self._request = self._compiled.create_infer_request()
@@ -207,10 +205,10 @@ class KVPool:
         self.tensors: list[Any] = []
         self._rows: list[Blocks] = []
         for element_type, shape in shapes:
-            tensor = ov.Tensor(element_type, ov.Shape([num_blocks + 1, *shape]))
-            rows = tensor.data.view(np.uint8).reshape(num_blocks + 1, -1)
-            rows.fill(0)
-            self.tensors.append(tensor)
+            size = int(element_type.size) * int(np.prod(shape))
+            rows = _zeros(num_blocks + 1, size)
+            blocks = rows.view(element_type.to_dtype()).reshape(num_blocks + 1, *shape)
+            self.tensors.append(ov.Tensor(blocks, shared_memory=True))
             self._rows.append(rows)
         edges = np.cumsum([0, *(rows.shape[1] for rows in self._rows)])
         self._spans = list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
@@ -245,6 +243,22 @@ class KVPool:
         for source, destination in pairs:
             for rows in self._rows:
                 rows[destination] = rows[source]
+
+
+def _zeros(num_rows: int, size: int) -> Blocks:
+    """Memory of ``num_rows`` times ``size`` bytes, in huge pages where the system has them, all of it touched.
+
+    A block's layers lie far apart, and with small pages each access would miss the processor's table of pages.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        rows = np.empty((num_rows, size), np.uint8)
+    else:
+        memory = mmap.mmap(-1, num_rows * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        rows = np.frombuffer(memory, np.uint8).reshape(num_rows, size)
+    rows.fill(0)
+    return rows
 
 
 def _block_shape(port: Port) -> tuple[ElementType, tuple[int, ...]]:

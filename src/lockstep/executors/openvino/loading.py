@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.artifacts.model import Artifact
@@ -13,8 +14,9 @@ from lockstep.errors import CorruptArtifactError, ExecutorError, UnsupportedArti
 from lockstep.executors.machine import available_cores, instruction_set, unsupported_reason
 from lockstep.executors.openvino.graph import BUILDER_VERSION, build_decoder
 from lockstep.executors.openvino.ir_cache import IRCache
+from lockstep.executors.openvino.ops import OwnAttention, own_attention
 from lockstep.executors.openvino.options import OpenVINOOptions
-from lockstep.executors.openvino.paged import LOGITS, to_paged
+from lockstep.executors.openvino.paged import LOGITS, to_paged, use_own_attention
 from lockstep.executors.openvino.precision import has_floats, precision_summary
 from lockstep.executors.openvino.products import MAX_PASS_TOKENS, needs_short_passes, split_products
 from lockstep.executors.openvino.runtime import CompiledModel, Core, Model, ov, the_core
@@ -23,12 +25,21 @@ log = logging.getLogger(__name__)
 Report = Callable[[str, float], None]
 
 
-def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Report) -> tuple[CompiledModel, int | None]:
-    """A compiled paged model: with a cache the weights live in it (and in the page cache) and nowhere else.
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled paged graph, and what to know for running it."""
 
-    Returns:
-        The model, and the most tokens that a forward pass may have, or None: any number.
-    """
+    model: CompiledModel
+    attention: OwnAttention | None
+    """None: OpenVINO's operator."""
+    max_pass_tokens: int | None
+    """Tokens that a forward pass may have; None: any number."""
+    environment: Mapping[str, str]
+    """See ``environment_of``."""
+
+
+def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Report) -> Compiled:
+    """A compiled paged model: with a cache the weights live in it (and in the page cache) and nowhere else."""
     core = the_core()
     device = choose_device(options.device, tuple(core.available_devices))
     _check_quantize(artifact, options)
@@ -38,12 +49,46 @@ def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Repor
     report("compile", 0.0)
     try:
         to_paged(model, artifact.config.windows)
+        own = choose_attention(artifact, options, device)
+        if own is not None:
+            try:
+                use_own_attention(model, own)
+            except UnsupportedArtifactError as error:
+                _do_without(artifact, options, str(error))
+                own = None
         is_limited = instruction_set().has_row_dependent_kernels and needs_short_passes(model)
         compiled = core.compile_model(model, device, compile_properties(options))
     except RuntimeError as error:
         raise ExecutorError(f"OpenVINO cannot compile {artifact.name}: {error}") from error
     report("compile", 1.0)
-    return compiled, MAX_PASS_TOKENS if is_limited else None
+    environment = environment_of(artifact, options, own)
+    return Compiled(compiled, own, MAX_PASS_TOKENS if is_limited else None, environment)
+
+
+def choose_attention(artifact: Artifact, options: OpenVINOOptions, device: str) -> OwnAttention | None:
+    """Our attention operator where it is wanted and can be had; None: OpenVINO's.
+
+    Raises:
+        UsageError: it was asked for, or a KV precision that only it has, and it cannot be had.
+    """
+    if options.attention == "openvino" or options.kv_cache_precision == "u8":
+        return None
+    if device != "CPU":
+        found: OwnAttention | str = f"it runs on the CPU only, not on {device}"
+    else:
+        found = own_attention(artifact.config, options.kv_cache_precision, instruction_set())
+    if isinstance(found, OwnAttention):
+        return found
+    _do_without(artifact, options, found)
+    return None
+
+
+def _do_without(artifact: Artifact, options: OpenVINOOptions, reason: str) -> None:
+    """Say why our operator cannot be had; UsageError where it is needed."""
+    if options.attention == "lockstep" or options.kv_cache_precision == "int8":
+        wanted = "attention=lockstep" if options.attention == "lockstep" else "kv_cache_precision=int8"
+        raise UsageError(f"{wanted} needs Lockstep's attention operator, which cannot be had here: {reason}")
+    log.warning("%s: OpenVINO's attention operator is used, not Lockstep's: %s", artifact.name, reason)
 
 
 def _stateful_model(core: Core, artifact: Artifact, options: OpenVINOOptions, report: Report) -> Model:
@@ -148,7 +193,8 @@ def compile_properties(options: OpenVINOOptions) -> dict[str, str]:
         "NUM_STREAMS": "1",
         "INFERENCE_NUM_THREADS": str(num_threads(options)),
         "INFERENCE_PRECISION_HINT": options.inference_precision,
-        "KV_CACHE_PRECISION": options.kv_cache_precision,
+        # Of OpenVINO's own operator; it knows no int8.
+        "KV_CACHE_PRECISION": "f16" if options.kv_cache_precision == "int8" else options.kv_cache_precision,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(options.dynamic_quantization_group_size),
     }
 
@@ -167,16 +213,22 @@ def check_device(device: str) -> None:
     choose_device(device, tuple(the_core().available_devices))
 
 
-def environment_of(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
+def expected_environment(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
+    """The environment before loading; an exported graph may then turn out to need OpenVINO's attention."""
+    device = choose_device(options.device, tuple(the_core().available_devices))
+    return environment_of(artifact, options, choose_attention(artifact, options, device))
+
+
+def environment_of(artifact: Artifact, options: OpenVINOOptions, own: OwnAttention | None) -> dict[str, str]:
     """Everything that a model's bits depend on, as strings; ``environment.digest`` makes one key of it."""
-    core = the_core()
-    device = choose_device(options.device, tuple(core.available_devices))
+    device = choose_device(options.device, tuple(the_core().available_devices))
     return {
         "executor": "openvino",
         "openvino": str(ov.get_version()),
         "device": device,
-        "processor": str(core.get_property(device, "FULL_DEVICE_NAME")),
+        "processor": str(the_core().get_property(device, "FULL_DEVICE_NAME")),
         "instruction_set": str(instruction_set()),
+        "attention": "openvino" if own is None else f"lockstep {own.version}",
         "threads": str(num_threads(options)),
         "kv_cache_precision": options.kv_cache_precision,
         "inference_precision": options.inference_precision,

@@ -10,7 +10,8 @@ from lockstep.errors import UsageError
 DEVICES = ("auto", "cpu", "gpu")
 QUANTIZE = ("int8", "int4")
 """What float weights can be made of at load."""
-KV_CACHE_PRECISIONS = ("f16", "f32", "u8")
+KV_CACHE_PRECISIONS = ("f16", "f32", "int8", "u8")
+ATTENTIONS = ("auto", "lockstep", "openvino")
 INFERENCE_PRECISIONS = ("f32",)
 DYNAMIC_QUANTIZATION_GROUP_SIZES = (0, 32)
 MAX_THREADS = 1024
@@ -31,10 +32,15 @@ class OpenVINOOptions:
 
     Those that the process may use, its quota included."""
     kv_cache_precision: str = "f16"
-    """f16, f32, or u8 (half the memory, but bytes then depend on the batch).
+    """f16, f32, int8 (half the memory), or u8 (the same, but bytes then depend on the batch).
 
-    ``f32`` takes twice the memory. With ``u8`` keys are requantised per partial block, which breaks the promise that a
-    request's bytes do not depend on its batch."""
+    ``f32`` takes twice the memory. ``int8`` has a scale for each token and head, written once; it needs the attention
+    operator of our own. With ``u8``, which is OpenVINO's, keys are requantised per partial block, which breaks the
+    promise that a request's bytes do not depend on its batch."""
+    attention: str = "auto"
+    """Attention operator: ``lockstep``, ``openvino``, or ``auto``, ours where it can be had.
+
+    With ours a token computed alone gets the bits that it gets among others."""
     inference_precision: str = "f32"
     """Activations. Only ``f32``: OpenVINO's own default is bf16 on newer CPUs."""
     dynamic_quantization_group_size: int = 32
@@ -53,6 +59,11 @@ class OpenVINOOptions:
     def __post_init__(self) -> None:
         _one_of("device", self.device, DEVICES)
         _one_of("kv_cache_precision", self.kv_cache_precision, KV_CACHE_PRECISIONS)
+        _one_of("attention", self.attention, ATTENTIONS)
+        if self.kv_cache_precision == "int8" and self.attention == "openvino":
+            raise UsageError("kv_cache_precision is 'int8', which OpenVINO's attention has not; f16, f32 and u8 it has")
+        if self.kv_cache_precision == "u8" and self.attention == "lockstep":
+            raise UsageError("kv_cache_precision is 'u8', which only OpenVINO's attention has; ours has int8, f16, f32")
         _one_of("inference_precision", self.inference_precision, INFERENCE_PRECISIONS)
         if self.quantize is not None:
             _one_of("quantize", self.quantize, QUANTIZE)

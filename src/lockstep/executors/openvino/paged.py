@@ -10,12 +10,15 @@ The constants are names of the paged graph's inputs and outputs; `ForwardInputs`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
 
 from lockstep.errors import ExecutorError, UnsupportedArtifactError
+from lockstep.executors.openvino.ops import LIBRARY, OPERATOR, STORAGES, OwnAttention
 from lockstep.executors.openvino.products import split_below
-from lockstep.executors.openvino.runtime import Model, Node, op, ov
+from lockstep.executors.openvino.runtime import Model, Node, op, ov, the_core
 
 TOKEN_IDS = "input_ids"
 POSITIONS = "position_ids"
@@ -32,17 +35,23 @@ _STEP_INPUTS = (
     TOKEN_IDS, POSITIONS, PAST_LENS, SUBSEQUENCE_BEGINS, BLOCK_INDICES, BLOCK_INDICES_BEGINS, MAX_CONTEXT_LEN,
     SAMPLED_ROWS, HIDDEN_ROWS
 )  # fmt: skip
+_CACHE_NAMES = ("key_cache.", "value_cache.", "kv_cache.")
 _ROW_WISE = frozenset({"Add", "Clamp", "Convert", "Divide", "Multiply", "Subtract", "Tanh"})
 
 _ATTENTION = "PagedAttentionExtension"
 _KEY_CACHE_INPUT = 3
+_STEP_PORTS = (0, 1, 2, 5, 6, 7, 8)
+"""Query, key, value; past lengths, beginnings of sequences, tables, beginnings of tables."""
+_SCALE_INPUT = 9
 _WINDOW_INPUT = 10
+_MAX_CONTEXT_INPUT = 12
 """Ports of the attention operator, as OpenVINO numbers them."""
 
 
-def cache_inputs(num_layers: int) -> tuple[str, ...]:
-    """Names of the KV cache inputs: keys and values of layer 0, then of layer 1, and so on."""
-    return tuple(f"{kind}_cache.{layer}" for layer in range(num_layers) for kind in ("key", "value"))
+def cache_inputs(num_layers: int, own: OwnAttention | None = None) -> tuple[str, ...]:
+    """Names of the KV cache inputs, by layers: keys and values, or one for both where the operator is ours."""
+    kinds = ("key", "value") if own is None else ("kv",)
+    return tuple(f"{kind}_cache.{layer}" for layer in range(num_layers) for kind in kinds)
 
 
 def to_paged(model: Model, windows: Sequence[int] = ()) -> None:
@@ -85,6 +94,59 @@ def _set_windows(model: Model, windows: Sequence[int]) -> None:
         raise ExecutorError(f"OpenVINO's transformation left no {_ATTENTION} for {', '.join(remaining)}")
 
 
+def use_own_attention(model: Model, own: OwnAttention) -> None:
+    """Put our operator in the place of each of OpenVINO's in a paged model, and one cache input a layer in that of two.
+
+    Raises:
+        UnsupportedArtifactError: the graph asks for more than ours can; nothing was changed.
+    """
+    theirs = [node for node in model.get_ordered_ops() if node.get_type_name() == _ATTENTION]
+    wanted = [_scale_and_window(node) for node in theirs]
+    common = {"heads": own.heads, "kv_heads": own.kv_heads, "head_dim": own.head_dim, "kernel": own.kernel}
+    caches = []
+    for node, numbers in zip(theirs, wanted, strict=True):
+        layer = node.input_value(_KEY_CACHE_INPUT).get_node().get_friendly_name().removeprefix("key_cache.")
+        caches.append(_parameter(f"kv_cache.{layer}", [-1, own.block_bytes], np.uint8))
+        inputs = [*(node.input_value(port) for port in _STEP_PORTS), caches[-1].output(0)]
+        attributes = {**common, **numbers, "storage": STORAGES.index(own.storage)}
+        ours = _node_factory().create(OPERATOR, inputs, attributes)
+        for target in list(node.output(0).get_target_inputs()):
+            target.replace_source_output(ours.output(0))
+    for parameter in list(model.get_parameters()):
+        if parameter.get_friendly_name().startswith(("key_cache.", "value_cache.")):
+            model.remove_parameter(parameter)
+    model.add_parameters(caches)
+    model.validate_nodes_and_infer_types()
+
+
+@cache
+def _node_factory() -> Any:
+    """OpenVINO's maker of nodes, which knows our operator; its core does too from now on."""
+    from openvino.utils.node_factory import NodeFactory
+
+    factory = NodeFactory()
+    factory.add_extension(str(LIBRARY))
+    the_core().add_extension(str(LIBRARY))
+    return factory
+
+
+def _scale_and_window(node: Node) -> dict[str, float]:
+    """What OpenVINO's operator was to do, less what ours does not know.
+
+    Raises:
+        UnsupportedArtifactError: the graph asks for more than scale and window (biases, sinks, rotated keys).
+    """
+    sources = [node.input_value(port).get_node() for port in range(node.get_input_size())]
+    for port in (_SCALE_INPUT, _WINDOW_INPUT):
+        if sources[port].get_type_name() != "Constant" or sources[port].data.size != 1:
+            raise UnsupportedArtifactError(f"input {port} of {_ATTENTION} is no number; attention=openvino takes it")
+    for port, source in enumerate(sources[_SCALE_INPUT:], _SCALE_INPUT):
+        is_known = port in (_SCALE_INPUT, _WINDOW_INPUT, _MAX_CONTEXT_INPUT)
+        if not is_known and (source.get_type_name() != "Constant" or np.any(source.data)):
+            raise UnsupportedArtifactError(f"input {port} of {_ATTENTION} is in use; attention=openvino takes it")
+    return {"scale": float(sources[_SCALE_INPUT].data), "window": int(sources[_WINDOW_INPUT].data)}
+
+
 def _gather_rows(model: Model) -> None:
     """Compute logits only for the rows in ``sampled_rows`` ([R] i64), and hidden states for ``hidden_rows`` ([H] i64).
 
@@ -92,7 +154,7 @@ def _gather_rows(model: Model) -> None:
     """
     head = _lm_head(model)
     states = head.input_value(0)
-    rows, hidden_rows = _rows_parameter(SAMPLED_ROWS), _rows_parameter(HIDDEN_ROWS)
+    rows, hidden_rows = _parameter(SAMPLED_ROWS, [-1], np.int64), _parameter(HIDDEN_ROWS, [-1], np.int64)
     gathered = op.gather(states, rows, op.constant(np.int64(0)))
     head.input(0).replace_source_output(gathered.output(0))
     hidden = op.result(op.gather(states, hidden_rows, op.constant(np.int64(0))), name=HIDDEN)
@@ -102,8 +164,8 @@ def _gather_rows(model: Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def _rows_parameter(name: str) -> Node:
-    parameter = op.parameter(ov.PartialShape([-1]), np.int64, name=name)
+def _parameter(name: str, shape: Sequence[int], dtype: type[np.generic]) -> Node:
+    parameter = op.parameter(ov.PartialShape(list(shape)), dtype, name=name)
     parameter.output(0).tensor.set_names({name})
     return parameter
 
@@ -135,8 +197,7 @@ def _is_constant(node: Node) -> bool:
 
 
 def _check_inputs(model: Model) -> None:
-    num_layers = sum(port.get_any_name().startswith("key_cache.") for port in model.inputs)
     found = {port.get_any_name() for port in model.inputs}
-    unknown = sorted(found - {*_STEP_INPUTS, *cache_inputs(num_layers)})
+    unknown = sorted(name for name in found - {*_STEP_INPUTS} if not name.startswith(_CACHE_NAMES))
     if unknown:
         raise UnsupportedArtifactError(f"the paged graph has inputs that nobody feeds: {', '.join(unknown)}")

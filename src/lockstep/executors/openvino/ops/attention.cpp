@@ -1,0 +1,202 @@
+// A layer's attention divided into work for threads: what is wrong with a step, stores, tiles, segments of long rows.
+#include "attention.hpp"
+
+#include <oneapi/tbb/parallel_for.h>
+#include <oneapi/tbb/task_arena.h>
+
+#include <algorithm>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+namespace lockstep {
+namespace {
+
+constexpr int ITEMS_PER_THREAD = 4;   // fewer, and rows are split so that threads end together
+constexpr std::size_t FEW_ITEMS = 8;  // that one thread does sooner than several
+constexpr int MANY_TOKENS = 64;       // from so many on, several threads store a sequence's keys and values
+
+const char* fault(const Step& step) {
+    const Layout& layout = step.layout;
+    if (layout.kv_heads < 1 || step.heads % layout.kv_heads) return "the query heads are no multiple of the KV heads";
+    if (layout.head_dim < LANES || layout.head_dim % LANES || layout.head_dim > MAX_HEAD_DIM)
+        return "a head's size is not a multiple of 16 up to 256";
+    if (step.window < 0) return "the window is negative";
+    if (step.begins[0] != 0 || step.begins[step.num_sequences] != step.num_tokens)
+        return "subsequence_begins does not cover the tokens";
+    if (step.table_begins[0] != 0 || step.table_begins[step.num_sequences] > step.num_table_entries)
+        return "block_indices_begins does not cover the tables";
+    for (std::int64_t s = 0; s < step.num_sequences; s++) {
+        const std::int64_t length = std::int64_t(step.begins[s + 1]) - step.begins[s];
+        const std::int64_t entries = std::int64_t(step.table_begins[s + 1]) - step.table_begins[s];
+        if (length < 0 || entries < 0) return "subsequence_begins or block_indices_begins descends";
+        if (step.past[s] < 0) return "past_lens is negative";
+        if (step.past[s] + length > entries * BLOCK_TOKENS) return "a block table is too short for its sequence";
+    }
+    for (std::int64_t i = 0; i < step.table_begins[step.num_sequences]; i++)
+        if (step.blocks[i] < 0 || step.blocks[i] >= step.num_blocks) return "a block is not of this pool";
+    return nullptr;
+}
+
+template <class Do>
+void for_each(std::size_t count, Do todo) {
+    if (count < FEW_ITEMS)
+        for (std::size_t i = 0; i < count; i++) todo(i);
+    else
+        tbb::parallel_for(std::size_t(0), count, todo);
+}
+
+// Rows of one sequence and KV head against some segments. A row is a token's query head: row r is head r % group of the
+// group, of the step's token r / group of the sequence.
+struct Item {
+    int sequence, head, first_row, num_rows, first_segment, last_segment;
+};
+
+struct Work {
+    const Step& step;
+    const Kernel& kernel;
+    int group = step.heads / step.layout.kv_heads;
+
+    std::uint8_t* head_of(int sequence, int position, int head) const {
+        const std::int32_t block = step.blocks[step.table_begins[sequence] + position / BLOCK_TOKENS];
+        return step.cache + std::size_t(block) * step.layout.block_bytes() + head * step.layout.head_bytes();
+    }
+
+    void store(int sequence, int token) const {
+        const Layout& layout = step.layout;
+        const int position = step.past[sequence] + token - step.begins[sequence];
+        for (int h = 0; h < layout.kv_heads; h++) {
+            const std::size_t at = (std::size_t(token) * layout.kv_heads + h) * layout.head_dim;
+            kernel.store(layout, step.keys + at, step.values + at, head_of(sequence, position, h),
+                         position % BLOCK_TOKENS);
+        }
+    }
+
+    void store_all() const {
+        for (int s = 0; s < step.num_sequences; s++) {
+            const int begin = step.begins[s], end = step.begins[s + 1];
+            if (end - begin < MANY_TOKENS)
+                for (int token = begin; token < end; token++) store(s, token);
+            else
+                tbb::parallel_for(begin, end, [&](int token) { store(s, token); });
+        }
+    }
+
+    // Every row once. Segments: those that its rows see.
+    std::vector<Item> items() const {
+        std::vector<Item> items;
+        for (int s = 0; s < step.num_sequences; s++) {
+            const int num_rows = (step.begins[s + 1] - step.begins[s]) * group;
+            for (int row = 0; row < num_rows; row += kernel.max_rows)
+                for (int h = 0; h < step.layout.kv_heads; h++) {
+                    Item item{s, h, row, std::min(kernel.max_rows, num_rows - row), 0, 0};
+                    item.first_segment = first_key(position(s, row)) / SEGMENT_TOKENS;
+                    item.last_segment = position(s, row + item.num_rows - 1) / SEGMENT_TOKENS + 1;
+                    items.push_back(item);
+                }
+        }
+        return items;
+    }
+
+    int position(int sequence, int row) const { return step.past[sequence] + row / group; }
+    int first_key(int position) const {
+        return step.window && position >= step.window ? position + 1 - step.window : 0;
+    }
+    std::size_t place(const Item& item, int row) const {
+        const int token = step.begins[item.sequence] + (item.first_row + row) / group;
+        return (std::size_t(token) * step.heads + item.head * group + (item.first_row + row) % group) *
+               step.layout.head_dim;
+    }
+
+    void attend(const Item& item, const Item& next, Share* rows) const {
+        Tile tile;
+        tile.layout = step.layout;
+        tile.cache = step.cache + item.head * step.layout.head_bytes();
+        tile.blocks = step.blocks + step.table_begins[item.sequence];
+        tile.num_blocks = step.table_begins[item.sequence + 1] - step.table_begins[item.sequence];
+        tile.scale = step.scale * 1.44269504f;  // log2(e): the softmax is one of powers of two
+        tile.num_rows = item.num_rows;
+        for (int r = 0; r < item.num_rows; r++) {
+            const int at = position(item.sequence, item.first_row + r);
+            tile.queries[r] = step.queries + place(item, r);
+            tile.begin[r] = first_key(at), tile.end[r] = at + 1;
+        }
+        for (int b = 0; b < SEGMENT_BLOCKS; b++)
+            tile.next[b] = head_of(next.sequence,
+                                   std::min(next.first_segment * SEGMENT_TOKENS + b * BLOCK_TOKENS,
+                                            position(next.sequence, next.first_row)),
+                                   next.head);
+        kernel.attend(tile, item.first_segment, item.last_segment, rows);
+    }
+
+    void finish(const Item& item, const Share* rows) const {
+        for (int r = 0; r < item.num_rows; r++) {
+            float* out = step.out + place(item, r);
+            const float inverse = 1.f / rows[r].weight;
+            for (int d = 0; d < step.layout.head_dim; d++) out[d] = rows[r].values[d] * inverse;
+        }
+    }
+
+    // Too few items for the threads: each segment by itself, and their shares folded in order.
+    void attend_split(const std::vector<Item>& items) const {
+        const int dim = step.layout.head_dim;
+        std::vector<Item> parts;
+        std::vector<std::size_t> rows;  // where each part's begin
+        std::size_t num_rows = 0;
+        for (const Item& item : items)
+            for (int segment = item.first_segment; segment < item.last_segment; segment++) {
+                parts.push_back(item);
+                parts.back().first_segment = segment, parts.back().last_segment = segment + 1;
+                rows.push_back(num_rows);
+                num_rows += item.num_rows;
+            }
+        std::vector<Share> shares(num_rows);
+        const std::unique_ptr<float[]> values(new float[num_rows * dim]);  // not set to zero
+        for (std::size_t i = 0; i < num_rows; i++) shares[i].values = &values[i * dim];
+        for_each(parts.size(),
+                 [&](std::size_t i) { attend(parts[i], parts[std::min(i + 1, parts.size() - 1)], &shares[rows[i]]); });
+        Share* total = shares.data();
+        for (const Item& item : items) {
+            const int num_parts = item.last_segment - item.first_segment;
+            for (int i = 1; i < num_parts; i++)
+                for (int r = 0; r < item.num_rows; r++) kernel.fold(total[r], total[i * item.num_rows + r], dim);
+            finish(item, total);
+            total += num_parts * item.num_rows;
+        }
+    }
+};
+
+}  // namespace
+
+const char* attention(const Step& step, const Kernel& kernel) {
+    if (const char* wrong = fault(step)) return wrong;
+    const Work work{step, kernel};
+    work.store_all();
+    const std::vector<Item> items = work.items();
+    if (items.size() < std::size_t(ITEMS_PER_THREAD * tbb::this_task_arena::max_concurrency())) {
+        work.attend_split(items);
+    } else {
+        for_each(items.size(), [&](std::size_t i) {
+            alignas(64) float values[MAX_ROWS * MAX_HEAD_DIM];
+            Share rows[MAX_ROWS];
+            for (int r = 0; r < MAX_ROWS; r++) rows[r].values = values + r * step.layout.head_dim;
+            work.attend(items[i], items[std::min(i + 1, items.size() - 1)], rows);
+            work.finish(items[i], rows);
+        });
+    }
+    return nullptr;
+}
+
+const Kernel* find_kernel(const char* name) {
+    const std::string_view wanted = name;
+    const auto is_wanted = [&](const char* each) { return wanted.empty() || wanted == each; };
+#if defined(__x86_64__)
+    const bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (is_wanted("avx512") && has_avx2 && __builtin_cpu_supports("avx512f")) return &avx512_kernel;
+    if (is_wanted("avx2") && has_avx2) return &avx2_kernel;
+#endif
+    return is_wanted("portable") ? &portable_kernel : nullptr;
+}
+
+}  // namespace lockstep
