@@ -183,7 +183,7 @@ def test_every_reason_of_an_engine_occurs_and_is_told_in_words() -> None:
     kinds: set[str] = set()
     for policy in POLICIES:
         draw, clock = random.Random(7), ManualClock()
-        model, config = load_model("stub://alpha", LoadOptions(EngineOptions(**policy)))  # type: ignore[arg-type]  # by name
+        model, config = load_model("stub://alpha", LoadOptions(EngineOptions(**policy)))
         engine = Engine(model, config, clock=clock)
         for step in range(400):
             for _ in range(draw.choice((0, 0, 1, 3)) if step < 60 else 0):

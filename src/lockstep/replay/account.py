@@ -176,7 +176,7 @@ class RequestAccount:
     def _begin_file(self, header: Header) -> None:
         if header.run != self._run or header.file != self._file + 1 or header.gap:
             for known in (self._open, self._arrivals_us, self._tokens, self._reasons, self._waits, self._callers):
-                known.clear()  # type: ignore[attr-defined]  # all of them are dicts
+                known.clear()  # all of them are dicts
         self._run, self._file, self._has_content = header.run, header.file, header.has_content
 
     def _open_sequence(self, engine: int, seq_id: int) -> None:
