@@ -60,7 +60,7 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def _attention() -> str:
-    """Whose attention operator models get, and why where it is not ours."""
+    """The attention operator that models get, and why where it is not ours."""
     from lockstep.executors.machine import instruction_set
     from lockstep.executors.openvino import ops, runtime
 

@@ -131,7 +131,7 @@ def _node_factory() -> Any:
 
 
 def _scale_and_window(node: Node) -> dict[str, float]:
-    """What OpenVINO's operator was to do, less what ours does not know.
+    """Scale and window, as OpenVINO's operator was given them.
 
     Raises:
         UnsupportedArtifactError: the graph asks for more than scale and window (biases, sinks, rotated keys).
