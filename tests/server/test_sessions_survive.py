@@ -22,7 +22,8 @@ models:
   router: {source: 'pocket://', max_active_sessions: 4, engine: {num_blocks: 64}}
 sessions: {idle_threshold: IDLE, sweep_interval: 50ms, min_lifetime: 50ms}
 """
-TEXT = "I was charged twice for my subscription last week, and nobody answers my letters. " * 8
+TEXT = "I was charged twice for my subscription last week, and nobody answers my letters. " * 7
+"""Prompt and answer end in the same block, so that the same prompt finds all that its session has, answers or not."""
 Start = Callable[..., ServerProcess]
 
 
