@@ -210,7 +210,7 @@ def test_requests_are_seen_as_they_come(server: ServerProcess) -> None:
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200
         name = answer.headers["x-request-id"]
-        lines = terminal.sees(lambda lines: has(name)(lines) and has("session_admitted  session another")(lines))
+        lines = terminal.sees(lambda lines: has(name)(lines) and has("session another  model alpha")(lines))
         [row] = [line for line in lines if line.startswith(name)]
         assert row.split()[1:3] == ["ended", "alpha"]
         assert row.split()[-5:] == [str(answer.json()["usage"]["prompt_tokens"]), "0", "4", "another", "length"]
