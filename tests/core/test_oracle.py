@@ -211,9 +211,9 @@ def test_the_oracle_notices_a_lost_swap() -> None:
 # -- same inputs, same plans ----------------------------------------------------------------------------------------
 
 
-def fingerprint_of(seed: int, *, twin: bool = False) -> str:
+def fingerprint_of(seed: int, *, twin: bool = False, one_kernel: bool = False) -> str:
     rng = random.Random(seed)
-    config = random_config(rng)
+    config = replace(random_config(rng), decode_equals_prefill=one_kernel)
     loop = Loop(config)
     if twin:
         loop.add(Job((1, 2), 1))
@@ -234,3 +234,4 @@ def test_ten_identical_runs_have_the_same_fingerprint_and_a_twin_another(seed: i
 def test_pinned_fingerprints() -> None:
     """These change when a decision does: on purpose, or not."""
     assert [fingerprint_of(seed) for seed in (1, 2)] == ["5316b3c56a6ff6dd", "0d4fdca58dd435ba"]
+    assert [fingerprint_of(seed, one_kernel=True) for seed in (1, 2)] == ["ddc2ca025388bdf4", "af8172f51299b30e"]
