@@ -80,7 +80,7 @@ def build(root: Path, target: Path, warn: Callable[[str], object]) -> bool:
     if reason is not None:
         warn(f"the attention operator is not built ({reason}); OpenVINO's own will be used")
         return False
-    package = _openvino()
+    package = openvino_package()
     libraries = [next((package / "libs").glob(pattern)) for pattern in ("libopenvino.so.*", "libtbb.so.*")]
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
@@ -114,7 +114,7 @@ def _compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def _openvino() -> Path:
+def openvino_package() -> Path:
     """Folder of the installed OpenVINO, with its headers and libraries; found without importing it."""
     spec = find_spec("openvino")
     assert spec is not None
