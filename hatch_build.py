@@ -20,40 +20,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-try:
-    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-except ImportError:  # run by itself
-    BuildHookInterface = object
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 OPS = Path("src/lockstep/executors/openvino/ops")
 LIBRARY = "liblockstep_ops.so"
 X86 = ("x86_64", "amd64")
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-Wall",
-    "-Wextra",
-)
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall")
 """No contraction and no fast arithmetic: each operation rounds as the source says, on every processor."""
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
 KERNEL_FLAGS = {
-    "kernel_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
-    "kernel_avx512.cpp": (
-        "-mavx2",
-        "-mfma",
-        "-mf16c",
-        "-mavx512f",
-        "-mprefer-vector-width=512",
-        "-Wno-maybe-uninitialized",
-    ),
+    "kernel_avx2.cpp": AVX2,
+    "kernel_avx512.cpp": (*AVX2, "-mavx512f", "-mprefer-vector-width=512", "-Wno-maybe-uninitialized"),
 }
 """Only these sources are compiled for more than the least processor; the library chooses among them when it runs."""
 
 
-class CustomBuildHook(BuildHookInterface):
+class CustomBuildHook(BuildHookInterface[Any]):
     """Hatchling's hook: an editable installation gets the library among its sources, a wheel a copy and a platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
