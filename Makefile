@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 cover surface lint measures format bench lock clean map
+.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench lock clean map
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
@@ -35,6 +35,14 @@ test-avx2: $(STAMP)
 
 test-avx512: $(STAMP)
 	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest $(WORKERS)
+
+# A copy of the package with the compiled parts, away from the sources: PYTHONPATH=build/compiled runs it.
+compiled: $(STAMP)
+	$(BIN)/python hatch_build.py build/compiled
+
+# The core and the replays as a wheel has them. The same tests as above, two minutes with the compilation: by hand.
+test-compiled: compiled
+	PYTHONPATH=build/compiled $(BIN)/python -m pytest tests/core tests/replay $(WORKERS)
 
 # Every branch of the core; fails below 100 %.
 cover: $(STAMP)

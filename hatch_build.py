@@ -1,10 +1,11 @@
-"""Build of the compiled part, the attention operator's library: where its sources are, or into a wheel.
+"""Build of the compiled parts: the attention operator's library, and the modules of the core that mypyc compiles.
 
-    python hatch_build.py
+    python hatch_build.py               the library, in the source tree, as an editable installation has it
+    python hatch_build.py build/compiled    a copy of the package there, with the library and the compiled modules
 
-builds in the source tree, as an editable installation does. Without a C++ compiler, or on another system than Linux,
-it says so in one line and builds nothing: everything works without the library, on OpenVINO's own operator.
-``LOCKSTEP_PURE=1`` in the environment asks for that.
+A wheel has both. Modules are never compiled beside their sources, where an old one would stand for an edited file.
+Without a compiler, or on another system than Linux, one line says so for each part that is not built: everything works
+without, on OpenVINO's own operator and interpreted. ``LOCKSTEP_PURE=1`` in the environment asks for that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import chdir
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,21 +36,41 @@ KERNEL_FLAGS = {
 }
 """Only these sources are compiled for more than the least processor; the library chooses among them when it runs."""
 
+PACKAGE = Path("src/lockstep")
+MODULES = (
+    *("core/blocks", "core/decode_run", "core/fingerprint", "core/kv", "core/planner", "core/prefix", "core/queue"),
+    *("core/scheduler", "core/sequence", "core/step_builder"),
+    *("replay/cache_oracle", "replay/cost", "replay/progress", "replay/simulator"),
+)
+"""Modules that mypyc compiles: what decides. Modules of values stay as they are: mypyc's dataclasses refuse `Final`
+fields, build instances no faster, and have no ``__slots__`` to ask for."""
+TYPES_FROM = ("core", "errors.py", "replay/__init__.py", "replay/timeline.py", "replay/workload.py")
+"""Sources that those are checked against: less than the package, which takes mypy a minute."""
+MYPY_OPTIONS = ("--config-file=", "--python-version=3.11")
+GROUP = "lockstep"
+"""The module ``lockstep__mypyc`` has all code; each compiled module beside its source only leads there."""
+
 
 class CustomBuildHook(BuildHookInterface[Any]):
-    """Hatchling's hook: an editable installation gets the library among its sources, a wheel a copy and a platform."""
+    """Hatchling's hook: an editable installation gets the library among its sources, a wheel a copy of all parts."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
         if version == "editable":
             build(root, root / OPS / LIBRARY, self.app.display_warning)
             return
-        target = Path(tempfile.mkdtemp()) / LIBRARY
-        if build(root, target, self.app.display_warning):
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        folder, warn = Path(tempfile.mkdtemp()), self.app.display_warning
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        if build(root, folder / LIBRARY, warn):
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
-            build_data["force_include"][str(target)] = str((OPS / LIBRARY).relative_to("src"))
+            build_data["force_include"][str(folder / LIBRARY)] = str((OPS / LIBRARY).relative_to("src"))
+        compiled = build_core(root, folder / "core", warn)
+        if compiled:
+            python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+            build_data["pure_python"] = False
+            build_data["tag"] = f"{python}-{python}-{platform}"
+            build_data["force_include"].update({str(folder / "core" / name): name for name in compiled})
 
 
 def build(root: Path, target: Path, warn: Callable[[str], object]) -> bool:
@@ -58,33 +80,102 @@ def build(root: Path, target: Path, warn: Callable[[str], object]) -> bool:
         subprocess.CalledProcessError: a compiler that is there did not compile it.
     """
     target.unlink(missing_ok=True)  # an old one would stand for sources that it was not made of
-    reason = _obstacle()
+    reason = _obstacle_to_all() or _obstacle_to_library()
     if reason is not None:
         warn(f"the attention operator is not built ({reason}); OpenVINO's own will be used")
         return False
     package = openvino_package()
     libraries = [next((package / "libs").glob(pattern)) for pattern in ("libopenvino.so.*", "libtbb.so.*")]
     with tempfile.TemporaryDirectory() as folder:
-        jobs = []
+        commands = {}
         for source in sorted((root / OPS).glob("*.cpp")):
-            place = Path(folder) / f"{source.stem}.o"
+            place = str(Path(folder) / f"{source.stem}.o")
             flags = (*FLAGS, *_kernel_flags(source.name), "-isystem", str(package / "include"))
-            jobs.append((place, subprocess.Popen([_compiler(), *flags, "-c", str(source), "-o", str(place)])))
-        for _, job in jobs:
-            if job.wait():
-                raise subprocess.CalledProcessError(job.returncode, job.args)
-        objects = [str(place) for place, _ in jobs]
+            commands[place] = [_compiler(), *flags, "-c", str(source), "-o", place]
+        objects = _run_all(commands)
         # Both libraries are in every process that has imported OpenVINO, so no path to them is written down.
         subprocess.run([_compiler(), "-shared", "-s", *objects, *map(str, libraries), "-o", str(target)], check=True)
     return True
 
 
-def _obstacle() -> str | None:
+def build_core(root: Path, target: Path, warn: Callable[[str], object]) -> list[str]:
+    """Compile the modules into a folder; their paths in it, none where nothing can be built here.
+
+    Raises:
+        subprocess.CalledProcessError: a compiler that is there did not compile it.
+    """
+    reason = _obstacle_to_all() or _obstacle_to_core()
+    if reason is not None:
+        warn(f"the core is not compiled ({reason}); it will be interpreted")
+        return []
+    from mypyc.build import mypycify
+
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # mypyc names modules by their paths from here
+        _copy_sources(root / PACKAGE, Path("lockstep"))
+        sources = [f"lockstep/{name}.py" for name in MODULES]
+        commands = {}
+        for extension in mypycify([*MYPY_OPTIONS, *sources], group_name=GROUP, target_dir="build"):
+            name = extension.name.replace(".", "/") + suffix
+            place = target / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            includes = [f"-I{path}" for path in (sysconfig.get_path("include"), *extension.include_dirs)]
+            flags = ("-shared", "-fPIC", "-O2", "-fwrapv", "-DNDEBUG", "-s", *includes)
+            commands[name] = [_c_compiler(), *flags, *extension.sources, "-o", str(place)]
+        return _run_all(commands)
+
+
+def build_copy(root: Path, target: Path) -> bool:
+    """Copy the package to a folder and compile all parts there; whether the core is compiled."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(root / PACKAGE, target / "lockstep", ignore=shutil.ignore_patterns("__pycache__"))
+    if not (root / OPS / LIBRARY).exists():
+        build(root, target / OPS.relative_to("src") / LIBRARY, print)
+    return bool(build_core(root, target, print))
+
+
+def _copy_sources(package: Path, target: Path) -> None:
+    """Copy the modules and their types, in a package of their own: the real one's ``__init__`` leads to all others."""
+    for name in (*TYPES_FROM, *(f"{name}.py" for name in MODULES)):
+        place = target / name
+        if (package / name).is_dir():
+            shutil.copytree(package / name, place)
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(package / name, place)
+    (target / "__init__.py").touch()
+
+
+def _run_all(commands: Mapping[str, list[str]]) -> list[str]:
+    """Run commands at the same time; the names of what they make."""
+    jobs = [subprocess.Popen(command) for command in commands.values()]
+    for job in jobs:
+        if job.wait():
+            raise subprocess.CalledProcessError(job.returncode, job.args)
+    return list(commands)
+
+
+def _obstacle_to_all() -> str | None:
     """Reason why nothing can be built here."""
     if os.environ.get("LOCKSTEP_PURE"):
         return "LOCKSTEP_PURE is set"
     if not sys.platform.startswith("linux"):
         return f"it is built on Linux only, not on {sys.platform}"
+    return None
+
+
+def _obstacle_to_core() -> str | None:
+    if shutil.which(_c_compiler()) is None:
+        return f"there is no C compiler {_c_compiler()!r}; on Debian: apt install gcc"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "the headers of Python are missing; on Debian: apt install python3-dev"
+    for name in ("mypyc", "setuptools"):
+        if find_spec(name) is None:
+            return f"{name} is not installed"
+    return None
+
+
+def _obstacle_to_library() -> str | None:
     if shutil.which(_compiler()) is None:
         return f"there is no C++ compiler {_compiler()!r}; on Debian: apt install g++"
     if find_spec("openvino") is None:
@@ -94,6 +185,10 @@ def _obstacle() -> str | None:
 
 def _compiler() -> str:
     return os.environ.get("CXX", "g++")
+
+
+def _c_compiler() -> str:
+    return os.environ.get("CC", "gcc")
 
 
 def openvino_package() -> Path:
@@ -110,4 +205,6 @@ def _kernel_flags(name: str) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     here = Path(__file__).resolve().parent
+    if len(sys.argv) > 1:
+        sys.exit(not build_copy(here, Path(sys.argv[1]).resolve()))
     build(here, here / OPS / LIBRARY, print)

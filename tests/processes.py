@@ -7,6 +7,7 @@ what it imports, how it ends, and processes that it starts by `multiprocessing`.
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,8 @@ from lockstep.cli.main import main as lockstep
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = Path(inspect.getfile(lockstep)).resolve().parents[2]
+"""Folder of the package that is tested: the sources, or a copy with compiled modules."""
 _PRELOADED = "tests.preloaded"
 
 
@@ -124,7 +127,7 @@ def _start_server() -> None:
     """Start the process that others are forked from, unless it runs; it finds our modules by its environment."""
     forkserver.set_forkserver_preload([_PRELOADED])
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "src"), before)))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(SOURCES), before)))
     try:
         forkserver.ensure_running()
     finally:

@@ -22,6 +22,7 @@ def test_json_has_every_section(
     facts = json.loads(capsys.readouterr().out)
     assert list(facts) == ["lockstep", "packages", "system", "processor", "memory", "caches", "environment"]
     assert facts["lockstep"]["version"] == __version__
+    assert facts["lockstep"]["core"] in ("compiled", "interpreted")
     assert facts["lockstep"]["attention"].startswith(("lockstep 1, kernel ", "openvino, because of ours its library "))
     assert facts["packages"]["openvino"].startswith("2026")
     assert facts["processor"]["usable_cores"] >= 1

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from lockstep.cli.collect_env import is_compiled
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepEvents, StepPlan, StepResult
+
+needs_interpreted = pytest.mark.skipif(
+    is_compiled(), reason="it looks into objects or changes them, which compiled ones refuse"
+)
 
 
 def config(**limits: Any) -> SchedulerConfig:

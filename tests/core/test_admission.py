@@ -10,7 +10,7 @@ from lockstep.core.planner import StepPlanner
 from lockstep.core.request import Request
 from lockstep.core.sequence import Sequence
 from lockstep.errors import PromptTooLongError, QueueFullError
-from tests.core.drive import prompt, rows, run, scheduler, step
+from tests.core.drive import needs_interpreted, prompt, rows, run, scheduler, step
 from tests.core.oracle import Loop
 from tests.core.test_oracle import drive, random_config
 
@@ -100,6 +100,7 @@ class Thorough(StepPlanner):
         return (-self.asked, 0, 0)
 
 
+@needs_interpreted
 @pytest.mark.parametrize("seed", range(40))
 def test_not_asking_again_who_cannot_fit_changes_nothing(seed: int) -> None:
     plans = []
@@ -113,6 +114,7 @@ def test_not_asking_again_who_cannot_fit_changes_nothing(seed: int) -> None:
     assert plans[0] == plans[1]
 
 
+@needs_interpreted
 def test_nobody_is_asked_again_until_something_is_free() -> None:
     core = scheduler(num_blocks=10)
     core.add(prompt([1] * 20, 9))

@@ -9,18 +9,15 @@ import pytest
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
-from lockstep.core.step import StepEvents, StepPlan
-from tests.core.drive import answer, commit, config, prompt, scheduler, step
+from lockstep.core.step import Explain, Reason, StepEvents, StepPlan
+from tests.core.drive import answer, commit, config, needs_interpreted, prompt, scheduler, step
 
 
-class Planned(Scheduler):
-    """Every step is planned row by row."""
-
-    def _can_repeat(self) -> bool:
-        return False
+def row_by_row(reason: Reason) -> None:
+    """Explain nothing; a step that is asked for reasons is planned row by row."""
 
 
-def drive(core: Scheduler, seed: int) -> list[tuple[StepPlan, StepEvents]]:
+def drive(core: Scheduler, seed: int, explain: Explain | None = None) -> list[tuple[StepPlan, StepEvents]]:
     """Arrivals, aborts, stops, forced tokens and failures at random times, with long quiet stretches between."""
     rng = random.Random(seed)
     seen = []
@@ -32,7 +29,7 @@ def drive(core: Scheduler, seed: int) -> list[tuple[StepPlan, StepEvents]]:
             core.abort(rng.choice(ids))
         if rng.random() < 0.03:
             core.view(rng.choice(ids))
-        plan = core.schedule()
+        plan = core.schedule(explain)
         if not plan.has_work:
             continue
         if rng.random() < 0.02:
@@ -57,8 +54,8 @@ def test_counted_steps_are_the_planned_ones(seed: int, order: str) -> None:
     limits = config(
         num_blocks=rng.choice([25, 60]), max_num_seqs=8, num_host_blocks=9, order=order, max_num_decode_seqs=width
     )
-    counted, planned = Scheduler(limits), Planned(limits)
-    assert drive(counted, seed) == drive(planned, seed)
+    counted, planned = Scheduler(limits), Scheduler(limits)
+    assert drive(counted, seed) == drive(planned, seed, row_by_row)
     assert counted.stats() == planned.stats()
     assert counted.drain_finished() == planned.drain_finished()
 
@@ -150,9 +147,10 @@ def test_a_run_ends_where_the_pool_does() -> None:
     assert core.stats().num_preemptions > 0
 
 
+@needs_interpreted
 def test_a_run_begins_behind_the_step_that_ended_somebody() -> None:
     """Who is left repeats at once, and again when the next one ends at its limit or before; nothing is planned anew."""
-    core, planned = scheduler(block_size=16), Planned(config(block_size=16))
+    core, planned = scheduler(block_size=16), scheduler(block_size=16)
     planner = core._planner
     num_planned = 0
     plan_row_by_row = planner.plan
@@ -168,7 +166,7 @@ def test_a_run_begins_behind_the_step_that_ended_somebody() -> None:
             each.add(Request(4, length))
     for number in range(30):
         stops = (3,) if number == 12 else ()
-        plans = [each.schedule() for each in (core, planned)]
+        plans = core.schedule(), planned.schedule(row_by_row)
         assert plans[0] == plans[1]
         if plans[0].has_work:
             assert core.num_held_blocks == core.stats().num_held_blocks > 0

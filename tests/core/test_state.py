@@ -24,7 +24,7 @@ from lockstep.core.state import STATE_VERSION, FingerprintState, KVState, SavedS
 from lockstep.core.stats import Counters
 from lockstep.core.step import StepPlan, StepResult
 from lockstep.errors import RequestError
-from tests.core.drive import prompt, scheduler, step
+from tests.core.drive import needs_interpreted, prompt, scheduler, step
 
 CONFIG = SchedulerConfig(
     block_size=4,
@@ -46,7 +46,7 @@ KEPT: dict[type[Any], set[str]] = {
     PrefixCache: {"_hash_of", "_pins"},
     TenantLedger: {"_served"},
     Counters: {field.name for field in fields(Counters)},
-    Sequence: {*Sequence.__slots__} - {"rank", "num_prompt"},
+    Sequence: {*getattr(Sequence, "__slots__", ())} - {"rank", "num_prompt"},
 }
 """Attributes that a state has, in its own form."""
 FOLLOWS: dict[type[Any], set[str]] = {
@@ -219,6 +219,7 @@ TestRotations = Rotations.TestCase
 TestRotations.settings = settings(max_examples=50, stateful_step_count=30, derandomize=True)
 
 
+@needs_interpreted
 def test_every_attribute_of_the_core_is_in_the_state_or_said_not_to_be() -> None:
     """So that nothing that decides is forgotten."""
     core = scheduler(order="fair", num_host_blocks=4)
@@ -243,6 +244,7 @@ def test_the_declared_state_has_the_version_that_is_written_beside_it() -> None:
     assert (STATE_VERSION, digest) == (2, "f1aaee4085191219")
 
 
+@needs_interpreted
 def test_asking_for_a_step_where_nobody_is_unfinished_changes_nothing() -> None:
     core = scheduler()
     core.add(prompt(9, 2))

@@ -26,7 +26,7 @@ SYSTEM = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux
 """Libraries that every manylinux machine has."""
 
 pytestmark = [
-    pytest.mark.slow,  # two minutes: the operator is compiled once more
+    pytest.mark.slow,  # two minutes: operator and core are compiled once more
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the compiled parts are built on Linux only"),
 ]
 
@@ -108,7 +108,7 @@ def binary(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 @pytest.fixture(scope="module")
 def pure(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     wheel, said = build(checkout, tmp_path_factory.mktemp("dist"), LOCKSTEP_PURE="1")
-    assert said.count("LOCKSTEP_PURE is set") == 1
+    assert said.count("LOCKSTEP_PURE is set") == 2, "a line for each part"
     return Installed(wheel, tmp_path_factory.mktemp("pure"))
 
 
@@ -128,10 +128,12 @@ def test_a_pure_wheel_answers_by_the_fallback_and_says_so_once(pure: Installed) 
 
 
 def test_sources_without_a_compiler_say_one_line_and_give_the_pure_wheel(checkout: Path, tmp_path: Path) -> None:
-    wheel, said = build(checkout, tmp_path, CXX="no-compiler-here")
+    wheel, said = build(checkout, tmp_path, CXX="no-compiler-here", CC="no-compiler-here")
     assert wheel.name.endswith("-py3-none-any.whl")
-    (line,) = [line for line in said.splitlines() if "attention operator" in line]
-    assert "there is no C++ compiler 'no-compiler-here'; on Debian: apt install g++" in line
+    attention, core = [line for line in said.splitlines() if "no-compiler-here" in line]
+    assert "attention operator" in attention
+    assert "there is no C++ compiler 'no-compiler-here'; on Debian: apt install g++" in attention
+    assert "the core is not compiled (there is no C compiler 'no-compiler-here'; on Debian: apt install gcc)" in core
 
 
 @pytest.mark.parametrize("kind", ["binary", "pure"])
@@ -147,7 +149,18 @@ def test_a_wheel_has_the_files_of_the_package_and_no_sources_of_the_library(
     }
     assert expected <= names
     assert not any(name.endswith((".cpp", ".hpp", ".pyc", ".o")) for name in names)
-    assert (f"{OPS}/liblockstep_ops.so" in names) == (kind == "binary")
+    is_binary = kind == "binary"
+    assert (f"{OPS}/liblockstep_ops.so" in names) == is_binary
+    assert any(re.fullmatch(r"lockstep/core/scheduler\..+\.so", name) for name in names) == is_binary
+
+
+def test_compiled_and_interpreted_replays_have_the_same_bytes(binary: Installed, pure: Installed) -> None:
+    assert binary.facts()["core"] == "compiled"
+    assert pure.facts()["core"] == "interpreted"
+    workload = str(ROOT / "examples" / "workload_pressure.json")
+    reports = [each.do("lockstep", "replay", workload, "--json").stdout for each in (binary, pure)]
+    assert reports[0] == reports[1]
+    assert "fingerprint" in reports[0]
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="there is no readelf")

@@ -68,6 +68,7 @@ def pressed() -> bytes:
 
 
 def test_ten_runs_under_five_hash_seeds_give_the_same_bytes() -> None:
+    """Where this process has compiled modules, the others have not, and the bytes are the same."""
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root / "src"), str(root)])
     expected = pressed()

@@ -21,6 +21,7 @@ from lockstep.replay.rerun import AppliedCommand, DecidedStep, EngineRerun, deco
 from lockstep.replay.trace import Trace, open_trace
 from lockstep.replay.verify import side_by_side, verify
 from lockstep.worker.flight.entries import Entry, Record, Turn
+from tests.core.drive import needs_interpreted
 from tests.replay.live import happenings
 from tests.replay.recordings import entries_in, files_of, record, rewrite_entries
 
@@ -192,6 +193,7 @@ def first_difference(trace: Trace, scheduler_of: Callable[[SchedulerConfig], Sch
     raise AssertionError("the mutation changes nothing here")
 
 
+@needs_interpreted
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_scheduler_with_one_comparison_inverted_is_caught_at_the_right_step(trace: Trace, name: str) -> None:
     scheduler_of = mutated(name)

@@ -48,6 +48,7 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         "lockstep": {
             "version": __version__,
             "python": f"{platform.python_implementation()} {platform.python_version()}",
+            "core": "compiled" if is_compiled() else "interpreted",
             "attention": _attention(),
         },
         "packages": _packages(),
@@ -57,6 +58,13 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         "caches": _caches(),
         "environment": variables(environ),
     }
+
+
+def is_compiled() -> bool:
+    """True if the modules that decide are machine code, as in binary wheels."""
+    from lockstep.core import scheduler
+
+    return not (scheduler.__file__ or "").endswith(".py")
 
 
 def _attention() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import compress
 from typing import Final
 
@@ -42,17 +41,19 @@ class Gaps:
                 self.by_us[gap_ps // GAP_QUANTUM_PS] += num_seqs
 
 
-@dataclass(slots=True)
 class Life:
     """One request between its arrival and its end."""
 
-    request: Final[WorkloadRequest]
-    outcome: Final[RequestOutcome]
-    """Its outcome so far."""
-    left: int
-    """Tokens to come."""
-    last_token_tick: int = -1
-    last_token_ps: int = -1
+    __slots__ = ("last_token_ps", "last_token_tick", "left", "outcome", "request")
+
+    def __init__(self, request: WorkloadRequest, outcome: RequestOutcome, left: int) -> None:
+        self.request: Final = request
+        self.outcome: Final = outcome
+        """Its outcome so far."""
+        self.left = left
+        """Tokens to come."""
+        self.last_token_tick = -1
+        self.last_token_ps = -1
 
 
 class Progress:
