@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench lock clean map
+.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench peers lock clean map
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
@@ -69,6 +69,14 @@ map: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# A race against llama.cpp and OpenVINO GenAI on random weights of a real shape, about ten minutes; PEER_PYTHON=... is a
+# Python that has llama-cpp-python and openvino-genai.
+PEER_MODEL := $(VENV)/smollm2-135m-q8_0.gguf
+peers: $(STAMP)
+	test -e $(PEER_MODEL) || $(BIN)/python -m tools.random_models gguf smollm2-135m Q8_0 $(PEER_MODEL)
+	$(BIN)/lockstep bench peers $(PEER_MODEL) --peer-python $(or $(PEER_PYTHON),$(BIN)/python) \
+		--result-filename $(VENV)/peers.json
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.scheduler

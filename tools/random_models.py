@@ -129,6 +129,14 @@ def vocabulary(size: int) -> tuple[list[str], list[str]]:
     return tokens[:size], merges
 
 
+def file_type(encoding: str) -> int:
+    """GGUF's number for files of an encoding or mix; some programs load no file without it."""
+    import gguf
+
+    names = (f"ALL_{encoding}", f"MOSTLY_{encoding}", f"MOSTLY_{encoding}_M", "GUESSED")
+    return int(next(gguf.LlamaFileType[name] for name in names if name in gguf.LlamaFileType.__members__))
+
+
 def write_gguf(
     path: Path | str,
     shape: Shape | str,
@@ -147,6 +155,7 @@ def write_gguf(
     shape = SHAPES[shape] if isinstance(shape, str) else shape
     writer = gguf.GGUFWriter(path, gguf_architecture(shape))
     add_gguf_metadata(writer, shape)
+    writer.add_file_type(file_type(encoding))
     _add_vocabulary(writer, shape.vocab_size)
     extra(writer)
     for name, size in tensor_shapes(shape).items():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lockstep.cli import options as flags
+from lockstep.cli import race
 from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import SWITCH, Flag, show_help_without_command, with_flags
 from lockstep.cli.progress import loading_progress
@@ -289,6 +290,10 @@ def replay(
         print(fault, file=sys.stderr)
     if result["faults"]:
         raise typer.Exit(EXIT_ALL_FAILED)
+
+
+bench_app.command()(race.peers)
+bench_app.command()(race.compare)
 
 
 def _throughput_text(result: Mapping[str, Any]) -> str:

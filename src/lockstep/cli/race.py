@@ -1,0 +1,115 @@
+"""`lockstep bench peers` and `lockstep bench compare`: others beside us, and yesterday beside today."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.cli import options as flags
+from lockstep.cli.flag_groups import SWITCH, with_flags
+from lockstep.cli.writing import check_places, write_file
+from lockstep.errors import UsageError
+
+EXIT_INTERRUPTED = 130
+EXIT_WORSE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PeersFlags:
+    """The work, and who takes part."""
+
+    contexts: str = "200,1000,4000"
+    """Tokens of a prompt."""
+    streams: str = "1,8,32"
+    """Requests at once; each with each context."""
+    output_len: int = 64
+    """Tokens of each answer."""
+    max_prompt_tokens: int = 8192
+    """Work with more prompt tokens in all is left out."""
+    rounds: int = 5
+    """Times that each contender does all the work, in turn."""
+    limit_s: float = 600.0
+    """No round begins that would end later; at least one is run."""
+    peers: str = "llama.cpp,openvino-genai,llama_cpp.server"
+    """Which to start, where they are installed; empty: none."""
+    peer_python: Path | None = None
+    """Python that has llama-cpp-python and openvino-genai; None: this one."""
+    threads: int = 0
+    """Of each contender; 0: all cores."""
+    no_suite: Annotated[bool, SWITCH] = False
+    """Without the four chat prompts of 32 tokens, one after the other."""
+    no_grid: Annotated[bool, SWITCH] = False
+    """Only those."""
+
+
+@with_flags
+def peers(
+    model: Annotated[str, typer.Argument(help="A GGUF file, which all can read.")],
+    *,
+    load: PeersFlags,
+    peer_url: Annotated[
+        list[str] | None, typer.Option(help="A running Ollama, llama-server or vLLM; may be repeated.")
+    ] = None,
+    result_filename: Annotated[Path | None, typer.Option(help="Write the result as a JSON file.")] = None,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
+) -> None:
+    """Race against llama.cpp, OpenVINO GenAI and running servers: same model, same work, in rounds."""
+    from lockstep.bench.peers import RaceOptions, run_race, text_of
+    from lockstep.bench.peers import as_json as result_of
+
+    options = RaceOptions(
+        model=model,
+        contexts=_numbers(load.contexts, "--contexts"),
+        streams=_numbers(load.streams, "--streams"),
+        output_len=load.output_len,
+        max_prompt_tokens=load.max_prompt_tokens,
+        rounds=load.rounds,
+        limit_s=load.limit_s,
+        peers=tuple(filter(None, load.peers.split(","))),
+        peer_python=str(load.peer_python or sys.executable),
+        peer_urls=tuple(peer_url or ()),
+        threads=load.threads,
+        suite=not load.no_suite,
+        grid=not load.no_grid,
+    )
+    check_places(((result_filename, "the result"),))
+    race = run_race(options, lambda sentence: print(sentence, file=sys.stderr))
+    result = result_of(race)
+    if result_filename is not None:
+        write_file(result_filename, _lines(result), "the result")
+    print(json.dumps(result) if as_json else text_of(race))
+    if race.was_interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A result: the JSON of any `lockstep bench`.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="A later one of the same work.")],
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
+) -> None:
+    """Say which figures of two results moved beyond their noise; exit code 1 if any is worse."""
+    from lockstep.bench.compare import as_json as content_of
+    from lockstep.bench.compare import changes, read_figures, text_of
+
+    found = changes(read_figures(before), read_figures(after))
+    print(json.dumps(content_of(found)) if as_json else text_of(found))
+    if any(change.verdict == "worse" for change in found):
+        raise typer.Exit(EXIT_WORSE)
+
+
+def _lines(result: dict[str, Any]) -> bytes:
+    return (json.dumps(result, indent=1) + "\n").encode()
+
+
+def _numbers(text: str, flag: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"{flag} is {text!r}; write whole numbers with commas, such as 200,1000") from None
