@@ -221,7 +221,13 @@ def test_modules_say_what_they_are() -> None:
 
 def test_no_dead_modules() -> None:
     imported = {name for path in MODULES for name, _ in facts_of(path).imports}
-    entry_points = {"lockstep", "lockstep.cli.main", "lockstep.__main__", "lockstep.worker.child"}
+    entry_points = {
+        "lockstep",
+        "lockstep.cli.main",
+        "lockstep.__main__",
+        "lockstep.worker.child",
+        "lockstep.bench.contestant",
+    }
     entry_points |= {home.partition(":")[0] for home, _ in VERBS.values()}
     for path in MODULES:
         name = module_name(path)

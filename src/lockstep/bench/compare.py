@@ -98,7 +98,7 @@ def figures_of(content: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def changes(before: Mapping[str, Figure], after: Mapping[str, Figure]) -> list[Change]:
-    """What both results have, in the order of the first; UsageError where that is nothing."""
+    """Figures that both results have, in the order of the first; UsageError where there are none."""
     common = [Change(name, before[name], after[name]) for name in before if name in after]
     if not common:
         raise UsageError(f"the results have no figure in common: {_few(before)} and {_few(after)}")

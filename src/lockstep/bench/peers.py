@@ -254,7 +254,7 @@ def _guarded(race: Race, contender: Contender, say: Callable[[str], None], act: 
 
 
 def ratios(race: Race, work: str, peer: str, figure: str) -> list[float]:
-    """How many times better we are, for each round in which both have the figure: above 1 we win."""
+    """Times that we are better, for each round in which both have the figure: above 1 we win."""
     ours = race.seen.get((work, OURS[race.contenders[peer]["kind"]]), {})
     more = FIGURES[figure][1]
     found = []
@@ -327,7 +327,7 @@ def _spread(found: Sequence[float]) -> str:
 
 
 def _ways(ways: Mapping[str, str]) -> str:
-    """How a contender did each work, where there was a choice."""
+    """Ways in which a contender did its work, where there was a choice."""
     chosen = {work: way for work, way in ways.items() if way and way != "defaults"}
     if len(set(chosen.values())) == 1:
         return next(iter(chosen.values()))
