@@ -67,6 +67,17 @@ def test_a_closed_one_takes_nothing_and_says_why(lives: list[LiveRequest]) -> No
     assert list(inbox.take()) == [lives[0], Abort(0)]
 
 
+def test_who_takes_may_find_that_the_last_one_was_taken_back(lives: list[LiveRequest]) -> None:
+    """As a thread does that puts a request while this closes; it breaks nobody's loop."""
+    inbox = Inbox()
+    inbox.put(lives[0])
+    inbox.put(lives[1])
+    taken = inbox.take()
+    assert next(taken) is lives[0]
+    inbox._commands.remove(lives[1])
+    assert list(taken) == []
+
+
 def test_whatever_comes_ends_a_wait(lives: list[LiveRequest]) -> None:
     inboxes = [Inbox() for _ in range(3)]
     comings = (

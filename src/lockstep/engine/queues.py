@@ -104,7 +104,11 @@ class Inbox:
     def take(self) -> Iterator[LiveRequest | Abort]:
         """Take what is there now, and not what comes meanwhile."""
         for _ in range(len(self._commands)):
-            yield self._commands.popleft()
+            try:
+                command = self._commands.popleft()
+            except IndexError:  # whoever put the last one found this closed, and took it back
+                return
+            yield command
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until something is left here or the time is up."""
