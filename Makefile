@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench peers lock clean map
+.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench bench-all peers lock clean map
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
@@ -78,7 +78,11 @@ peers: $(STAMP)
 	$(BIN)/lockstep bench peers $(PEER_MODEL) --peer-python $(or $(PEER_PYTHON),$(BIN)/python) \
 		--result-filename $(VENV)/peers.json
 
+# The short table, under three minutes, which another day's can be compared with: lockstep bench compare A B.
 bench: $(STAMP)
+	$(BIN)/python -m benchmarks.short $(or $(RESULT),$(VENV)/bench-$(shell date +%Y%m%d-%H%M%S).json)
+
+bench-all: $(STAMP)
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.sampling
 	$(BIN)/python -m benchmarks.grammar

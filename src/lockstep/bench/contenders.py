@@ -126,7 +126,7 @@ class Engine:
 
     def warm(self, work: Work, units: Units) -> str:
         """Prepare for a piece of work; returns how it will be done where there was a choice."""
-        short = Work(min(work.context, 512), work.streams, 8)
+        short = Work(min(work.context, 512), work.streams, min(work.output, 24))
         self._ways[work.name] = str(self._ask(short, units, 0, "")["way"])
         return self._ways[work.name]
 

@@ -159,6 +159,7 @@ def run_race(options: RaceOptions, say: Callable[[str], None]) -> Race:
         started_s = time.monotonic()
         try:
             for work in works:
+                say(f"warming {work.name}")
                 for each in _able(taking, race, work):
                     _guarded(race, each, say, partial(_warm, race, each, work, units))
             longest_s = 0.0
