@@ -136,11 +136,8 @@ class Engine:
         return self._watched.end(Done([Answer(0.0, tuple(came)) for came in times]))
 
     def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
     def _ask(self, work: Work, units: Units, seed: int, way: str) -> dict[str, Any]:
         prompts = [prompt_of(sample, units, seed, {}) for sample in work.samples(seed)]
