@@ -246,19 +246,16 @@ class KVPool:
 
 
 def _zeros(num_rows: int, size: int) -> Blocks:
-    """Memory of ``num_rows`` times ``size`` bytes, in huge pages where the system has them, all of it touched.
+    """Memory of ``num_rows`` times ``size`` bytes, in huge pages where the system has them; it is taken as it is used.
 
     A block's layers lie far apart, and with small pages each access would miss the processor's table of pages.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        rows = np.empty((num_rows, size), np.uint8)
-    else:
-        memory = mmap.mmap(-1, num_rows * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        rows = np.frombuffer(memory, np.uint8).reshape(num_rows, size)
-    rows.fill(0)
-    return rows
+        return np.zeros((num_rows, size), np.uint8)
+    memory = mmap.mmap(-1, num_rows * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8).reshape(num_rows, size)
 
 
 def _block_shape(port: Port) -> tuple[ElementType, tuple[int, ...]]:
