@@ -25,10 +25,10 @@ import numpy as np
 from benchmarks.sampling import CASES, peaked, states_of
 from benchmarks.scheduler import make_scheduler, step
 from lockstep.bench.compare import MACHINE
-from lockstep.bench.contenders import Work, own_server, start_server
-from lockstep.bench.peers import figures
+from lockstep.bench.contenders import own_server, start_server
 from lockstep.bench.prompts import Units
 from lockstep.bench.throughput import ThroughputOptions, run_throughput
+from lockstep.bench.works import Work, figures
 from lockstep.engine.llm import LLM
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.executors.machine import available_cores, machine_name
@@ -118,9 +118,9 @@ def rounds(model: str, num_rounds: int) -> dict[str, list[float]]:
         def served(number: int) -> Figures:
             found = figures(SERVED, server.run(SERVED, Units(), number))
             return {
-                f"served {SERVED.name} tok/s": found["output_throughput"],
-                f"served {SERVED.name} TTFT ms": found["ttft_ms"],
-                f"served {SERVED.name} ms CPU/token": found["cpu_ms_per_token"],
+                f"served 200 x{SEQUENCES} tok/s": found["output_throughput"],
+                f"served 200 x{SEQUENCES} TTFT ms": found["ttft_ms"],
+                f"served 200 x{SEQUENCES} ms CPU/token": found["cpu_ms_per_token"],
             }
 
         for number in range(num_rounds + 1):

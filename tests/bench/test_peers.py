@@ -1,44 +1,24 @@
-"""The race: figures of a piece of work, ratios of rounds, and the verb with our own server as a peer."""
+"""The race: ratios of rounds, what is left out, what ends it, and the verb with our own server as a peer."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from lockstep.bench.client import Outcome
-from lockstep.bench.contenders import Answer, Done, Work, answers_of
-from lockstep.bench.peers import Race, RaceOptions, figures, ratios
+from lockstep.bench.contenders import answers_of, trial
+from lockstep.bench.peers import Race, RaceOptions, ratios, run_race, text_of
+from lockstep.bench.works import Answer, Work
 from lockstep.cli.main import invoke
 from tests.server.process import serve
 
 TINY = ("--contexts", "8", "--streams", "1,2", "--output-len", "12", "--rounds", "2")
-
-
-def test_decoding_is_counted_while_every_stream_is_in_it() -> None:
-    """Stream 1 has tokens at 1, 2, ... 10 s, stream 2 at 3, 4, ... 12 s: the window is 3 to 10 s."""
-    answers = [Answer(0.0, tuple(map(float, range(1, 11)))), Answer(0.5, tuple(map(float, range(3, 13))))]
-    found = figures(Work(8, 2, 10), Done(answers, cpu_s=4.0, memory_mb=7.0))
-    assert found == {
-        "ttft_ms": pytest.approx(1750.0),
-        "output_throughput": pytest.approx(20 / 12),
-        "decode_throughput": pytest.approx(14 / 7),
-        "cpu_ms_per_token": pytest.approx(200.0),
-        "memory_mb": 7.0,
-    }
-
-
-def test_streams_that_hardly_meet_have_no_speed_of_decoding() -> None:
-    answers = [Answer(0.0, (1.0, 2.0, 3.0)), Answer(0.0, (2.5, 3.5, 4.5))]
-    assert "decode_throughput" not in figures(Work(8, 2, 3), Done(answers))
-
-
-def test_texts_one_after_the_other_are_charged_their_own_time() -> None:
-    """Each is asked, answered from 1 s on with a token a second; the pause between them is nobody's."""
-    answers = [Answer(start, tuple(start + i for i in range(1, 7))) for start in (0.0, 100.0)]
-    found = figures(Work(8, 1, 6, ("a", "b")), Done(answers))
-    assert found == {"ttft_ms": 1000.0, "output_throughput": pytest.approx(1.0), "decode_throughput": 1.0}
 
 
 def test_tokens_of_one_chunk_came_together() -> None:
@@ -56,9 +36,23 @@ def test_ratios_are_of_rounds_and_above_one_where_we_win() -> None:
 
 
 def test_work_with_too_many_prompt_tokens_is_left_out_and_named() -> None:
-    done, left = RaceOptions("x", (200, 4000), (1, 8), max_prompt_tokens=4000).works()
-    assert [work.name for work in done] == ["200 x1", "200 x8", "4000 x1", "4 prompts"]
-    assert [work.name for work in left] == ["4000 x8"]
+    options = RaceOptions("x", ((200, 64), (4000, 16)), (1, 8), max_prompt_tokens=4000)
+    assert [work.name for work in options.works] == ["200/64 x1", "200/64 x8", "4000/16 x1", "4 prompts"]
+    assert [work.name for work in options.left_out] == ["4000/16 x8"]
+
+
+def test_engines_alone_have_no_work_that_needs_a_server() -> None:
+    options = RaceOptions("x", ((200, 64),), (1,), only="engines", arrivals=2000, routed="m.yaml")
+    assert [work.name for work in options.works] == ["200/64 x1"]
+
+
+def test_a_trial_is_short_and_has_the_streams_of_its_work() -> None:
+    for work in (Work(4000, 1, 64), Work(1000, 32, 200), Work(8, 2, 4)):
+        short = trial(work)
+        assert short.streams == work.streams
+        assert short.context <= work.context
+        assert short.num_prompt_tokens <= 2048
+        assert short.output <= min(16, work.output)
 
 
 def test_a_race_goes_on_without_peers_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -67,16 +61,21 @@ def test_a_race_goes_on_without_peers_that_are_not_there(capsys: pytest.CaptureF
     with serve("stub://alpha", "--worker", "thread") as server:
         urls = ("--peer-url", server.base_url, "--peer-url", "http://127.0.0.1:9")
         arguments = ["--peers", "llama_cpp.server,openvino-genai", "--result-filename", str(path)]
-        assert invoke(["bench", "peers", "stub://alpha", *TINY, *arguments, *urls]) == 0
+        more = ("--arrivals", "40", "--routed", "examples/customer-support.yaml")
+        assert invoke(["bench", "peers", "stub://alpha", *TINY, *arguments, *urls, *more]) == 0
         printed = capsys.readouterr()
     result = json.loads(path.read_text())
     assert "without llama_cpp.server: " in printed.out
     assert "openvino-genai: it is not installed for " in printed.err
     assert "cannot connect to http://127.0.0.1:9" in result["out"]["http://127.0.0.1:9"]
-    assert list(result["contenders"]) == ["lockstep", "lockstep serve", server.base_url]
-    for work in ("8 x1", "8 x2"):
-        for name in result["contenders"]:
+    assert list(result["contenders"]) == ["lockstep", "lockstep serve", "lockstep serve, routed", server.base_url]
+    for work in ("8/12 x1", "8/12 x2"):
+        for name in ("lockstep", "lockstep serve", server.base_url):
             assert len(result["figures"][f"{work} {name} output_throughput"]["values"]) == 2
+    for figure in ("32 among 40 {} ttft_p99_ms", "routed {} request_ms", "routed {} hop_1_ms"):
+        assert len(result["times_better"][figure.format(server.base_url)]) == 3
+    assert "ollama create alpha" in printed.out
+    assert (result["ended_by"], result["not_measured"]) == ("", [])
     own = result["figures"]["4 prompts lockstep serve output_throughput"]["values"]
     theirs = result["figures"][f"4 prompts {server.base_url} output_throughput"]["values"]
     ratio = result["times_better"][f"4 prompts {server.base_url} output_throughput"]
@@ -88,11 +87,14 @@ def test_a_race_goes_on_without_peers_that_are_not_there(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--contexts", "many"), "--contexts is 'many'"),
-        (("--streams", "0"), "--contexts and --streams take numbers from 1"),
+        (("--contexts", "many"), "--contexts has 'many'"),
+        (("--contexts", "8:0"), "--contexts, --streams and --output-len take numbers from 1"),
+        (("--streams", "0"), "--output-len take numbers from 1"),
         (("--peers", "ollama"), "--peers has 'ollama'; there are llama.cpp"),
         (("--no-grid", "--no-suite"), "no work is left"),
+        (("--no-suite", "--no-grid", "--only", "engines"), "no work is left"),
         (("--rounds", "0"), "--rounds is 0"),
+        (("--routed", "nowhere.yaml"), "--routed nowhere.yaml cannot be read"),
         (("--peer-url", "http://:x"), "--peer-url is 'http://:x'"),
     ],
 )
@@ -101,3 +103,43 @@ def test_a_wrong_flag_is_one_line(arguments: tuple[str, ...], message: str, caps
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
+
+
+SLOW = "stub://alpha?step_ms=1"
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_race_that_is_ended_tells_what_was_measured(by: signal.Signals) -> None:
+    """The second round of the same work is interrupted in its middle."""
+    options = RaceOptions(SLOW, ((8, 1000),), (1,), peers=(), rounds=9, suite=False, only="servers")
+    said: list[str] = []
+
+    def say(sentence: str) -> None:
+        said.append(sentence)
+        if sentence.startswith("round 2"):
+            threading.Timer(0.2, os.kill, (os.getpid(), by)).start()
+
+    race = run_race(options, say)
+    assert race.was_interrupted
+    assert race.ended_by == {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}[by]
+    assert {key: list(rounds) for key, rounds in race.seen.items()} == {("8/1000 x1", "lockstep serve"): [0]}
+    assert said[-1].startswith("ended by ")
+
+
+def test_the_limit_ends_a_race_wherever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The only answer would take ten minutes."""
+    path, begin_s = tmp_path / "race.json", time.monotonic()
+    work = ("--contexts", "8:8000", "--streams", "1", "--only", "servers", "--no-suite", "--peers", "")
+    assert invoke(["bench", "peers", "stub://alpha?step_ms=100", *work, "--limit-s", "4", "--result-filename", str(path)]) == 0
+    assert time.monotonic() - begin_s < 60
+    result = json.loads(path.read_text())
+    assert (result["ended_by"], result["figures"]) == ("--limit-s 4", {})
+    assert "not measured: 8/8000 x1" in capsys.readouterr().out
+
+
+def test_work_that_has_no_time_left_is_not_begun() -> None:
+    options = RaceOptions(SLOW, ((8, 12), (8, 900_000)), (1,), peers=(), rounds=1, suite=False, only="servers")
+    race = run_race(options, lambda sentence: None)
+    assert list(race.seen) == [("8/12 x1", "lockstep serve")]
+    assert race.ended_by == "--limit-s 1200, which has no room for a round of 8/900000 x1"
+    assert "not measured: 8/900000 x1" in text_of(race)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,8 +21,9 @@ from lockstep.bench.client import Outcome
 from lockstep.bench.prompts import Asking, Units, calibrate, prompt_of
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
+from lockstep.bench.routed import RoutedRequests
 from lockstep.bench.runner import Job, Watch, run_load
-from lockstep.bench.samples import RandomLengths, Sample, random_samples
+from lockstep.bench.works import Answer, Done, Work
 from lockstep.errors import LockstepError, RemoteError
 
 START_LIMIT_S = 300.0
@@ -30,6 +31,8 @@ ANSWER_LIMIT_S = 600.0
 """A contender that takes longer for one piece of work is out of the race."""
 _PROBE_TOKENS = 2048
 """Room for the requests that find out how prompts are sized."""
+_TRIAL_TOKENS, _TRIAL_OUTPUT = 2048, 16
+"""Prompt tokens in all, and tokens of each answer, of what warms a number of streams and chooses between ways."""
 _SCRIPT = Path(__file__).with_name("contestant.py")
 # The folder of a script comes first among a Python's modules; ours has a statistics.py, which is not theirs.
 _RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -37,44 +40,6 @@ _RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name
 
 class OutError(LockstepError):
     """A contender cannot take part, or not any longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Requests of one piece of work: random prompts at once, or texts one after the other."""
-
-    context: int
-    """Tokens of each prompt."""
-    streams: int
-    output: int
-    texts: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return f"{len(self.texts)} prompts" if self.texts else f"{self.context} x{self.streams}"
-
-    def samples(self, seed: int) -> tuple[Sample, ...]:
-        if self.texts:
-            return tuple(Sample(({"role": "user", "content": text},), self.output) for text in self.texts)
-        return random_samples(self.streams, RandomLengths(self.context, self.output), seed)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Seconds after the start of the work: when a request was sent, and when each of its tokens came."""
-
-    sent_s: float
-    tokens_s: tuple[float, ...]
-
-
-@dataclass(slots=True)
-class Done:
-    """One piece of work as it was seen."""
-
-    answers: list[Answer]
-    cpu_s: float | None = None
-    """Of the contender's processes; None: they are not ours to watch."""
-    memory_mb: float | None = None
 
 
 @dataclass(slots=True)
@@ -106,18 +71,23 @@ class Engine:
 
     def __init__(self, name: str, python: str, model: str, threads: int, works: Sequence[Work]) -> None:
         self.name = name
-        self._ways: dict[str, str] = {}
+        self._ways: dict[int, str] = {}
         limits = (threads, max(w.streams for w in works), max(w.streams * (w.context + w.output + 64) for w in works))
         command = [python, "-c", _RUN, str(_SCRIPT), name, model, *map(str, limits)]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the race, which ends its contenders
             )
         except OSError as error:
             raise OutError(f"{python} cannot be run ({error.strerror})") from None
         try:
             ready = self._answer(START_LIMIT_S)
-        except OutError:
+        except BaseException:
             self.close()
             raise
         self.version: str = ready["version"]
@@ -125,14 +95,16 @@ class Engine:
         self._watched = Watched(psutil.Process(self._process.pid))
 
     def warm(self, work: Work, units: Units) -> str:
-        """Prepare for a piece of work; returns how it will be done where there was a choice."""
-        short = Work(min(work.context, 512), work.streams, min(work.output, 24))
-        self._ways[work.name] = str(self._ask(short, units, 0, "")["way"])
-        return self._ways[work.name]
+        """Prepare for so many streams, once; returns how work with them will be done where there was a choice."""
+        if work.streams not in self._ways:
+            self._ways[work.streams] = str(self._ask(trial(work), units, 0, "")["way"])
+        return self._ways[work.streams]
 
     def run(self, work: Work, units: Units, seed: int) -> Done:
         self._watched.begin()
-        times = self._ask(work, units, seed, self._ways[work.name])["times"]
+        times = self._ask(work, units, seed, self._ways[work.streams])["times"]
+        if not all(times):
+            raise OutError(f"{times.count([])} of {len(times)} answers have no token")
         return self._watched.end(Done([Answer(0.0, tuple(came)) for came in times]))
 
     def close(self) -> None:
@@ -169,10 +141,20 @@ class Server:
 
     kind: Literal["server"] = "server"
 
-    def __init__(self, name: str, target: Target, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        process: subprocess.Popen[bytes] | None = None,
+        routed: RoutedRequests | None = None,
+        *,
+        is_router: bool = False,
+    ) -> None:
         self.name, self.version = name, name
         self._target, self._process = target, process
+        self._routed, self._is_router = routed, is_router
         self._units: Units | None = None
+        self._warm_streams: set[int] = set()
         self._watched = None if process is None else Watched(psutil.Process(process.pid))
         try:
             with Remote(target) as remote:
@@ -181,20 +163,32 @@ class Server:
             raise OutError(str(error)) from None
 
     def warm(self, work: Work, units: Units) -> str:
-        asking = self._asking(work)
-        if self._units is None and not work.texts:
-            with Remote(self._target) as remote:
-                try:
-                    self._units = calibrate(remote, asking, self._path(work), work.samples(0), 0).units
-                except RemoteError as error:
-                    raise OutError(str(error)) from None
-        self._send(Work(min(work.context, 512), work.streams, 8, work.texts), 0)
-        return "" if work.texts or self._units is None else f"prompts {self._units.method}"
+        """Prepare for so many streams, once, or for a work of another kind; returns how prompts are sized."""
+        if work.kind == "routed":
+            self._ask_routed(work, 0)
+            return ""
+        if work.kind == "prompts":
+            self._send(replace(work, output=8), 0)
+            return ""
+        if self._units is None:
+            try:
+                with Remote(self._target) as remote:
+                    self._units = calibrate(remote, self._asking(work), self._path(work), work.samples(0), 0).units
+            except RemoteError as error:
+                raise OutError(str(error)) from None
+        if work.streams not in self._warm_streams:
+            self._send(trial(work), 0)
+            self._warm_streams.add(work.streams)
+        return f"prompts {self._units.method}"
 
     def run(self, work: Work, units: Units, seed: int) -> Done:
         if self._watched is not None:
             self._watched.begin()
-        done = Done(answers_of(self._send(work, seed)))
+        if work.kind == "routed":
+            done = Done(self._ask_routed(work, seed))
+        else:
+            counted = [work.counts(sample) for sample in work.samples(seed)]
+            done = Done([a for a, is_one in zip(self._send(work, seed), counted, strict=True) if is_one])
         return done if self._watched is None else self._watched.end(done)
 
     def close(self) -> None:
@@ -202,28 +196,44 @@ class Server:
             end(self._process)
 
     def _asking(self, work: Work) -> Asking:
-        return Asking(self._model, is_chat=bool(work.texts), ignore_eos=True)
+        return Asking(self._model, is_chat=work.kind == "prompts", ignore_eos=True)
 
     def _path(self, work: Work) -> str:
-        return "/v1/chat/completions" if work.texts else "/v1/completions"
+        return "/v1/chat/completions" if work.kind == "prompts" else "/v1/completions"
 
-    def _send(self, work: Work, seed: int) -> list[Outcome]:
+    def _send(self, work: Work, seed: int) -> list[Answer]:
         asking, path = self._asking(work), self._path(work)
-        bodies = []
+        jobs = []
         for sample in work.samples(seed):
             prompt = prompt_of(sample, self._units or Units(), seed, {})
-            bodies.append(self._target.post(path, asking.body(prompt, sample.output_tokens)))
-        jobs = [Job(None, partial(bytes, body), None) for body in bodies]
-        run = run_load([self._target], jobs, 1 if work.texts else None, Watch(len(jobs)))
+            body = self._target.post(path, asking.body(prompt, sample.output_tokens))
+            jobs.append(Job(sample.at_s, partial(bytes, body), None))
+        run = run_load([self._target], jobs, 1 if work.kind == "prompts" else None, Watch(len(jobs)))
         if run.was_interrupted:
             raise KeyboardInterrupt
         failed = [outcome.error for outcome in run.finished if not outcome.is_success]
         if failed:
             raise OutError(f"{len(failed)} of {len(jobs)} requests failed: {failed[0]}")
-        return run.finished
+        return answers_of(run.finished)
+
+    def _ask_routed(self, work: Work, seed: int) -> list[Answer]:
+        assert self._routed is not None, "routed work is for servers that were told what it asks"
+        try:
+            with Remote(self._target) as remote:
+                if self._is_router:
+                    return self._routed.ask_ours(remote, work, seed)
+                return self._routed.ask_others(remote, self._model, work, seed)
+        except RemoteError as error:
+            raise OutError(str(error)) from None
 
 
 Contender = Engine | Server
+
+
+def trial(work: Work) -> Work:
+    """A short work with as many streams: it warms them, and it says which way of an engine is the fastest."""
+    context = min(work.context, max(32, min(512, _TRIAL_TOKENS // work.streams)))
+    return Work(context, work.streams, min(work.output, _TRIAL_OUTPUT))
 
 
 def answers_of(outcomes: Sequence[Outcome]) -> list[Answer]:
@@ -238,14 +248,17 @@ def answers_of(outcomes: Sequence[Outcome]) -> list[Answer]:
     return answers
 
 
-def start_server(name: str, command: Sequence[str]) -> Server:
+def start_server(
+    name: str, command: Sequence[str], routed: RoutedRequests | None = None, *, is_router: bool = False
+) -> Server:
     """Start a server whose command is followed by a port; OutError says why it does not answer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     try:
+        nothing = subprocess.DEVNULL
         process = subprocess.Popen(
-            [*command, str(port)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*command, str(port)], stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
         )
     except OSError as error:
         raise OutError(f"{command[0]} cannot be run ({error.strerror})") from None
@@ -255,7 +268,7 @@ def start_server(name: str, command: Sequence[str]) -> Server:
             if process.poll() is not None:
                 raise OutError(f"it ended with {process.returncode} instead of serving; see {' '.join(command)}")
             if _answers(target):
-                return Server(name, target, process)
+                return Server(name, target, process, routed, is_router=is_router)
             time.sleep(0.3)
         raise OutError(f"it did not answer within {START_LIMIT_S:g} s")
     except BaseException:
@@ -283,10 +296,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def own_server(model: str, threads: int, max_seqs: int) -> list[str]:
-    """Command of `lockstep serve`."""
+def own_server(model: str, threads: int, max_seqs: int, manifest: str | None = None) -> list[str]:
+    """Command of `lockstep serve`; with a manifest the model is behind every name of it."""
+    served = [model] if manifest is None else ["--manifest", manifest, "--backend", model]
     limits = ("--max-num-seqs", str(max_seqs), "--threads", str(threads), "--no-probe", "--log-level", "warning")
-    return [sys.executable, "-m", "lockstep", "serve", model, *limits, "--port"]
+    return [sys.executable, "-m", "lockstep", "serve", *served, *limits, "--port"]
 
 
 def llama_cpp_server(python: str, model: str, threads: int, works: Sequence[Work]) -> list[str]:

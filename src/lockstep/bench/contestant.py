@@ -2,7 +2,7 @@
 
 Runs under any Python that has the engine, so that peers need not share our environment: it imports nothing of ours
 before it is told to. Started as ``python contestant.py ENGINE MODEL THREADS MAX_SEQS MAX_TOKENS``; each engine is used
-as its documentation says is fastest; where that depends on the work, the ways are tried and the fastest is kept.
+as its documentation says is fastest; where that depends on the work, the ways are tried with a short one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from typing import Any, Union
 
 import numpy as np
@@ -44,17 +46,18 @@ class LlamaCpp:
         if not self._model:
             raise ValueError("llama.cpp cannot load this file")
         self._vocabulary = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self._model))
-        self.ways = {
-            f"flash attention {'on' if flash else 'off'}, KV cache {'shared' if unified else 'per sequence'}": (
-                flash,
-                unified,
-            )
-            for flash in (True, False)
-            for unified in (False, True)
+        self._ways = {
+            "flash attention on, KV cache per sequence": (True, False),
+            "flash attention off, KV cache per sequence": (False, False),
+            "flash attention on, KV cache shared": (True, True),
         }
 
+    def ways(self, num_seqs: int) -> list[str]:
+        """Ways that may be the fastest; for one sequence there is nothing to share."""
+        return list(self._ways)[: 2 if num_seqs == 1 else 3]
+
     def run(self, prompts: Prompts, num_output: int, way: str) -> Times:
-        flash, unified = self.ways[way]
+        flash, unified = self._ways[way]
         context = self._context(len(prompts), max(map(len, prompts)) + num_output, flash, unified)
         batch = self.lib.llama_batch_init(self.BATCH, 0, 1)
         try:
@@ -128,11 +131,15 @@ class OpenVINOGenAI:
         self._tensor: Any = importlib.import_module("openvino").Tensor  # theirs, not what our executor is built on
         self.version = f"OpenVINO GenAI {openvino_genai.__version__}"
         self._limits = (model, threads, max_seqs, max_tokens)
-        self.ways = {f"{tokens} tokens a step": (tokens,) for tokens in (2048, 256)}
+        self._ways = {f"{tokens} tokens a step": tokens for tokens in (2048, 256)}
         self._way = ""
         self._loaded: Any = None
-        self._pipeline_of(next(iter(self.ways)))
+        self._pipeline_of(next(iter(self._ways)))
         self._num_requests = 0
+
+    def ways(self, num_seqs: int) -> list[str]:
+        """All at first; then the one that was kept, as another would mean to load the model again."""
+        return [self._way] if self._num_requests else list(self._ways)
 
     def _pipeline(self, model: str, threads: int, max_seqs: int, max_tokens: int, step_tokens: int) -> Any:
         scheduling = self.lib.SchedulerConfig()
@@ -147,7 +154,7 @@ class OpenVINOGenAI:
     def _pipeline_of(self, way: str) -> Any:
         if way != self._way:
             self._loaded = None  # one at a time: each has the weights
-            self._way, self._loaded = way, self._pipeline(*self._limits, *self.ways[way])
+            self._way, self._loaded = way, self._pipeline(*self._limits, self._ways[way])
         return self._loaded
 
     def run(self, prompts: Prompts, num_output: int, way: str) -> Times:
@@ -170,6 +177,38 @@ class OpenVINOGenAI:
         return times
 
 
+class MistralRs:
+    """mistral.rs by its Python API, which takes texts: those of the same tokens, from a thread for each stream."""
+
+    def __init__(self, model: str, threads: int, max_seqs: int, max_tokens: int) -> None:
+        os.environ["RAYON_NUM_THREADS"] = str(threads)  # read when the library begins
+        try:
+            self.lib: Any = importlib.import_module("mistralrs")
+        except ImportError:
+            raise ImportError("pip install mistralrs; or start `mistralrs serve` and give its --peer-url") from None
+        self.version = f"mistral.rs {metadata.version('mistralrs')}"
+        folder, name = os.path.split(os.path.abspath(model))
+        which = self.lib.Which.GGUF(quantized_model_id=folder, quantized_filename=name)
+        self._runner = self.lib.Runner(which=which, max_seqs=max_seqs, prefix_cache_n=0)
+
+    def ways(self, num_seqs: int) -> list[str]:
+        return ["defaults"]
+
+    def run(self, prompts: Prompts, num_output: int, way: str) -> Times:
+        """Tokens of answers that end early are missing: its requests cannot ignore the end."""
+        texts = [self._runner.detokenize_text(list(prompt), False) for prompt in prompts]
+        started_s = time.perf_counter()
+
+        def answer(text: str) -> list[float]:
+            asked = self.lib.ChatCompletionRequest(
+                messages=text, model="default", max_tokens=num_output, temperature=0.0, stream=True
+            )
+            return [time.perf_counter() - started_s for _ in self._runner.send_chat_completion_request(asked)]
+
+        with ThreadPoolExecutor(len(texts)) as pool:
+            return list(pool.map(answer, texts))
+
+
 class Lockstep:
     """Our own engine with its defaults."""
 
@@ -183,7 +222,9 @@ class Lockstep:
         self._llm = LLM(model, LoadOptions(engine, OpenVINOOptions(threads=threads), probe=False))
         self.version = f"Lockstep {__version__}"
         self.vocabulary = self._llm.model.vocab_size
-        self.ways = {"defaults": ()}
+
+    def ways(self, num_seqs: int) -> list[str]:
+        return ["defaults"]
 
     def run(self, prompts: Prompts, num_output: int, way: str) -> Times:
         from lockstep.engine.outputs import TokenOutput
@@ -213,19 +254,25 @@ class Lockstep:
         return times
 
 
-Engine = Union[LlamaCpp, OpenVINOGenAI, Lockstep]  # noqa: UP007 - Python 3.9 has no other way
-ENGINES: dict[str, type[Engine]] = {"lockstep": Lockstep, "llama.cpp": LlamaCpp, "openvino-genai": OpenVINOGenAI}
+Engine = Union[LlamaCpp, OpenVINOGenAI, MistralRs, Lockstep]  # noqa: UP007 - Python 3.9 has no other way
+ENGINES: dict[str, type[Engine]] = {
+    "lockstep": Lockstep,
+    "llama.cpp": LlamaCpp,
+    "openvino-genai": OpenVINOGenAI,
+    "mistral.rs": MistralRs,
+}
 
 
-def fastest(engine: Engine, prompts: Prompts, num_output: int) -> str:
-    """Way that answers these prompts first, each warmed by a short one."""
-    if len(engine.ways) == 1:
-        return next(iter(engine.ways))
-    spent: dict[str, float] = {}
-    for way in engine.ways:
-        engine.run([prompts[0][:64]], 2, way)
-        spent[way] = max(answer[-1] for answer in engine.run(prompts, num_output, way))
-    return min(spent, key=lambda way: spent[way])
+def fastest(engine: Engine, prompts: Prompts, num_output: int) -> tuple[str, Times]:
+    """Way that answers these prompts first, each warmed by a short one, and its times; it was the last to run."""
+    ways = engine.ways(len(prompts))
+    seen: dict[str, Times] = {}
+    for way in ways:
+        if len(ways) > 1:
+            engine.run([prompts[0][:64]], 2, way)
+        seen[way] = engine.run(prompts, num_output, way)
+    best = min(seen, key=lambda way: max(answer[-1] for answer in seen[way]))
+    return best, seen[best] if best == ways[-1] else engine.run(prompts, num_output, best)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -249,8 +296,9 @@ def main(arguments: Sequence[str]) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            way = asked["way"] or fastest(engine, asked["prompts"], asked["num_output"])
-            say(way=way, times=engine.run(asked["prompts"], asked["num_output"], way))
+            prompts, num_output, way = asked["prompts"], asked["num_output"], asked["way"]
+            way, times = (way, engine.run(prompts, num_output, way)) if way else fastest(engine, prompts, num_output)
+            say(way=way, times=times)
         except Exception as error:
             say(error=str(error) or type(error).__name__)
 

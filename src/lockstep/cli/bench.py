@@ -159,8 +159,7 @@ def serve(
     debug: flags.Debug = False,
 ) -> None:
     """Measure any OpenAI-compatible server in an open loop; the result's keys are those of `vllm bench serve`."""
-    from lockstep.bench.pairs import lines_of
-    from lockstep.bench.serve import run_serve
+    from lockstep.bench.serve import lines_of, run_serve
 
     options = load.options(more_goals or [], shows_progress=not as_json)
     check_places(((load.save_pairs, "the pairs"),))

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -24,27 +24,33 @@ class PeersFlags:
     """The work, and who takes part."""
 
     contexts: str = "200,1000,4000"
-    """Tokens of a prompt."""
+    """Tokens of a prompt, where it differs with those of its answer: 200,1000:200."""
     streams: str = "1,8,32"
     """Requests at once; each with each context."""
     output_len: int = 64
-    """Tokens of each answer."""
+    """Tokens of each answer, where a context does not say."""
     max_prompt_tokens: int = 8192
     """Work with more prompt tokens in all is left out."""
-    rounds: int = 5
+    rounds: int = 3
     """Times that each contender does all the work, in turn."""
-    limit_s: float = 600.0
-    """No round begins that would end later; at least one is run."""
-    peers: str = "llama.cpp,openvino-genai,llama_cpp.server"
+    limit_s: float = 1200.0
+    """Of the whole race, loading included; what would not end by then is not begun."""
+    peers: str = "llama.cpp,openvino-genai,mistral.rs,llama_cpp.server"
     """Which to start, where they are installed; empty: none."""
     peer_python: Path | None = None
-    """Python that has llama-cpp-python and openvino-genai; None: this one."""
+    """Python that has llama-cpp-python, openvino-genai or mistralrs; None: this one."""
     threads: int = 0
     """Of each contender; 0: all cores."""
+    only: Literal["all", "engines", "servers"] = "all"
+    """Leave one kind of contenders out, and its work."""
     no_suite: Annotated[bool, SWITCH] = False
     """Without the four chat prompts of 32 tokens, one after the other."""
     no_grid: Annotated[bool, SWITCH] = False
-    """Only those."""
+    """Without contexts by streams."""
+    arrivals: int = 0
+    """Servers: short prompts arrive among long ones of so many tokens; 0: not."""
+    routed: str | None = None
+    """Servers: a manifest, the model behind every name, against clients that route."""
 
 
 @with_flags
@@ -65,9 +71,8 @@ def peers(
 
     options = RaceOptions(
         model=model,
-        contexts=_numbers(load.contexts, "--contexts"),
-        streams=_numbers(load.streams, "--streams"),
-        output_len=load.output_len,
+        contexts=tuple(_lengths(part, load.output_len) for part in load.contexts.split(",")),
+        streams=_numbers(load.streams, ",", "--streams"),
         max_prompt_tokens=load.max_prompt_tokens,
         rounds=load.rounds,
         limit_s=load.limit_s,
@@ -77,6 +82,9 @@ def peers(
         threads=load.threads,
         suite=not load.no_suite,
         grid=not load.no_grid,
+        only=load.only,
+        arrivals=load.arrivals,
+        routed=load.routed,
     )
     check_places(((result_filename, "the result"),))
     race = run_race(options, lambda sentence: print(sentence, file=sys.stderr))
@@ -108,8 +116,14 @@ def _lines(result: dict[str, Any]) -> bytes:
     return (json.dumps(result, indent=1) + "\n").encode()
 
 
-def _numbers(text: str, flag: str) -> tuple[int, ...]:
+def _lengths(text: str, output_len: int) -> tuple[int, int]:
+    """Tokens of a prompt and of its answer, from `200` or `1000:200`."""
+    prompt, *rest = _numbers(text, ":", "--contexts")
+    return prompt, rest[0] if rest else output_len
+
+
+def _numbers(text: str, separator: str, flag: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(int(part) for part in text.split(separator))
     except ValueError:
-        raise UsageError(f"{flag} is {text!r}; write whole numbers with commas, such as 200,1000") from None
+        raise UsageError(f"{flag} has {text!r}; write whole numbers with commas, such as 200,1000") from None

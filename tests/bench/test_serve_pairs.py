@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from lockstep.bench.client import Outcome
-from lockstep.bench.pairs import lines_of, pairs_of
 from lockstep.bench.runner import Job
+from lockstep.bench.serve import lines_of, pairs_of
 from lockstep.cli.main import invoke
 from lockstep.release.observation import NAMES
 from tests.server.process import ServerProcess, serve
