@@ -130,7 +130,8 @@ def test_the_limit_ends_a_race_wherever_it_is(tmp_path: Path, capsys: pytest.Cap
     """The only answer would take ten minutes."""
     path, begin_s = tmp_path / "race.json", time.monotonic()
     work = ("--contexts", "8:8000", "--streams", "1", "--only", "servers", "--no-suite", "--peers", "")
-    assert invoke(["bench", "peers", "stub://alpha?step_ms=100", *work, "--limit-s", "4", "--result-filename", str(path)]) == 0
+    end = ("--limit-s", "4", "--result-filename", str(path))
+    assert invoke(["bench", "peers", "stub://alpha?step_ms=100", *work, *end]) == 0
     assert time.monotonic() - begin_s < 60
     result = json.loads(path.read_text())
     assert (result["ended_by"], result["figures"]) == ("--limit-s 4", {})
