@@ -14,17 +14,17 @@ from lockstep.executors.openvino.ops import BLOCK_TOKENS, STORAGES, own_library
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 KERNELS = ("avx512", "avx2", "portable")
+EPSILON = 1e-5
 
 
 class _Step(ctypes.Structure):
     """``lockstep::Step`` of attention.hpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("kv_heads", "head_dim", "storage", "heads", "window")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "num_blocks", "num_table_entries")),
-        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "past", "begins", "blocks")),
-        *((name, ctypes.c_void_p) for name in ("table_begins", "cache", "out")),
+        *((name, ctypes.c_int) for name in ("kv_heads", "head_dim", "storage", "heads", "window", "rotary_dim")),
+        *((name, ctypes.c_float) for name in ("scale", "epsilon")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_blocks", "plan_size")),
+        *((name, ctypes.c_void_p) for name in ("projected", "rotary", "norms", "plan", "cache", "out")),
     )
 
 
@@ -37,6 +37,19 @@ class Heads:
     head_dim: int = 64
     storage: str = "f16"
     window: int = 0
+    rotary_dim: int = 0
+    is_normed: bool = False
+    """Queries and keys are normalised."""
+
+    @property
+    def norms(self) -> Floats:
+        """[2, head_dim]: weights of the norms of queries and keys."""
+        return np.linspace(0.5, 1.5, 2 * self.head_dim, dtype=np.float32).reshape(2, -1)
+
+    def rotary(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """[tokens, rotary_dim]: cosines of each pair, then sines."""
+        angles = positions[:, None] * 1e4 ** -np.linspace(0, 1, self.rotary_dim // 2, endpoint=False)
+        return np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
 
     @property
     def block_bytes(self) -> int:
@@ -88,40 +101,43 @@ def attend(heads: Heads, cache: npt.NDArray[np.uint8], /, *chunks: Chunk, kernel
     """The operator's answer [tokens, heads, head_dim]; writes the chunks' keys and values into the cache.
 
     Args:
-        faults: arrays or numbers of the step that take the place of the right ones.
+        faults: parts of the plan and numbers of the step that take the place of the right ones.
 
     Raises:
         ValueError: the operator refused the step, with its words.
     """
 
-    def joined(name: str) -> Floats:
-        parts: list[Floats] = [getattr(chunk, name) for chunk in chunks]
-        return np.ascontiguousarray(np.concatenate(parts))
-
-    arrays: dict[str, Any] = {
-        "queries": joined("queries"),
-        "keys": joined("keys"),
-        "values": joined("values"),
-        "past": np.array([chunk.past for chunk in chunks], np.int32),
-        "begins": np.cumsum([0, *(len(chunk.queries) for chunk in chunks)]).astype(np.int32),
-        "blocks": np.array([block for chunk in chunks for block in chunk.table], np.int32),
-        "table_begins": np.cumsum([0, *(len(chunk.table) for chunk in chunks)]).astype(np.int32),
+    plan: dict[str, Any] = {
+        "num_sequences": [len(chunks)],
+        "past": [chunk.past for chunk in chunks],
+        "begins": np.cumsum([0, *(len(chunk.queries) for chunk in chunks)]),
+        "table_begins": np.cumsum([0, *(len(chunk.table) for chunk in chunks)]),
+        "blocks": [block for chunk in chunks for block in chunk.table],
     }
-    out: Floats = np.full_like(arrays["queries"], np.nan)
+    plan |= {name: faults.pop(name) for name in plan if name in faults}
+    positions = [chunk.past + np.arange(len(chunk.queries)) for chunk in chunks]
+    arrays: dict[str, Any] = {
+        "projected": np.concatenate([np.concatenate([c.queries, c.keys, c.values], axis=1) for c in chunks]),
+        "rotary": np.concatenate([heads.rotary(each) for each in positions]).astype(np.float32),
+        "plan": np.concatenate(list(plan.values())).astype(np.int32),
+    }
+    if heads.is_normed:
+        arrays["norms"] = heads.norms
+    out: Floats = np.full((len(arrays["projected"]), heads.heads, heads.head_dim), np.nan, np.float32)
     numbers: dict[str, Any] = {
         "kv_heads": heads.kv_heads,
         "head_dim": heads.head_dim,
         "storage": STORAGES.index(heads.storage),
         "heads": heads.heads,
         "window": heads.window,
+        "rotary_dim": heads.rotary_dim,
         "scale": heads.head_dim**-0.5,
+        "epsilon": EPSILON,
         "num_tokens": len(out),
-        "num_sequences": len(chunks),
         "num_blocks": len(cache),
-        "num_table_entries": len(arrays["blocks"]),
+        "plan_size": len(arrays["plan"]),
     }
-    for name, value in faults.items():
-        (arrays if name in arrays else numbers)[name] = value
+    numbers |= faults
     pointers = {name: array.ctypes.data for name, array in (arrays | {"cache": cache, "out": out}).items()}
     wrong = library().lockstep_attention(ctypes.byref(_Step(**numbers, **pointers)), kernel.encode())
     if wrong is not None:
@@ -132,8 +148,20 @@ def attend(heads: Heads, cache: npt.NDArray[np.uint8], /, *chunks: Chunk, kernel
 def reference(heads: Heads, chunk: Chunk) -> npt.NDArray[np.float64]:
     """The same of one whole sequence, in float64 and with its keys and values as they are."""
     length, group = len(chunk.queries), heads.heads // heads.kv_heads
-    keys, values = (np.repeat(x.astype(np.float64), group, axis=1) for x in (chunk.keys, chunk.values))
-    scores = np.einsum("qhd,khd->hqk", chunk.queries.astype(np.float64), keys) * heads.head_dim**-0.5
+    table, half = heads.rotary(np.arange(length))[:, None], heads.rotary_dim // 2
+    cos, sin = table[..., :half], table[..., half:]
+
+    def prepared(x: Floats, norm: Floats) -> npt.NDArray[np.float64]:
+        y = x.astype(np.float64)
+        if heads.is_normed:
+            y *= norm / np.sqrt((y**2).mean(axis=-1, keepdims=True) + EPSILON)
+        first, second, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+    queries = prepared(chunk.queries, heads.norms[0])
+    keys, values = prepared(chunk.keys, heads.norms[1]), chunk.values.astype(np.float64)
+    keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
+    scores = np.einsum("qhd,khd->hqk", queries, keys) * heads.head_dim**-0.5
     ages = np.arange(length)[:, None] - np.arange(length)[None, :]
     seen = (ages >= 0) & (ages < (heads.window or length))
     scores = np.where(seen, scores, -np.inf)

@@ -65,38 +65,39 @@ int main(int count_of_arguments, char** arguments) {
             entries.push_back((past[s] + lengths[s] + BLOCK_TOKENS - 1) / BLOCK_TOKENS + (one_in(6) ? pick(0, 2) : 0));
             tokens += lengths[s], total_entries += entries[s];
         }
-        Exact<std::int32_t> pasts(num_sequences), begins(num_sequences + 1), table_begins(num_sequences + 1),
-            blocks(total_entries);
+        const int plan_size = 3 * (num_sequences + 1) + total_entries;
+        Exact<std::int32_t> plan(plan_size);
+        std::int32_t* begins = plan.data.get() + 1 + num_sequences;
+        std::int32_t* table_begins = begins + num_sequences + 1;
+        plan.data[0] = num_sequences;
         for (int s = 0; s < num_sequences; s++) {
-            pasts.data[s] = past[s];
-            begins.data[s + 1] = begins.data[s] + lengths[s];
-            table_begins.data[s + 1] = table_begins.data[s] + entries[s];
+            plan.data[1 + s] = past[s];
+            begins[s + 1] = begins[s] + lengths[s];
+            table_begins[s + 1] = table_begins[s] + entries[s];
         }
-        for (int i = 0; i < total_entries; i++) blocks.data[i] = pick(0, num_blocks - 1);
+        for (int i = plan_size - total_entries; i < plan_size; i++) plan.data[i] = pick(0, num_blocks - 1);
         Step step;
         step.layout = layout;
         step.heads = kv_heads * group, step.window = one_in(3) ? pick(1, 200) : 0, step.scale = 0.125f;
-        step.num_tokens = tokens, step.num_sequences = num_sequences, step.num_blocks = num_blocks;
-        step.num_table_entries = total_entries;
+        step.rotary_dim = 2 * pick(0, layout.head_dim / 2), step.epsilon = one_in(2) ? 1e-5f : 0.f;
+        step.num_tokens = tokens, step.num_blocks = num_blocks, step.plan_size = plan_size;
         if (one_in(3)) {  // something is wrong, or happens to be right
             const int wrong = one_in(2) ? wrong_numbers[pick(0, 4)] : pick(-3, 60);
-            Exact<std::int32_t>* arrays[] = {&pasts, &begins, &table_begins, &blocks};
-            Exact<std::int32_t>& array = *arrays[pick(0, 3)];
-            if (array.size) array.data[pick(0, int(array.size) - 1)] = wrong;
+            plan.data[pick(0, plan_size - 1)] = wrong;
             if (one_in(6)) step.window = wrong;
-            if (one_in(12)) step.num_table_entries = pick(0, total_entries);
+            if (one_in(12)) step.plan_size = pick(0, plan_size);
         }
         const std::size_t dim = layout.head_dim;
         const bool some_are_strange = one_in(4);
-        Exact<float> queries = numbers(std::size_t(tokens) * step.heads * dim, some_are_strange);
-        Exact<float> keys = numbers(std::size_t(tokens) * kv_heads * dim, some_are_strange);
-        Exact<float> values = numbers(std::size_t(tokens) * kv_heads * dim, some_are_strange);
-        Exact<float> out(queries.size);
+        Exact<float> projected = numbers(std::size_t(tokens) * (step.heads + 2 * kv_heads) * dim, some_are_strange);
+        Exact<float> rotary = numbers(std::size_t(tokens) * step.rotary_dim, some_are_strange);
+        Exact<float> norms = numbers(2 * dim, some_are_strange);
+        Exact<float> out(std::size_t(tokens) * step.heads * dim);
         Exact<std::uint8_t> cache(std::size_t(num_blocks) * layout.block_bytes());
         for (std::size_t i = 0; i < cache.size; i += 61) cache.data[i] = std::uint8_t(pick(0, 255));
-        step.queries = queries.data.get(), step.keys = keys.data.get(), step.values = values.data.get();
-        step.past = pasts.data.get(), step.begins = begins.data.get(), step.blocks = blocks.data.get();
-        step.table_begins = table_begins.data.get(), step.cache = cache.data.get(), step.out = out.data.get();
+        step.projected = projected.data.get(), step.rotary = rotary.data.get();
+        step.norms = one_in(2) ? norms.data.get() : nullptr;
+        step.plan = plan.data.get(), step.cache = cache.data.get(), step.out = out.data.get();
         refused += attention(step, kernel) != nullptr;
     }
     std::printf("%ld steps, %ld refused, %zu kernels\n", count, refused, kernels.size());

@@ -26,6 +26,9 @@ def test_arrays_are_laid_out_as_the_paged_operator_wants_them() -> None:
     assert inputs.subsequence_begins.tolist() == [0, 3, 4, 6]
     assert inputs.block_indices.tolist() == [5, 7, 1, 2, 3], "only the blocks that the step needs"
     assert inputs.block_indices_begins.tolist() == [0, 1, 3, 5]
+    begins = inputs.subsequence_begins.tolist()
+    assert inputs.plan.tolist() == [3, *[0, 6, 3], *begins, *[0, 1, 3, 5], *[5, 7, 1, 2, 3]]
+    assert inputs.plan.dtype == np.int32
     assert inputs.max_context_len == 7
     assert inputs.rows.tolist() == [2, 3, 5]
 

@@ -34,16 +34,19 @@ pytestmark = needs_operator
 ERRORS = {"f32": 2e-6, "f16": 2e-3, "int8": 3e-2}
 """Largest difference from float64 that rounding keys and values explains, for values around one."""
 SHAPES = (
-    *(Heads(9, 3, 64, storage) for storage in STORAGES),
-    Heads(4, 4, 16),
-    Heads(16, 8, 128, window=40),
-    Heads(32, 2, 80, "int8"),
+    *(Heads(9, 3, 64, storage, rotary_dim=64) for storage in STORAGES),
+    Heads(4, 4, 16, rotary_dim=16),
+    Heads(16, 8, 128, window=40, rotary_dim=128, is_normed=True),
+    Heads(32, 2, 80, "int8", rotary_dim=24),
+    Heads(6, 2, 64, "f32", is_normed=True),
     Heads(8, 1, 256, window=1),
 )
 
 
 def name_of(heads: Heads) -> str:
-    return f"{heads.heads}x{heads.kv_heads}x{heads.head_dim}-{heads.storage}-{heads.window}"
+    norm = "-normed" if heads.is_normed else ""
+    shape = f"{heads.heads}x{heads.kv_heads}x{heads.head_dim}"
+    return f"{shape}-{heads.storage}-{heads.window}-{heads.rotary_dim}{norm}"
 
 
 @pytest.mark.parametrize("heads", SHAPES, ids=name_of)
@@ -119,20 +122,25 @@ def test_a_sequence_that_is_not_a_number_spoils_no_other(storage: str) -> None:
 
 
 FAULTS: dict[str, dict[str, Any]] = {
-    "a block is not of this pool": {"blocks": np.array([1, 5], np.int32)},
-    "a block is not of this pool ": {"blocks": np.array([1, -1], np.int32)},
-    "a block table is too short": {"table_begins": np.array([0, 1], np.int32)},
-    "past_lens is negative": {"past": np.array([-1], np.int32)},
-    "a block table is too short ": {"past": np.array([2**31 - 1], np.int32)},
-    "subsequence_begins does not cover the tokens": {"begins": np.array([0, 39], np.int32)},
-    "subsequence_begins does not cover the tokens ": {"begins": np.array([1, 40], np.int32)},
-    "block_indices_begins does not cover the tables": {"table_begins": np.array([0, 3], np.int32)},
-    "descends": {"begins": np.array([0, 50, 40], np.int32), "num_sequences": 2, "past": np.zeros(2, np.int32),
-                 "table_begins": np.array([0, 2, 2], np.int32)},
+    "a block is not of this pool": {"blocks": [1, 5]},
+    "a block is not of this pool ": {"blocks": [1, -1]},
+    "a block table is too short": {"table_begins": [0, 1]},
+    "a past length is negative": {"past": [-1]},
+    "a block table is too short ": {"past": [2**31 - 1]},
+    "the sequences' beginnings do not cover the tokens": {"begins": [0, 39]},
+    "the sequences' beginnings do not cover the tokens ": {"begins": [1, 40]},
+    "the tables' beginnings do not cover the tables": {"table_begins": [0, 3]},
+    "descend": {"num_sequences": [2], "past": [0, 0], "begins": [0, 50, 40], "table_begins": [0, 2, 2]},
+    "the plan is too short for its sequences": {"num_sequences": [-1]},
+    "the plan is too short for its sequences ": {"num_sequences": [2**31 - 1]},
+    "the plan is too short for its sequences  ": {"plan_size": 5},
+    "the plan is too short for its sequences   ": {"plan_size": 0},
     "no multiple of the KV heads": {"heads": 5},
     "not a multiple of 16": {"head_dim": 72},
+    "no even number up to a head's size": {"rotary_dim": 66},
+    "no even number up to a head's size ": {"rotary_dim": 3},
     "window is negative": {"window": -1},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", FAULTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,19 @@ from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.runtime import CompiledModel, ElementType, InferRequest, Port, ov
 
 Progress = Callable[[str, float], None]
+_FEEDS: Mapping[str, Callable[[ForwardInputs], npt.NDArray[Any]]] = {
+    paged.TOKEN_IDS: attrgetter("token_ids"),
+    paged.POSITIONS: attrgetter("positions"),
+    paged.PAST_LENS: attrgetter("past_lens"),
+    paged.SUBSEQUENCE_BEGINS: attrgetter("subsequence_begins"),
+    paged.BLOCK_INDICES: attrgetter("block_indices"),
+    paged.BLOCK_INDICES_BEGINS: attrgetter("block_indices_begins"),
+    paged.MAX_CONTEXT_LEN: attrgetter("max_context_len"),
+    paged.PLAN: attrgetter("plan"),
+    paged.SAMPLED_ROWS: attrgetter("rows"),
+    paged.HIDDEN_ROWS: attrgetter("hidden_rows"),
+}
+"""The array of each input that a graph may have."""
 
 
 def load_executor(
@@ -66,7 +80,9 @@ class OpenVINOExecutor:
         self._limits: Limits | None = None
         self._pool: KVPool | None = None
         self._request: InferRequest = None
-        self._inputs: ForwardInputs | None = None
+        taken = {port.get_any_name() for port in compiled.model.inputs}
+        self._feeds = {name: array_of for name, array_of in _FEEDS.items() if name in taken}
+        self._inputs: dict[str, npt.NDArray[Any]] = {}
         self._table_rows = TableRows()
         self._hidden_states: npt.NDArray[np.float32] | None = None
 
@@ -149,19 +165,10 @@ class OpenVINOExecutor:
 
     def _forward(self, inputs: ForwardInputs) -> Logits:
         request = self._request
-        self._inputs = inputs  # the request shares these arrays' memory until the next step sets its own
+        # The request shares these arrays' memory until the next step sets its own.
+        self._inputs = {name: array_of(inputs) for name, array_of in self._feeds.items()}
         try:
-            for name, array in (
-                (paged.TOKEN_IDS, inputs.token_ids),
-                (paged.POSITIONS, inputs.positions),
-                (paged.PAST_LENS, inputs.past_lens),
-                (paged.SUBSEQUENCE_BEGINS, inputs.subsequence_begins),
-                (paged.BLOCK_INDICES, inputs.block_indices),
-                (paged.BLOCK_INDICES_BEGINS, inputs.block_indices_begins),
-                (paged.MAX_CONTEXT_LEN, inputs.max_context_len),
-                (paged.SAMPLED_ROWS, inputs.rows),
-                (paged.HIDDEN_ROWS, inputs.hidden_rows),
-            ):
+            for name, array in self._inputs.items():
                 request.set_tensor(name, ov.Tensor(array, shared_memory=True))
             request.infer()
             logits: Logits = request.get_tensor(paged.LOGITS).data.reshape(-1, self.geometry.vocab_size)
@@ -182,7 +189,8 @@ class OpenVINOExecutor:
     def close(self) -> None:
         """Release graph and pool; calling it again does nothing."""
         self._hidden_states = None
-        self._request = self._inputs = self._pool = self._limits = self._compiled = None
+        self._inputs = {}
+        self._request = self._pool = self._limits = self._compiled = None
 
 
 class KVPool:

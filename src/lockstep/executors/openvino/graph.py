@@ -9,7 +9,7 @@ tensors exist, never from a subclass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,11 @@ from lockstep.artifacts.model import ModelConfig, RopeScaling, Tensor, Weights
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from lockstep.executors.openvino.precision import Precision, precision_of
 from lockstep.executors.openvino.runtime import Model, Node, op, ov
-from lockstep.executors.openvino.weights import GroupSums, matrix, product, vector
+from lockstep.executors.openvino.weights import GroupSums, check_tensor, matrix, product, stacked, vector
 
 MASKED = np.float32(-65504)
 KNOWN_SCALINGS = ("linear", "llama3", "yarn", "factors")
-BUILDER_VERSION = "2"
+BUILDER_VERSION = "3"
 """Raised whenever the same artifact and options would build another graph."""
 
 
@@ -79,6 +79,24 @@ def local_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
     return _plain(config, config.local_rope_theta)
 
 
+def attention_name(layer: int) -> str:
+    """Beginning of the names of a layer's attention.
+
+    Nodes with these endings are what an operator that normalises and rotates by itself is made of: ``qkv`` has queries,
+    keys and values, or ``q``, ``k`` and ``v`` have them where they are no single product; ``q_norm`` and ``k_norm`` are
+    the weights of a norm of each head.
+    """
+    return f"model.layers.{layer}.self_attn."
+
+
+def rotary_name(config: ModelConfig, layer: int) -> str | None:
+    """Beginning of the names of the nodes that rotate a layer, ``.cos`` and ``.sin`` of each pair; None: none do."""
+    if layer in config.unrotated_layers:
+        return None
+    is_local = config.local_rope_theta is not None and config.windows and config.windows[layer]
+    return "local_rotary" if is_local else "rotary"
+
+
 class _DecoderBuilder:
     """Holds what the layers share while one graph is built."""
 
@@ -93,10 +111,9 @@ class _DecoderBuilder:
         self.positions = _parameter("position_ids", [-1, -1], np.int64)
         self.beams = _parameter("beam_idx", [-1], np.int32)
         factor = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
-        self.rotary = self._rotary_tables(inverse_frequencies(config), factor)
-        self.local_rotary = self.rotary
+        self.rotary = {"rotary": self._rotary_tables("rotary", inverse_frequencies(config), factor)}
         if config.local_rope_theta is not None:
-            self.local_rotary = self._rotary_tables(local_frequencies(config), 1.0)
+            self.rotary["local_rotary"] = self._rotary_tables("local_rotary", local_frequencies(config), 1.0)
         self.causal_mask = self._causal_mask()
         batch = op.gather(op.shape_of(self.ids), _ints(0), _int(0))
         self.empty_past_shape = op.concat([batch, _ints(config.num_kv_heads, 0, config.head_dim)], 0)
@@ -127,50 +144,83 @@ class _DecoderBuilder:
         def norm(x: Node, name: str | None) -> Node:
             return x if name is None else self._norm(x, prefix + name, config.hidden_size)
 
-        added = self._attention(norm(hidden, norms.before_attention), layer, prefix + "self_attn.")
+        added = self._attention(norm(hidden, norms.before_attention), layer, attention_name(layer))
         hidden = op.add(hidden, _scaled(norm(added, norms.after_attention), config.residual_scale))
         added = self._mlp(norm(hidden, norms.before_mlp), prefix + "mlp.")
         return op.add(hidden, _scaled(norm(added, norms.after_mlp), config.residual_scale))
 
     def _mlp(self, x: Node, prefix: str) -> Node:
         inner, outer = self.config.intermediate_size, self.config.hidden_size
-        gate = self._linear(x, prefix + "gate_proj", inner, outer)
+        gate = self._linear(x, {prefix + "gate_proj": inner}, outer)
         gate = op.swish(gate) if self.config.activation == "silu" else op.gelu(gate, "TANH")
-        up = self._linear(x, prefix + "up_proj", inner, outer)
-        return self._linear(op.multiply(gate, up), prefix + "down_proj", outer, inner)
+        up = self._linear(x, {prefix + "up_proj": inner}, outer)
+        return self._linear(op.multiply(gate, up), {prefix + "down_proj": outer}, inner)
 
     def _attention(self, x: Node, layer: int, prefix: str) -> Node:
         config = self.config
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-        query = self._rotate(self._query_or_key(x, prefix + "q", heads), layer)
-        key = self._rotate(self._query_or_key(x, prefix + "k", kv_heads), layer)
-        value = self._split_heads(self._linear(x, prefix + "v_proj", kv_heads * size, config.hidden_size), kv_heads)
+        query, key, value = self._projected(x, prefix)
+        query = self._heads(query, prefix + "q_norm", heads, layer)
+        key = self._heads(key, prefix + "k_norm", kv_heads, layer)
+        value = self._split_heads(value, kv_heads)
         keys = self._share_heads(self._remember(key, layer, "key"))
         values = self._share_heads(self._remember(value, layer, "value"))
         scale = () if config.attention_scale is None else (_float(config.attention_scale),)
         mixed = op.scaled_dot_product_attention(query, keys, values, self.causal_mask, *scale, causal=False)
         mixed = op.reshape(op.transpose(mixed, _ints(0, 2, 1, 3)), _ints(0, 0, heads * size), True)
-        return self._linear(mixed, prefix + "o_proj", config.hidden_size, heads * size)
+        return self._linear(mixed, {prefix + "o_proj": config.hidden_size}, heads * size)
 
-    def _query_or_key(self, x: Node, name: str, heads: int) -> Node:
-        """[B, heads, S, head_dim], normalised where the model does that, not yet rotated."""
+    def _projected(self, x: Node, prefix: str) -> list[Node]:
+        """Queries, keys and values [B, S, heads * head_dim], named; of one product where they are stored alike."""
         config = self.config
-        y = self._linear(x, name + "_proj", heads * config.head_dim, config.hidden_size)
-        if not config.qk_norm:
-            return self._split_heads(y, heads)
-        if config.qk_norm_whole:
-            return self._split_heads(self._norm(y, name + "_norm", heads * config.head_dim), heads)
-        return self._norm(self._split_heads(y, heads), name + "_norm", config.head_dim)
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        features = {f"{prefix}{each}_proj": count * config.head_dim for each, count in heads.items()}
+        stored = {(self._tensor(f"{name}.weight").encoding, f"{name}.bias" in self.weights) for name in features}
+        if len(stored) == 1 and not config.qk_norm_whole:
+            together = self._linear(x, features, config.hidden_size)
+            together.set_friendly_name(f"{prefix}qkv")
+            return list(op.variadic_split(together, _int(2), _ints(*features.values())).outputs())
+        projected = []
+        for each, (name, size) in zip(heads, features.items(), strict=True):
+            y = self._linear(x, {name: size}, config.hidden_size)
+            if config.qk_norm_whole and each != "v":
+                y = self._norm(y, f"{prefix}{each}_norm", size)
+            y.set_friendly_name(prefix + each)
+            projected.append(y)
+        return projected
 
-    def _linear(self, x: Node, name: str, out_features: int, in_features: int) -> Node:
-        """x @ W.T, plus the bias where the artifact has one."""
-        tensor = self._tensor(f"{name}.weight")
-        y = product(x, tensor, (out_features, in_features), self._precision(tensor), self.group_sums)
-        if f"{name}.bias" in self.weights:
-            y = op.add(y, op.constant(vector(self._tensor(f"{name}.bias"), out_features).reshape(1, 1, -1)))
-        elif self.config.attention_bias and name.endswith(("q_proj", "k_proj", "v_proj")):
-            raise CorruptArtifactError(f"tensor {name}.bias is missing; the configuration declares attention biases")
+    def _heads(self, x: Node, name: str, heads: int, layer: int) -> Node:
+        """[B, heads, S, head_dim], rotated, and before that normalised where the model does that for each head."""
+        x = self._split_heads(x, heads)
+        if self.config.qk_norm and not self.config.qk_norm_whole:
+            x = self._norm(x, name, self.config.head_dim)
+        return self._rotate(x, layer)
+
+    def _linear(self, x: Node, features: Mapping[str, int], in_features: int) -> Node:
+        """x @ W.T, plus the bias where the artifact has one; of several matrices stored alike, side by side."""
+        tensors = [self._tensor(f"{name}.weight") for name in features]
+        for tensor, out_features in zip(tensors, features.values(), strict=True):
+            check_tensor(tensor, (out_features, in_features))
+        try:
+            y = self._product(x, stacked(tensors))
+        except CorruptArtifactError:
+            for tensor in tensors:
+                self._product(x, tensor)  # the one that is corrupt is named
+            raise
+        biased = [(name, size) for name, size in features.items() if f"{name}.bias" in self.weights]
+        if biased:
+            biases = [vector(self._tensor(f"{name}.bias"), size) for name, size in biased]
+            return op.add(y, op.constant(np.concatenate(biases).reshape(1, 1, -1)))
+        for name in features:
+            if self.config.attention_bias and name.endswith(("q_proj", "k_proj", "v_proj")):
+                raise CorruptArtifactError(
+                    f"tensor {name}.bias is missing; the configuration declares attention biases"
+                )
         return y
+
+    def _product(self, x: Node, tensor: Tensor) -> Node:
+        rows, columns = tensor.shape
+        return product(x, tensor, (rows, columns), self._precision(tensor), self.group_sums)
 
     def _norm(self, x: Node, name: str, size: int) -> Node:
         """RMS norm over the last axis."""
@@ -178,7 +228,8 @@ class _DecoderBuilder:
         mean = op.reduce_mean(op.power(x, _float(2)), _ints(-1), True)
         scale = op.divide(_float(1), op.sqrt(op.add(mean, _float(self.config.rms_norm_eps))))
         rank = len(x.get_output_partial_shape(0))
-        return op.multiply(op.multiply(x, scale), op.constant(weight.reshape((1,) * (rank - 1) + (size,))))
+        constant = op.constant(weight.reshape((1,) * (rank - 1) + (size,)), name=name)
+        return op.multiply(op.multiply(x, scale), constant)
 
     def _split_heads(self, x: Node, heads: int) -> Node:
         """[B, S, heads * size] -> [B, heads, S, size]."""
@@ -213,20 +264,22 @@ class _DecoderBuilder:
         self.sinks.append(op.assign(together, variable))
         return together
 
-    def _rotary_tables(self, frequencies: npt.NDArray[np.float32], factor: float) -> tuple[Node, Node]:
-        """Cosines and sines [B, 1, S, rotary_dim] of this step's positions, times the factor."""
+    def _rotary_tables(self, name: str, frequencies: npt.NDArray[np.float32], factor: float) -> tuple[Node, Node]:
+        """Cosines and sines [B, 1, S, rotary_dim] of this step's positions, times the factor; a half has the name."""
         constant = op.constant(frequencies.reshape(1, 1, -1))
         angles = op.multiply(op.convert(op.unsqueeze(self.positions, _int(2)), np.float32), constant)
-        angles = op.concat([angles, angles], -1)
         cos, sin = _scaled(op.cos(angles), factor), _scaled(op.sin(angles), factor)
-        return op.unsqueeze(cos, _int(1)), op.unsqueeze(sin, _int(1))
+        cos.set_friendly_name(f"{name}.cos")
+        sin.set_friendly_name(f"{name}.sin")
+        return op.unsqueeze(op.concat([cos, cos], -1), _int(1)), op.unsqueeze(op.concat([sin, sin], -1), _int(1))
 
     def _rotate(self, x: Node, layer: int) -> Node:
         """Rotate pairs (i, i + rotary_dim / 2): GPT-NeoX order, the one of Hugging Face checkpoints."""
         config = self.config
-        if layer in config.unrotated_layers:
+        name = rotary_name(config, layer)
+        if name is None:
             return x
-        cos, sin = self.local_rotary if config.windows and config.windows[layer] else self.rotary
+        cos, sin = self.rotary[name]
         size = config.head_dim if config.rotary_dim is None else config.rotary_dim
         part = x if size == config.head_dim else _columns(x, 0, size)
         turned = op.concat([op.multiply(_columns(part, size // 2, size), _float(-1)), _columns(part, 0, size // 2)], -1)

@@ -67,6 +67,13 @@ class ForwardInputs:
     hidden_rows: Longs
     """[H]: tokens whose hidden states are wanted."""
 
+    @property
+    def plan(self) -> Ints:
+        """Sequences, their past lengths, beginnings and tables in one array, as our attention operator has them."""
+        num_sequences = np.array([len(self.past_lens)], np.int32)
+        parts = (self.past_lens, self.subsequence_begins, self.block_indices_begins, self.block_indices)
+        return np.concatenate([num_sequences, *parts])
+
 
 class TableRows:
     """Block tables as arrays, kept from one step to the next.

@@ -52,7 +52,7 @@ def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Repor
         own = choose_attention(artifact, options, device)
         if own is not None:
             try:
-                use_own_attention(model, own)
+                use_own_attention(model, own, artifact.config)
             except UnsupportedArtifactError as error:
                 _do_without(artifact, options, str(error))
                 own = None

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.artifacts.model import ModelConfig
 from lockstep.errors import ExecutorError, UnsupportedArtifactError
+from lockstep.executors.openvino.graph import attention_name, rotary_name
 from lockstep.executors.openvino.ops import LIBRARY, OPERATOR, STORAGES, OwnAttention
 from lockstep.executors.openvino.products import split_below
 from lockstep.executors.openvino.runtime import Model, Node, op, ov, the_core
@@ -27,6 +29,7 @@ SUBSEQUENCE_BEGINS = "subsequence_begins"
 BLOCK_INDICES = "block_indices"
 BLOCK_INDICES_BEGINS = "block_indices_begins"
 MAX_CONTEXT_LEN = "max_context_len"
+PLAN = "plan"
 SAMPLED_ROWS = "sampled_rows"
 HIDDEN_ROWS = "hidden_rows"
 LOGITS = "logits"
@@ -40,8 +43,8 @@ _ROW_WISE = frozenset({"Add", "Clamp", "Convert", "Divide", "Multiply", "Subtrac
 
 _ATTENTION = "PagedAttentionExtension"
 _KEY_CACHE_INPUT = 3
-_STEP_PORTS = (0, 1, 2, 5, 6, 7, 8)
-"""Query, key, value; past lengths, beginnings of sequences, tables, beginnings of tables."""
+_PROJECTED_PORTS = (0, 1, 2)
+"""Query, key, value."""
 _SCALE_INPUT = 9
 _WINDOW_INPUT = 10
 _MAX_CONTEXT_INPUT = 12
@@ -94,29 +97,77 @@ def _set_windows(model: Model, windows: Sequence[int]) -> None:
         raise ExecutorError(f"OpenVINO's transformation left no {_ATTENTION} for {', '.join(remaining)}")
 
 
-def use_own_attention(model: Model, own: OwnAttention) -> None:
-    """Put our operator in the place of each of OpenVINO's in a paged model, and one cache input a layer in that of two.
+def use_own_attention(model: Model, own: OwnAttention, config: ModelConfig) -> None:
+    """Put our operator in the place of each of OpenVINO's in a paged model.
+
+    It takes what is before normalisation and rotation where graph.py's names say what that is, else queries, keys and
+    values as OpenVINO's has them; one plan for all layers; and one cache a layer in the place of two.
 
     Raises:
         UnsupportedArtifactError: the graph asks for more than ours can; nothing was changed.
     """
     theirs = [node for node in model.get_ordered_ops() if node.get_type_name() == _ATTENTION]
     wanted = [_scale_and_window(node) for node in theirs]
+    sources = _Sources(model, config)
     common = {"heads": own.heads, "kv_heads": own.kv_heads, "head_dim": own.head_dim, "kernel": own.kernel}
-    caches = []
+    common |= {"storage": STORAGES.index(own.storage), "epsilon": config.rms_norm_eps}
+    plan, caches = _parameter(PLAN, [-1], np.int32), []
     for node, numbers in zip(theirs, wanted, strict=True):
-        layer = node.input_value(_KEY_CACHE_INPUT).get_node().get_friendly_name().removeprefix("key_cache.")
+        layer = int(node.input_value(_KEY_CACHE_INPUT).get_node().get_friendly_name().removeprefix("key_cache."))
         caches.append(_parameter(f"kv_cache.{layer}", [-1, own.block_bytes], np.uint8))
-        inputs = [*(node.input_value(port) for port in _STEP_PORTS), caches[-1].output(0)]
-        attributes = {**common, **numbers, "storage": STORAGES.index(own.storage)}
-        ours = _node_factory().create(OPERATOR, inputs, attributes)
-        for target in list(node.output(0).get_target_inputs()):
+        projected, *others = sources.of(layer) or (op.concat([node.input_value(port) for port in _PROJECTED_PORTS], 1),)
+        rotary_dim = others[0].get_output_partial_shape(0)[-1].get_length() if others else 0
+        inputs = [each.output(0) for each in (projected, plan, caches[-1], *others)]
+        ours = _node_factory().create(OPERATOR, inputs, {**common, **numbers, "rotary_dim": rotary_dim})
+        for target in list(_in_rows(node).output(0).get_target_inputs()):
             target.replace_source_output(ours.output(0))
     for parameter in list(model.get_parameters()):
-        if parameter.get_friendly_name().startswith(("key_cache.", "value_cache.")):
+        readers = parameter.output(0).get_target_inputs()
+        if all(reader.get_node().get_type_name() == _ATTENTION for reader in readers):
             model.remove_parameter(parameter)
-    model.add_parameters(caches)
+    model.add_parameters([plan, *caches])
     model.validate_nodes_and_infer_types()
+
+
+class _Sources:
+    """Inputs of our operator that graph.py has named."""
+
+    def __init__(self, model: Model, config: ModelConfig) -> None:
+        self._named = {node.get_friendly_name(): node for node in model.get_ops()}
+        self._config = config
+        self._tables: dict[str, Node] = {}
+
+    def of(self, layer: int) -> list[Node] | None:
+        """Queries, keys and values; how they are rotated; weights of their norms. None: the graph is not ours."""
+        named, prefix = self._named, attention_name(layer)
+        projected = named.get(f"{prefix}qkv")
+        if projected is None:
+            parts = [named.get(prefix + each) for each in "qkv"]
+            if None in parts:
+                return None
+            projected = op.concat(parts, 2)
+        sources = [projected, self._table(rotary_name(self._config, layer))]
+        if self._config.qk_norm and not self._config.qk_norm_whole:
+            weights = [named[f"{prefix}{each}_norm"].data.reshape(-1) for each in "qk"]
+            sources.append(op.constant(np.concatenate(weights)))
+        return sources
+
+    def _table(self, name: str | None) -> Node:
+        """Cosines and sines of each pair, one after the other: [T, 1, rotary_dim]."""
+        if name is None:
+            return op.constant(np.zeros(0, np.float32))
+        if name not in self._tables:
+            self._tables[name] = op.concat([self._named[f"{name}.cos"], self._named[f"{name}.sin"]], 2)
+        return self._tables[name]
+
+
+def _in_rows(node: Node) -> Node:
+    """The last of the nodes that only give an attention another shape: [T, 1, heads * head_dim]."""
+    while True:
+        targets = list(node.output(0).get_target_inputs())
+        if len(targets) != 1 or targets[0].get_node().get_type_name() not in ("Reshape", "Transpose"):
+            return node
+        node = targets[0].get_node()
 
 
 @cache

@@ -9,7 +9,7 @@ float16, and integers are chosen for the scale as it is stored, so its own round
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -62,6 +62,16 @@ def vector(tensor: Tensor, size: int) -> npt.NDArray[np.float32]:
     values = dequantise(tensor)
     _refuse_non_finite(tensor, bool(np.isfinite(values).all()))
     return values
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of checked tensors of one encoding as one tensor's, as they are stored."""
+    if len(tensors) == 1:
+        return tensors[0]
+    first, num_rows = tensors[0], sum(tensor.shape[0] for tensor in tensors)
+    names = ", ".join(tensor.name for tensor in tensors)
+    rows = np.concatenate([tensor.data for tensor in tensors])
+    return Tensor(names, first.encoding, (num_rows, *first.shape[1:]), rows)
 
 
 def matrix(tensor: Tensor, shape: tuple[int, int], precision: Precision) -> Node:

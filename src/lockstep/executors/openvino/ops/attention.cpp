@@ -16,25 +16,44 @@ constexpr int ITEMS_PER_THREAD = 4;   // fewer, and rows are split so that threa
 constexpr std::size_t FEW_ITEMS = 8;  // that one thread does sooner than several
 constexpr int MANY_TOKENS = 64;       // from so many on, several threads store a sequence's keys and values
 
-const char* fault(const Step& step) {
+struct Plan {
+    std::int64_t num_sequences, num_entries;
+    const std::int32_t *past, *begins, *table_begins, *blocks;
+};
+
+// The parts of a step's plan; false: it is too short for them.
+bool read_plan(const Step& step, Plan& plan) {
+    plan.num_sequences = step.plan_size > 0 ? step.plan[0] : -1;
+    plan.num_entries = step.plan_size - 3 * (plan.num_sequences + 1);
+    if (plan.num_sequences < 0 || plan.num_entries < 0) return false;
+    plan.past = step.plan + 1;
+    plan.begins = plan.past + plan.num_sequences;
+    plan.table_begins = plan.begins + plan.num_sequences + 1;
+    plan.blocks = plan.table_begins + plan.num_sequences + 1;
+    return true;
+}
+
+const char* fault(const Step& step, const Plan& plan) {
     const Layout& layout = step.layout;
     if (layout.kv_heads < 1 || step.heads % layout.kv_heads) return "the query heads are no multiple of the KV heads";
     if (layout.head_dim < LANES || layout.head_dim % LANES || layout.head_dim > MAX_HEAD_DIM)
         return "a head's size is not a multiple of 16 up to 256";
+    if (step.rotary_dim < 0 || step.rotary_dim > layout.head_dim || step.rotary_dim % 2)
+        return "the rotated dimensions are no even number up to a head's size";
     if (step.window < 0) return "the window is negative";
-    if (step.begins[0] != 0 || step.begins[step.num_sequences] != step.num_tokens)
-        return "subsequence_begins does not cover the tokens";
-    if (step.table_begins[0] != 0 || step.table_begins[step.num_sequences] > step.num_table_entries)
-        return "block_indices_begins does not cover the tables";
-    for (std::int64_t s = 0; s < step.num_sequences; s++) {
-        const std::int64_t length = std::int64_t(step.begins[s + 1]) - step.begins[s];
-        const std::int64_t entries = std::int64_t(step.table_begins[s + 1]) - step.table_begins[s];
-        if (length < 0 || entries < 0) return "subsequence_begins or block_indices_begins descends";
-        if (step.past[s] < 0) return "past_lens is negative";
-        if (step.past[s] + length > entries * BLOCK_TOKENS) return "a block table is too short for its sequence";
+    if (plan.begins[0] != 0 || plan.begins[plan.num_sequences] != step.num_tokens)
+        return "the sequences' beginnings do not cover the tokens";
+    if (plan.table_begins[0] != 0 || plan.table_begins[plan.num_sequences] > plan.num_entries)
+        return "the tables' beginnings do not cover the tables";
+    for (std::int64_t s = 0; s < plan.num_sequences; s++) {
+        const std::int64_t length = std::int64_t(plan.begins[s + 1]) - plan.begins[s];
+        const std::int64_t entries = std::int64_t(plan.table_begins[s + 1]) - plan.table_begins[s];
+        if (length < 0 || entries < 0) return "the beginnings of sequences or tables descend";
+        if (plan.past[s] < 0) return "a past length is negative";
+        if (plan.past[s] + length > entries * BLOCK_TOKENS) return "a block table is too short for its sequence";
     }
-    for (std::int64_t i = 0; i < step.table_begins[step.num_sequences]; i++)
-        if (step.blocks[i] < 0 || step.blocks[i] >= step.num_blocks) return "a block is not of this pool";
+    for (std::int64_t i = 0; i < plan.table_begins[plan.num_sequences]; i++)
+        if (plan.blocks[i] < 0 || plan.blocks[i] >= step.num_blocks) return "a block is not of this pool";
     return nullptr;
 }
 
@@ -54,27 +73,40 @@ struct Item {
 
 struct Work {
     const Step& step;
+    const Plan& plan;
     const Kernel& kernel;
     int group = step.heads / step.layout.kv_heads;
 
     std::uint8_t* head_of(int sequence, int position, int head) const {
-        const std::int32_t block = step.blocks[step.table_begins[sequence] + position / BLOCK_TOKENS];
+        const std::int32_t block = plan.blocks[plan.table_begins[sequence] + position / BLOCK_TOKENS];
         return step.cache + std::size_t(block) * step.layout.block_bytes() + head * step.layout.head_bytes();
+    }
+
+    const float* projected(int token, int head) const {
+        const int heads = step.heads + 2 * step.layout.kv_heads;
+        return step.projected + (std::size_t(token) * heads + head) * step.layout.head_dim;
+    }
+
+    Raw query(int token, int head) const { return raw(token, head, step.norms); }
+    Raw key(int token, int head) const {
+        return raw(token, step.heads + head, step.norms ? step.norms + step.layout.head_dim : nullptr);
+    }
+    Raw raw(int token, int head, const float* norm) const {
+        const float* rotary = step.rotary + std::size_t(token) * step.rotary_dim;
+        return {projected(token, head), norm, rotary, step.rotary_dim, step.epsilon};
     }
 
     void store(int sequence, int token) const {
         const Layout& layout = step.layout;
-        const int position = step.past[sequence] + token - step.begins[sequence];
-        for (int h = 0; h < layout.kv_heads; h++) {
-            const std::size_t at = (std::size_t(token) * layout.kv_heads + h) * layout.head_dim;
-            kernel.store(layout, step.keys + at, step.values + at, head_of(sequence, position, h),
-                         position % BLOCK_TOKENS);
-        }
+        const int position = plan.past[sequence] + token - plan.begins[sequence];
+        for (int h = 0; h < layout.kv_heads; h++)
+            kernel.store(layout, key(token, h), projected(token, step.heads + layout.kv_heads + h),
+                         head_of(sequence, position, h), position % BLOCK_TOKENS);
     }
 
     void store_all() const {
-        for (int s = 0; s < step.num_sequences; s++) {
-            const int begin = step.begins[s], end = step.begins[s + 1];
+        for (int s = 0; s < plan.num_sequences; s++) {
+            const int begin = plan.begins[s], end = plan.begins[s + 1];
             if (end - begin < MANY_TOKENS)
                 for (int token = begin; token < end; token++) store(s, token);
             else
@@ -85,8 +117,8 @@ struct Work {
     // Every row once. Segments: those that its rows see.
     std::vector<Item> items() const {
         std::vector<Item> items;
-        for (int s = 0; s < step.num_sequences; s++) {
-            const int num_rows = (step.begins[s + 1] - step.begins[s]) * group;
+        for (int s = 0; s < plan.num_sequences; s++) {
+            const int num_rows = (plan.begins[s + 1] - plan.begins[s]) * group;
             for (int row = 0; row < num_rows; row += kernel.max_rows)
                 for (int h = 0; h < step.layout.kv_heads; h++) {
                     Item item{s, h, row, std::min(kernel.max_rows, num_rows - row), 0, 0};
@@ -98,27 +130,26 @@ struct Work {
         return items;
     }
 
-    int position(int sequence, int row) const { return step.past[sequence] + row / group; }
+    int position(int sequence, int row) const { return plan.past[sequence] + row / group; }
     int first_key(int position) const {
         return step.window && position >= step.window ? position + 1 - step.window : 0;
     }
-    std::size_t place(const Item& item, int row) const {
-        const int token = step.begins[item.sequence] + (item.first_row + row) / group;
-        return (std::size_t(token) * step.heads + item.head * group + (item.first_row + row) % group) *
-               step.layout.head_dim;
+    int token_of(const Item& item, int row) const {
+        return plan.begins[item.sequence] + (item.first_row + row) / group;
     }
+    int head_of(const Item& item, int row) const { return item.head * group + (item.first_row + row) % group; }
 
     void attend(const Item& item, const Item& next, Share* rows) const {
         Tile tile;
         tile.layout = step.layout;
         tile.cache = step.cache + item.head * step.layout.head_bytes();
-        tile.blocks = step.blocks + step.table_begins[item.sequence];
-        tile.num_blocks = step.table_begins[item.sequence + 1] - step.table_begins[item.sequence];
+        tile.blocks = plan.blocks + plan.table_begins[item.sequence];
+        tile.num_blocks = plan.table_begins[item.sequence + 1] - plan.table_begins[item.sequence];
         tile.scale = step.scale * 1.44269504f;  // log2(e): the softmax is one of powers of two
         tile.num_rows = item.num_rows;
         for (int r = 0; r < item.num_rows; r++) {
             const int at = position(item.sequence, item.first_row + r);
-            tile.queries[r] = step.queries + place(item, r);
+            tile.queries[r] = query(token_of(item, r), head_of(item, r));
             tile.begin[r] = first_key(at), tile.end[r] = at + 1;
         }
         for (int b = 0; b < SEGMENT_BLOCKS; b++)
@@ -131,7 +162,8 @@ struct Work {
 
     void finish(const Item& item, const Share* rows) const {
         for (int r = 0; r < item.num_rows; r++) {
-            float* out = step.out + place(item, r);
+            const std::size_t row = std::size_t(token_of(item, r)) * step.heads + head_of(item, r);
+            float* out = step.out + row * step.layout.head_dim;
             const float inverse = 1.f / rows[r].weight;
             for (int d = 0; d < step.layout.head_dim; d++) out[d] = rows[r].values[d] * inverse;
         }
@@ -169,8 +201,10 @@ struct Work {
 }  // namespace
 
 const char* attention(const Step& step, const Kernel& kernel) {
-    if (const char* wrong = fault(step)) return wrong;
-    const Work work{step, kernel};
+    Plan plan;
+    if (!read_plan(step, plan)) return "the plan is too short for its sequences";
+    if (const char* wrong = fault(step, plan)) return wrong;
+    const Work work{step, plan, kernel};
     work.store_all();
     const std::vector<Item> items = work.items();
     if (items.size() < std::size_t(ITEMS_PER_THREAD * tbb::this_task_arena::max_concurrency())) {
