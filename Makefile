@@ -70,13 +70,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# A race against llama.cpp and OpenVINO GenAI on random weights of a real shape, about ten minutes; PEER_PYTHON=... is a
-# Python that has llama-cpp-python and openvino-genai.
+# A race against llama.cpp and OpenVINO GenAI on random weights of a real shape, at most twenty minutes; PEER_PYTHON=... is a
+# Python that has llama-cpp-python and openvino-genai, PEER_FLAGS=... are further flags of `lockstep bench peers`.
 PEER_MODEL := $(VENV)/smollm2-135m-q8_0.gguf
 peers: $(STAMP)
 	test -e $(PEER_MODEL) || $(BIN)/python -m tools.random_models gguf smollm2-135m Q8_0 $(PEER_MODEL)
 	$(BIN)/lockstep bench peers $(PEER_MODEL) --peer-python $(or $(PEER_PYTHON),$(BIN)/python) \
-		--result-filename $(VENV)/peers.json
+		--result-filename $(VENV)/peers.json $(PEER_FLAGS)
 
 # The short table, under three minutes, which another day's can be compared with: lockstep bench compare A B.
 bench: $(STAMP)
@@ -93,6 +93,7 @@ bench-all: $(STAMP)
 	$(BIN)/python -m benchmarks.client
 	$(BIN)/python -m benchmarks.streaming
 	$(BIN)/python -m benchmarks.faults
+	$(BIN)/python -m benchmarks.scaling pocket:// --max-prompt-tokens 2048 --prompts 32 200 1000
 
 # Plain requirement files with hashes and no download addresses.
 lock: $(STAMP)

@@ -402,7 +402,7 @@ def text_of(race: Race) -> str:
     lines = [
         f"{Path(race.options.model).name} on {machine_name()}, {duration}",
         "; ".join(dict.fromkeys(each["version"] for each in race.contenders.values())),
-        *(to_lines(_table(race, works)) for works in of_kind.values()),
+        *(f"{to_lines(_table(race, works))}\n" for works in of_kind.values()),
         "x: how many times better ours of the same kind was, median of rounds (least to greatest)",
     ]
     if missing := _not_measured(race):
@@ -418,7 +418,8 @@ def _table(race: Race, works: Sequence[str]) -> Table:
     seen = {key: rounds for key, rounds in race.seen.items() if key[0] in works}
     known = {figure for rounds in seen.values() for found in rounds.values() for figure in found}
     columns = [figure for figure in FIGURES if figure in known]
-    shown = [figure for figure in COMPARED if figure in known]
+    has_peers = any(name not in (*OURS.values(), ROUTER) for _, name in seen)
+    shown = [figure for figure in COMPARED if figure in known and has_peers]
     titles = [*(FIGURES[figure][0] for figure in columns), "rounds"]
     table = Table("", (*words("work", "contender"), *numbers(*titles), *words(*(f"x {FIGURES[f][0]}" for f in shown))))
     names = list(race.contenders)

@@ -1,0 +1,120 @@
+"""Scaling of our engine: speed and time to first token against concurrency and prompts; steps; memory of a sequence.
+
+    python -m tools.random_models gguf smollm2-135m Q8_0 model.gguf
+    python -m benchmarks.scaling model.gguf --result-filename scaling.json
+
+It is a race of one (`lockstep bench peers`), so that its cells are measured as a race's are, and its result is one that
+`lockstep bench compare` reads. Cells with more prompt tokens than the budget are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from lockstep.bench.contenders import Engine, trial
+from lockstep.bench.peers import OURS, Race, RaceOptions, as_json, run_race
+from lockstep.bench.prompts import Units
+from lockstep.bench.works import Work
+from lockstep.executors.machine import available_cores, machine_name
+from lockstep.version import __version__
+
+OWN = OURS["engine"]
+TABLES: Mapping[str, tuple[str, Callable[[float, int], float]]] = {
+    "Output tokens per second": ("output_throughput", lambda value, streams: value),
+    "Time to first token, ms (median of all that came at once)": ("ttft_ms", lambda value, streams: value),
+    "Step, ms, while every stream decodes": ("decode_throughput", lambda value, streams: streams / value * 1e3),
+    "Processor time per output token, ms": ("cpu_ms_per_token", lambda value, streams: value),
+}
+"""Figure of a table, and the value that it shows of it."""
+
+
+def table(race: Race, title: str) -> str:
+    """One figure in Markdown: a row for each prompt, a column for each concurrency; medians of the rounds."""
+    options, (figure, shown) = race.options, TABLES[title]
+    lines = [f"### {title}", "", f"| prompt | {' | '.join(f'x{streams}' for streams in options.streams)} |"]
+    lines.append(f"|---|{'---|' * len(options.streams)}")
+    for context, output in options.contexts:
+        cells = []
+        for streams in options.streams:
+            rounds = race.seen.get((Work(context, streams, output).name, OWN), {}).values()
+            values = [found[figure] for found in rounds if figure in found]
+            value = shown(statistics.median(values), streams) if values else None
+            cells.append("" if value is None else f"{value:,.{1 if value < 100 else 0}f}")
+        lines.append(f"| {context:,} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def memory(model: str, prompts: Sequence[int], threads: int) -> tuple[str, dict[str, float]]:
+    """Resident memory of fresh processes after one work each, in Markdown and by the work's name."""
+    one, many = Work(1000, 1, 16), Work(1000, 8, 16)
+    lines = [
+        "### Resident memory of a process that did one work",
+        "",
+        "| work | MB | tokens computed |",
+        "|---|---|---|",
+    ]
+    found: dict[Work, float] = {}
+    for work in (one, many, *(Work(prompt, 1, 16) for prompt in prompts if prompt > one.context)):
+        print(f"memory of {work.name}", file=sys.stderr)
+        engine = Engine(OWN, sys.executable, model, threads, [work])
+        try:
+            units = Units(ids=tuple(range(300, engine.vocabulary or 301)))
+            engine.warm(work, units)
+            found[work] = engine.run(work, units, 1).memory_mb or 0.0
+        finally:
+            engine.close()
+        lines.append(f"| {work.name} | {found[work]:,.0f} | {tokens_of(work):,} |")
+    each = (found[many] - found[one]) / (tokens_of(many) - tokens_of(one)) * 1e3
+    lines += ["", f"A sequence takes {each:.1f} MB per 1,000 tokens (x{many.streams} beside x{one.streams}).", ""]
+    return "\n".join(lines), {work.name: mb for work, mb in found.items()}
+
+
+def tokens_of(work: Work) -> int:
+    """Tokens whose KV a process has by the end, those of the trial included."""
+    return sum(each.streams * (each.context + each.output) for each in (trial(work), work))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 200, 1000, 4000, 8000])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--max-prompt-tokens", type=int, default=8192, help="of a cell; larger ones are left out")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=300.0, help="of the grid; the memory takes half a minute more")
+    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--result-filename", type=Path)
+    asked = parser.parse_args()
+    options = RaceOptions(
+        asked.model,
+        tuple((prompt, asked.output_len) for prompt in asked.prompts),
+        tuple(asked.streams),
+        max_prompt_tokens=asked.max_prompt_tokens,
+        rounds=asked.rounds,
+        limit_s=asked.limit_s,
+        peers=(),
+        threads=asked.threads,
+        only="engines",
+        suite=False,
+    )
+    race = run_race(options, lambda sentence: print(sentence, file=sys.stderr))
+    print(f"{machine_name()}, Lockstep {__version__}, {Path(asked.model).name}, {race.duration_s:.0f} s\n")
+    for title in TABLES:
+        print(table(race, title))
+    result = as_json(race) | {"kind": "scaling"}
+    if not race.was_interrupted:
+        text, sizes = memory(asked.model, asked.prompts, asked.threads or available_cores())
+        print(text)
+        result["figures"] |= {f"memory of {name} MB": {"values": [mb], "better": "less"} for name, mb in sizes.items()}
+    if asked.result_filename is not None:
+        asked.result_filename.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
