@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -51,8 +52,8 @@ def test_a_trial_is_short_and_has_the_streams_of_its_work() -> None:
         short = trial(work)
         assert short.streams == work.streams
         assert short.context <= work.context
-        assert short.num_prompt_tokens <= 2048
-        assert short.output <= min(16, work.output)
+        assert short.num_prompt_tokens <= 1024
+        assert short.output <= min(24, work.output)
 
 
 def test_a_race_goes_on_without_peers_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -108,10 +109,14 @@ def test_a_wrong_flag_is_one_line(arguments: tuple[str, ...], message: str, caps
 SLOW = "stub://alpha?step_ms=1"
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-def test_a_race_that_is_ended_tells_what_was_measured(by: signal.Signals) -> None:
-    """The second round of the same work is interrupted in its middle."""
-    options = RaceOptions(SLOW, ((8, 1000),), (1,), peers=(), rounds=9, suite=False, only="servers")
+@pytest.mark.parametrize(
+    ("by", "only", "own"), [(signal.SIGTERM, "servers", "lockstep serve"), (signal.SIGINT, "engines", "lockstep")]
+)
+def test_a_race_that_is_ended_tells_what_was_measured(
+    by: signal.Signals, only: Literal["engines", "servers"], own: str
+) -> None:
+    """The second round of the same work is interrupted in its middle: in an event loop, and before a pipe."""
+    options = RaceOptions(SLOW, ((8, 1000),), (1,), peers=(), rounds=9, suite=False, only=only)
     said: list[str] = []
 
     def say(sentence: str) -> None:
@@ -122,25 +127,25 @@ def test_a_race_that_is_ended_tells_what_was_measured(by: signal.Signals) -> Non
     race = run_race(options, say)
     assert race.was_interrupted
     assert race.ended_by == {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}[by]
-    assert {key: list(rounds) for key, rounds in race.seen.items()} == {("8/1000 x1", "lockstep serve"): [0]}
+    assert {key: list(rounds) for key, rounds in race.seen.items()} == {("8/1000 x1", own): [0]}
     assert said[-1].startswith("ended by ")
 
 
 def test_the_limit_ends_a_race_wherever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The only answer would take ten minutes."""
     path, begin_s = tmp_path / "race.json", time.monotonic()
-    work = ("--contexts", "8:8000", "--streams", "1", "--only", "servers", "--no-suite", "--peers", "")
-    end = ("--limit-s", "4", "--result-filename", str(path))
+    work = ("--contexts", "8:8000", "--streams", "1", "--only", "engines", "--peers", "")
+    end = ("--limit-s", "2", "--result-filename", str(path))
     assert invoke(["bench", "peers", "stub://alpha?step_ms=100", *work, *end]) == 0
     assert time.monotonic() - begin_s < 60
     result = json.loads(path.read_text())
-    assert (result["ended_by"], result["figures"]) == ("--limit-s 4", {})
+    assert (result["ended_by"], result["figures"]) == ("--limit-s 2", {})
     assert "not measured: 8/8000 x1" in capsys.readouterr().out
 
 
 def test_work_that_has_no_time_left_is_not_begun() -> None:
-    options = RaceOptions(SLOW, ((8, 12), (8, 900_000)), (1,), peers=(), rounds=1, suite=False, only="servers")
+    options = RaceOptions(SLOW, ((8, 12), (8, 900_000)), (1,), peers=(), rounds=1, only="engines")
     race = run_race(options, lambda sentence: None)
-    assert list(race.seen) == [("8/12 x1", "lockstep serve")]
+    assert list(race.seen) == [("8/12 x1", "lockstep")]
     assert race.ended_by == "--limit-s 1200, which has no room for a round of 8/900000 x1"
     assert "not measured: 8/900000 x1" in text_of(race)

@@ -31,7 +31,7 @@ ANSWER_LIMIT_S = 600.0
 """A contender that takes longer for one piece of work is out of the race."""
 _PROBE_TOKENS = 2048
 """Room for the requests that find out how prompts are sized."""
-_TRIAL_TOKENS, _TRIAL_OUTPUT = 2048, 16
+_TRIAL_TOKENS, _TRIAL_OUTPUT = 1024, 24
 """Prompt tokens in all, and tokens of each answer, of what warms a number of streams and chooses between ways."""
 _SCRIPT = Path(__file__).with_name("contestant.py")
 # The folder of a script comes first among a Python's modules; ours has a statistics.py, which is not theirs.
@@ -125,9 +125,11 @@ class Engine:
         assert self._process.stdout is not None
         timer = threading.Timer(limit_s, self._process.kill)
         timer.start()
-        line = self._process.stdout.readline()
-        is_late = not timer.is_alive()
-        timer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            is_late = not timer.is_alive()
+            timer.cancel()
         if not line:
             raise OutError(f"no answer in {limit_s:g} s" if is_late else f"its process ended: {self._process.wait()}")
         answer: dict[str, Any] = json.loads(line)
