@@ -166,11 +166,8 @@ class Server:
 
     def warm(self, work: Work, units: Units) -> str:
         """Prepare for so many streams, once, or for a work of another kind; returns how prompts are sized."""
-        if work.kind == "routed":
-            self._ask_routed(work, 0)
-            return ""
-        if work.kind == "prompts":
-            self._send(replace(work, output=8), 0)
+        if work.kind in ("prompts", "routed"):
+            self.run(replace(work, output=8), units, 0)
             return ""
         if self._units is None:
             try:
@@ -186,11 +183,7 @@ class Server:
     def run(self, work: Work, units: Units, seed: int) -> Done:
         if self._watched is not None:
             self._watched.begin()
-        if work.kind == "routed":
-            done = Done(self._ask_routed(work, seed))
-        else:
-            counted = [work.counts(sample) for sample in work.samples(seed)]
-            done = Done([a for a, is_one in zip(self._send(work, seed), counted, strict=True) if is_one])
+        done = Done(self._ask_routed(work, seed) if work.kind == "routed" else self._send(work, seed))
         return done if self._watched is None else self._watched.end(done)
 
     def close(self) -> None:
@@ -205,8 +198,8 @@ class Server:
 
     def _send(self, work: Work, seed: int) -> list[Answer]:
         asking, path = self._asking(work), self._path(work)
-        jobs = []
-        for sample in work.samples(seed):
+        jobs, samples = [], work.samples(seed)
+        for sample in samples:
             prompt = prompt_of(sample, self._units or Units(), seed, {})
             body = self._target.post(path, asking.body(prompt, sample.output_tokens))
             jobs.append(Job(sample.at_s, partial(bytes, body), None))
@@ -216,7 +209,8 @@ class Server:
         failed = [outcome.error for outcome in run.finished if not outcome.is_success]
         if failed:
             raise OutError(f"{len(failed)} of {len(jobs)} requests failed: {failed[0]}")
-        return answers_of(run.finished)
+        answers = zip(answers_of(run.finished), samples, strict=True)
+        return [answer for answer, sample in answers if work.counts(sample)]
 
     def _ask_routed(self, work: Work, seed: int) -> list[Answer]:
         assert self._routed is not None, "routed work is for servers that were told what it asks"
