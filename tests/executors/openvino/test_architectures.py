@@ -23,10 +23,14 @@ from lockstep.executors.openvino.paged import to_paged
 from tests.executors.openvino.test_golden_logits import (
     EXACT,
     GOLDEN,
+    KV_BOUNDS,
+    KV_PRECISIONS,
     MAX_RELATIVE_ERROR,
+    SERVED,
     StillInterleaved,
     golden_prompt_logits,
     relative_error,
+    served_bound,
 )
 from tools.golden.architecture_cases import GGUF_CASES, HUGGINGFACE_CASES
 from tools.golden.logit_cases import SEED, sharpened
@@ -54,6 +58,16 @@ def test_float32_logits_equal_those_of_transformers(name: str, tmp_path: Path) -
     assert np.abs(logits - transformers_logits(name)).max() <= 1e-3
 
 
+@pytest.mark.parametrize("kv_cache_precision", KV_PRECISIONS)
+@pytest.mark.parametrize("name", HUGGINGFACE_CASES)
+def test_keys_and_values_in_fewer_bits_cost_no_more_than_stated(
+    name: str, kv_cache_precision: str, tmp_path: Path
+) -> None:
+    options = replace(EXACT, kv_cache_precision=kv_cache_precision)
+    logits = golden_prompt_logits(open_huggingface_case(name, tmp_path), options)
+    assert relative_error(logits, transformers_logits(name)) <= KV_BOUNDS[kv_cache_precision]
+
+
 def open_gguf_case(name: str, encoding: str, directory: Path) -> Artifact:
     case = GGUF_CASES[name]
     path = write_gguf(directory / "m.gguf", case.shape, encoding, seed=SEED, extra=case.extra)
@@ -70,6 +84,15 @@ def test_logits_are_near_those_of_llama_cpp(name: str, encoding: str, tmp_path: 
     logits = golden_prompt_logits(open_gguf_case(name, encoding, tmp_path), EXACT)
     bound = GELU_TABLE if name.startswith("gemma3") and encoding == "F32" else MAX_RELATIVE_ERROR[encoding]
     assert relative_error(logits, llama_cpp_logits(name, encoding)) <= bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_precision", KV_PRECISIONS)
+@pytest.mark.parametrize(("name", "encoding"), [(n, e) for n, case in GGUF_CASES.items() for e in case.encodings])
+def test_so_are_the_logits_as_served(name: str, encoding: str, kv_cache_precision: str, tmp_path: Path) -> None:
+    options = replace(SERVED, kv_cache_precision=kv_cache_precision)
+    logits = golden_prompt_logits(open_gguf_case(name, encoding, tmp_path), options)
+    assert relative_error(logits, llama_cpp_logits(name, encoding)) <= served_bound(encoding, kv_cache_precision)
 
 
 @pytest.mark.parametrize("name", ["granite", "smollm3", "qwen2"])

@@ -14,7 +14,7 @@ from lockstep.executors.base import Logits
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.graph import inverse_frequencies
 from lockstep.executors.openvino.options import OpenVINOOptions
-from tests.executors.openvino.support import artifact_of, config_of, run
+from tests.executors.openvino.support import artifact_of, config_of, needs_operator, run
 from tools.golden.logit_cases import (
     CASES,
     GGUF_ARCHITECTURES,
@@ -42,6 +42,11 @@ MAX_RELATIVE_ERROR = {
     "Q8_0": 8e-2, "Q4_0": 8e-2, "Q4_1": 8e-2, "Q5_0": 8e-2, "Q5_1": 8e-2,
     "Q4_K": 0.1, "Q5_K": 0.1, "Q6_K": 0.1, "Q4_K_M": 0.1,
 }  # fmt: skip
+# The same beside F32 weights, with keys and values in these; seen 4.9e-3 and 0.13 of the models for transformers, whose
+# weights are sharpened so that attention is nearly a choice, and 1e-3 and 2e-2 of those for llama.cpp.
+KV_BOUNDS = {"f16": 1e-2, "int8": 0.2}
+KV_SERVED_BOUNDS = {"f16": 2e-3, "int8": 3e-2}
+KV_PRECISIONS = ["f16", pytest.param("int8", marks=needs_operator)]
 
 
 def golden_prompt_logits(artifact: Artifact, options: OpenVINOOptions) -> Logits:
@@ -70,6 +75,15 @@ def test_float32_logits_equal_those_of_transformers(name: str) -> None:
     assert np.array_equal(golden[f"{name}.token_ids"], token_ids(case.shape.vocab_size)), "the draw has changed"
     logits = golden_prompt_logits(artifact_of_case(name, case), EXACT)
     assert np.abs(logits - golden[name]).max() <= 1e-3
+
+
+@pytest.mark.parametrize("kv_cache_precision", KV_PRECISIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_keys_and_values_in_fewer_bits_cost_no_more_than_stated(name: str, kv_cache_precision: str) -> None:
+    golden = np.load(GOLDEN / "logits_transformers.npz")[name]
+    options = replace(EXACT, kv_cache_precision=kv_cache_precision)
+    logits = golden_prompt_logits(artifact_of_case(name, CASES[name]), options)
+    assert relative_error(logits, golden) <= KV_BOUNDS[kv_cache_precision]
 
 
 def test_explicit_rope_divisors_say_the_same_as_the_scaling_that_they_were_computed_from() -> None:
@@ -115,14 +129,29 @@ def test_logits_are_near_those_of_llama_cpp(architecture: str, encoding: str, di
     assert relative_error(logits, golden) <= MAX_RELATIVE_ERROR[encoding]
 
 
-SERVED_BOUNDS = {"F32": 2e-3} | {name: MAX_RELATIVE_ERROR[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q4_K_M")}
+def served_bound(encoding: str, kv_cache_precision: str) -> float:
+    """With activations in int8 as llama.cpp has them, which beside blocks is the most of it: seen 5.9e-2."""
+    return KV_SERVED_BOUNDS[kv_cache_precision] if encoding == "F32" else MAX_RELATIVE_ERROR[encoding]
 
 
-@pytest.mark.parametrize(("encoding", "bound"), SERVED_BOUNDS.items())
-def test_so_are_the_logits_as_served(encoding: str, bound: float, directory: Path) -> None:
-    """With keys and values in f16 and, beside block encodings, activations in int8 as llama.cpp has them."""
-    golden = np.load(GOLDEN / "logits_llama_cpp.npz")[f"llama.{encoding}"]
-    assert relative_error(golden_prompt_logits(open_case(directory, "llama", encoding), SERVED), golden) <= bound
+BY_DEFAULT = {("llama", encoding) for encoding in ("F32", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q4_K_M")}
+SERVED_CASES = [
+    pytest.param(name, encoding, marks=[] if (name, encoding) in BY_DEFAULT else pytest.mark.slow)
+    for name in GGUF_ARCHITECTURES
+    for encoding in MAX_RELATIVE_ERROR
+    if encoding not in ("F16", "BF16")  # beside which llama.cpp rounds activations, and ours does not
+]
+
+
+@pytest.mark.parametrize("kv_cache_precision", KV_PRECISIONS)
+@pytest.mark.parametrize(("architecture", "encoding"), SERVED_CASES)
+def test_so_are_the_logits_as_served(
+    architecture: str, encoding: str, kv_cache_precision: str, directory: Path
+) -> None:
+    golden = np.load(GOLDEN / "logits_llama_cpp.npz")[f"{architecture}.{encoding}"]
+    options = replace(SERVED, kv_cache_precision=kv_cache_precision)
+    logits = golden_prompt_logits(open_case(directory, architecture, encoding), options)
+    assert relative_error(logits, golden) <= served_bound(encoding, kv_cache_precision)
 
 
 @dataclass(frozen=True)
