@@ -18,7 +18,10 @@ import psutil
 import pytest
 
 from lockstep.cluster.cluster import Cluster
+from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.replica_state import MAX_BACKOFF_S, MAX_LOST_LOADS
+from lockstep.cluster.state import ClusterOptions
+from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import ArtifactNotFoundError, RequestFailedError, UnavailableError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
@@ -30,7 +33,19 @@ from lockstep.worker.messages import TrialOptions
 from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import clustered, say
 from tests.cluster.clusters import model_of as state_of
-from tests.cluster.support import ENDLESS, answer, call, model_of, one_model, running, served, settled, until, worker_of
+from tests.cluster.support import (
+    ENDLESS,
+    NAME,
+    answer,
+    call,
+    model_of,
+    one_model,
+    running,
+    served,
+    settled,
+    until,
+    worker_of,
+)
 from tests.waiting import ENDLESS_MS, HANG_S
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
@@ -102,6 +117,31 @@ async def test_where_the_next_worker_comes_late_nobody_waits_for_it(monkeypatch:
         assert HANG_S / 2 < refused.value.retry_after_s <= HANG_S + 5
         with pytest.raises(UnavailableError):
             await waiting
+
+
+async def test_a_session_is_not_ended_while_nobody_knows_what_is_kept_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stay in the store, which the next worker has again."""
+    monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", HANG_S)
+    monkeypatch.setattr("lockstep.worker.health.MAX_DELAY_S", HANG_S)
+    load = LoadOptions(EngineOptions(num_blocks=64))
+    options = ClusterOptions(kv=KVStoreOptions(host_bytes=1 << 20), load=load, worker=WorkerOptions("process"))
+    cluster = Cluster(Manifest.of_model("stub://alpha", (NAME,)), options)
+    await asyncio.wait_for(cluster.start(), HANG_S)
+    try:
+        await answer(cluster, call("hello " * 20, session_id="s"))
+        first = pid_of(cluster)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: is_replaced(cluster, first))
+        os.kill(pid_of(cluster), signal.SIGKILL)
+        await until(lambda: cluster.worker_pid is None)
+        await cluster.locate_sessions()
+        [session] = cluster.sessions()
+        assert (session.place, session.num_stored_tokens, session.state) == (None, None, "idle")
+        with pytest.raises(UnavailableError, match="what is kept of the session is not known yet; try again"):
+            await cluster.end_session("s")
+        assert len(cluster.sessions()) == 1
+    finally:
+        await asyncio.wait_for(cluster.close(), HANG_S)
 
 
 COLD = """

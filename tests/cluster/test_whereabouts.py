@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from lockstep.cluster.cluster import Cluster
+from lockstep.cluster.sessions import Sessions, StoredTokens
 from lockstep.cluster.snapshot import SessionSnapshot
 from tests.cluster.clusters import clustered, say
 
@@ -55,3 +56,14 @@ async def test_who_leaves_does_not_end_the_question_of_others() -> None:
         assert session_in(cluster).num_tokens > 0
         await cluster.locate_sessions(limit_s=0.0)
         assert session_in(cluster).num_tokens > 0, "what is remembered stays"
+
+
+def test_a_worker_that_said_only_how_many_tokens_it_keeps_has_not_said_where() -> None:
+    """As one that began anew does for each model that it loads: they are not nowhere."""
+    sessions = Sessions()
+    sessions.store("s", "m", StoredTokens(96, 0, 0), now_s=1.0)
+    [told] = sessions.snapshot(now_s=2.0)
+    assert (told.place, told.num_stored_tokens, told.num_host_tokens, told.num_disk_tokens) == (None, 96, None, None)
+    sessions.store("s", "m", StoredTokens(96, 64, 96), now_s=3.0)
+    [told] = sessions.snapshot(now_s=4.0)
+    assert (told.place, told.num_stored_tokens, told.num_host_tokens, told.num_disk_tokens) == ("host", 96, 64, 96)

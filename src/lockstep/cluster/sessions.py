@@ -51,6 +51,11 @@ class StoredTokens(NamedTuple):
     disk: int
     """Some may be in host memory as well."""
 
+    @property
+    def has_place(self) -> bool:
+        """False where a worker has only said how many there are."""
+        return bool(self.host or self.disk or not self.total)
+
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -82,6 +87,7 @@ class Session:
         state = "active" if self.num_active else "idle" if is_kept else "dropped"
         num_tokens = sum(self.kept_tokens.values())
         idle_s = 0.0 if self.num_active else now_s - self.last_used_s
+        has_place = self.is_stored_known and all(each.has_place for each in self.stored.values())
         name = SessionName.of(self.id)
         return SessionSnapshot(
             id=name.id,
@@ -93,15 +99,15 @@ class Session:
             num_requests=self.num_requests,
             num_tokens=num_tokens,
             num_stored_tokens=stored.total if self.is_stored_known else None,
-            num_host_tokens=stored.host if self.is_stored_known else None,
-            num_disk_tokens=stored.disk if self.is_stored_known else None,
-            place=self._place(num_tokens, stored),
+            num_host_tokens=stored.host if has_place else None,
+            num_disk_tokens=stored.disk if has_place else None,
+            place=self._place(num_tokens, stored if has_place else None),
         )
 
-    def _place(self, num_tokens: int, stored: StoredTokens) -> Place | None:
+    def _place(self, num_tokens: int, stored: StoredTokens | None) -> Place | None:
         if num_tokens:
             return "device"
-        if not self.is_stored_known:
+        if stored is None:
             return None
         return "host" if stored.host else "disk" if stored.disk else "none"
 

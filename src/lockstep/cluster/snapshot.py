@@ -124,7 +124,7 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     """Of its prompts, kept on the device by all its models together."""
     num_stored_tokens: int | None = 0
     """Of its prompts, kept in host memory or on disk, beside the device or instead; None: a worker that began anew has
-    not said yet, as in what follows."""
+    not said yet, as in what follows, where it may have said only how many."""
     num_host_tokens: int | None = 0
     """Of these, those in host memory."""
     num_disk_tokens: int | None = 0
