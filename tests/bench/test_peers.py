@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.bench.client import Outcome
 from lockstep.bench.contenders import answers_of, trial
-from lockstep.bench.peers import Race, RaceOptions, ratios, run_race, text_of
+from lockstep.bench.peers import Race, RaceOptions, as_json, ratios, run_race, text_of
 from lockstep.bench.works import Answer, Work
 from lockstep.cli.main import invoke
 from tests.server.process import serve
@@ -34,6 +34,28 @@ def test_ratios_are_of_rounds_and_above_one_where_we_win() -> None:
     race.seen["w", "llama.cpp"] = {0: {"output_throughput": 5, "ttft_ms": 5}, 1: {"output_throughput": 10}}
     assert ratios(race, "w", "llama.cpp", "output_throughput") == [2.0, 3.0]
     assert ratios(race, "w", "llama.cpp", "ttft_ms") == [0.5]
+
+
+def test_our_server_is_compared_with_engines_too() -> None:
+    """Whoever chooses between them sees a server of ours, and at best the bare engine of another."""
+    kinds = {"lockstep": "engine", "lockstep serve": "server", "llama.cpp": "engine"}
+    race = Race(RaceOptions("x"), {name: {"kind": kind, "version": name, "ways": {}} for name, kind in kinds.items()})
+    for name, speed in (("lockstep", 12.0), ("lockstep serve", 10.0), ("llama.cpp", 4.0)):
+        race.seen["200/64 x1", name] = {0: {"output_throughput": speed}}
+    better = as_json(race)["times_better"]
+    assert better["200/64 x1 llama.cpp output_throughput"]["median"] == 3.0
+    assert better["200/64 x1 llama.cpp served output_throughput"]["median"] == 2.5
+    assert len(better) == 2
+    assert text_of(race).splitlines()[5].split()[-8:] == [
+        "3.00",
+        "(3.00",
+        "to",
+        "3.00)",
+        "2.50",
+        "(2.50",
+        "to",
+        "2.50)",
+    ]
 
 
 def test_work_with_too_many_prompt_tokens_is_left_out_and_named() -> None:

@@ -39,6 +39,8 @@ ENGINES, SERVERS = ("llama.cpp", "openvino-genai", "mistral.rs"), ("llama_cpp.se
 PEERS = (*ENGINES, *SERVERS)
 COMPARED = ("output_throughput", "decode_throughput", "ttft_ms", "ttft_p99_ms", "request_ms")
 """Figures whose ratios are shown."""
+SERVED = {"engine": (("served ", OURS["server"]),)}
+"""Beside engines our server counts too: what users see of ours, against what they could have at best of others."""
 SUITE_OUTPUT = 32
 ARRIVAL_LOAD = 5.0
 """Times that the long prompts' mean gap is longer than our server takes for one alone."""
@@ -348,15 +350,20 @@ class _Course:
             self._say(f"without {contender.name} from here: {error}")
 
 
-def ratios(race: Race, work: str, peer: str, figure: str) -> list[float]:
-    """Times that we are better, for each round in which both have the figure: above 1 we win."""
-    ours = race.seen.get((work, OURS[race.contenders[peer]["kind"]])) or race.seen.get((work, ROUTER), {})
+def ratios(race: Race, work: str, peer: str, figure: str, own: str | None = None) -> list[float]:
+    """Times that we are better, for each round in which both have the figure: above 1 we win.
+
+    Args:
+        own: which of ours; None: that of the peer's kind.
+    """
+    names = (OURS[race.contenders[peer]["kind"]], ROUTER) if own is None else (own,)
+    ours = next((race.seen[work, name] for name in names if (work, name) in race.seen), {})
     more = FIGURES[figure][1]
-    found = []
+    found: list[float] = []
     for number, theirs in race.seen.get((work, peer), {}).items():
-        own = ours.get(number, {})
-        if own.get(figure) and theirs.get(figure):
-            found.append(own[figure] / theirs[figure] if more else theirs[figure] / own[figure])
+        mine = ours.get(number, {})
+        if mine.get(figure) and theirs.get(figure):
+            found.append(mine[figure] / theirs[figure] if more else theirs[figure] / mine[figure])
     return found
 
 
@@ -370,12 +377,11 @@ def as_json(race: Race) -> dict[str, Any]:
             if seen:
                 key = f"{work} {name} {figure}"
                 values[key] = {"values": seen, "better": "more" if more else "less"}
-            if name not in (*OURS.values(), ROUTER) and (found := ratios(race, work, name, figure)):
-                better[f"{work} {name} {figure}"] = {
-                    "median": statistics.median(found),
-                    "least": min(found),
-                    "greatest": max(found),
-                }
+            for prefix, own in (("", None), *SERVED.get(race.contenders[name]["kind"], ())):
+                found = [] if name in (*OURS.values(), ROUTER) else ratios(race, work, name, figure, own)
+                if found:
+                    spread = {"median": statistics.median(found), "least": min(found), "greatest": max(found)}
+                    better[f"{work} {name} {prefix}{figure}"] = spread
     return {
         "kind": "peers",
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -403,7 +409,7 @@ def text_of(race: Race) -> str:
         f"{Path(race.options.model).name} on {machine_name()}, {duration}",
         "; ".join(dict.fromkeys(each["version"] for each in race.contenders.values())),
         *(f"{to_lines(_table(race, works))}\n" for works in of_kind.values()),
-        "x: how many times better ours of the same kind was, median of rounds (least to greatest)",
+        "x: times that ours of the same kind was better (served x: our server), median of rounds (least to greatest)",
     ]
     if missing := _not_measured(race):
         lines.append(f"not measured: {', '.join(missing)}")
@@ -421,14 +427,22 @@ def _table(race: Race, works: Sequence[str]) -> Table:
     has_peers = any(name not in (*OURS.values(), ROUTER) for _, name in seen)
     shown = [figure for figure in COMPARED if figure in known and has_peers]
     titles = [*(FIGURES[figure][0] for figure in columns), "rounds"]
-    table = Table("", (*words("work", "contender"), *numbers(*titles), *words(*(f"x {FIGURES[f][0]}" for f in shown))))
     names = list(race.contenders)
+    compared: list[tuple[str, str, str | None]] = [(f"x {FIGURES[figure][0]}", figure, None) for figure in shown]
+    if has_peers and any(race.contenders[name]["kind"] == "engine" for _, name in seen) and OURS["server"] in names:
+        compared.append(("served x output tok/s", "output_throughput", OURS["server"]))
+    titled = words(*(title for title, _, _ in compared))
+    table = Table("", (*words("work", "contender"), *numbers(*titles), *titled))
     for (work, name), rounds in sorted(
         seen.items(), key=lambda each: (works.index(each[0][0]), names.index(each[0][1]))
     ):
         cells = [_median([found[figure] for found in rounds.values() if figure in found]) for figure in columns]
         own = name in (*OURS.values(), ROUTER)
-        spreads = ["" if own else _spread(ratios(race, work, name, figure)) for figure in shown]
+        is_server = race.contenders[name]["kind"] == "server"
+        spreads = [
+            "" if own or (is_server and ours) else _spread(ratios(race, work, name, figure, ours))
+            for _, figure, ours in compared
+        ]
         table.rows.append((work, name, *cells, str(len(rounds)), *spreads))
     return table
 
