@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 UNIT = (DEPLOY / "lockstep.service").read_text()
+COMPILER = "g++"
 NOT_FLAGS = {"LOCKSTEP_MODEL"}
 """Read by the unit itself."""
 
@@ -42,22 +43,41 @@ def test_what_is_copied_exists_and_passes_the_ignore_file() -> None:
         assert {f"!{source}", f"!{source}/"} & set(ignore), f"{source} is ignored"
 
 
-def test_the_package_builds_from_what_is_copied_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_pure", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_package_builds_from_what_is_copied_alone(is_pure: bool, tmp_path: Path) -> None:
+    """Its Python in a moment; its compiled parts, as the image has them, take minutes."""
+    if not is_pure and shutil.which(COMPILER) is None:
+        pytest.skip("there is no C++ compiler")
     source = tmp_path / "source"
     source.mkdir()
     for name in copied():
         path = ROOT / name
         if path.is_dir():
-            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy(path, source / name)
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    pure = {**os.environ, "LOCKSTEP_PURE": "1"}  # as in the image, which has no compiler
-    subprocess.run(build, cwd=source, env=pure, check=True, capture_output=True, timeout=HANG_S)
+    environment = {**os.environ, "LOCKSTEP_PURE": "1" if is_pure else ""}
+    subprocess.run(build, cwd=source, env=environment, check=True, capture_output=True, timeout=3 * HANG_S)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"lockstep/cli/main.py", "lockstep/py.typed"} <= names
     assert any(name.startswith("lockstep/pocket/") and not name.endswith(".py") for name in names)
+    libraries = sum(name.endswith(".so") for name in names)
+    assert (libraries == 0) == is_pure == wheel.name.endswith("-none-any.whl")
+
+
+def test_the_image_compiles_what_a_wheel_has_and_leaves_the_compiler_behind() -> None:
+    """Without one the build would quietly give the wheel of Python alone, which the recipe refuses."""
+    build, final = re.split(r"\n(?=FROM )", DOCKERFILE)[1:]
+    installs = re.search(r"apt-get install [^\n]*", build)
+    assert installs is not None
+    assert COMPILER in installs[0].split(), "of Debian's packages this one brings gcc as well"
+    assert build.index(installs[0]) < build.index("pip wheel")
+    assert build.index("pip wheel") < build.index("test -z \"$(find /wheels -name '*-none-any.whl')\"")
+    assert "LOCKSTEP_PURE" not in DOCKERFILE
+    assert "apt-get" not in final
+    assert "--from=build /opt/lockstep" in final
 
 
 def test_every_package_of_the_image_has_a_hash() -> None:
