@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from hatch_build import FLAGS, KERNEL_FLAGS, OPS, build, openvino_package
-from lockstep.executors.openvino.ops import own_library
+from lockstep.executors.machine import instruction_set
+from lockstep.executors.openvino.ops import VERSION, own_attention, own_library
 from tests.executors.openvino import attention_step
 from tests.executors.openvino.attention_step import Heads, attend, random_chunk, table_for
-from tests.executors.openvino.support import needs_operator
+from tests.executors.openvino.support import needs_operator, random_artifact
 
 pytestmark = [pytest.mark.slow, needs_operator]
 ROOT = Path(__file__).parents[3]
@@ -38,6 +40,16 @@ def test_nothing_is_read_or_written_outside(tmp_path: Path) -> None:
     done = subprocess.run([program, str(NUM_STEPS), "1"], capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{NUM_STEPS} steps, "), done.stdout
+
+
+def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
+    """As after an update of the sources alone: its operator would take other inputs than the graph gives."""
+    shutil.copytree(ROOT / OPS, tmp_path / OPS, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    header = tmp_path / OPS / "attention.hpp"
+    header.write_text(re.sub(r"int VERSION = \d+", "int VERSION = 1", header.read_text()))
+    assert build(tmp_path, tmp_path / "old.so", pytest.fail)
+    found = own_attention(random_artifact().config, "f16", instruction_set(), tmp_path / "old.so")
+    assert f"built of other sources (version 1, not {VERSION})" in str(found)
 
 
 def test_a_kernel_whose_tile_changes_the_order_of_a_sum_is_caught(

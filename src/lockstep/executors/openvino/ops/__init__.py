@@ -17,9 +17,12 @@ from lockstep.executors.machine import InstructionSet
 
 LIBRARY = Path(__file__).with_name("liblockstep_ops.so")
 OPERATOR = "LockstepAttention"
+VERSION = 2
+"""The library's version that the graph is made for, as attention.hpp has it."""
 BLOCK_TOKENS = 32
 MAX_HEAD_DIM = 256
 _LANES = 16
+_BUILD = "on Linux with a C++ compiler, `python hatch_build.py` builds it"
 STORAGES = ("f32", "f16", "int8")
 """Names of the precisions of keys and values, by their numbers in attention.hpp."""
 
@@ -51,6 +54,9 @@ def own_attention(
     loaded = own_library(library)
     if isinstance(loaded, str):
         return loaded
+    version = loaded.lockstep_version()
+    if version != VERSION:
+        return f"its library was built of other sources (version {version}, not {VERSION}): {_BUILD}"
     kernel = kernel_for(isa)
     if not loaded.lockstep_has_kernel(kernel.encode()):
         return f"its kernel {kernel!r} does not run on this processor"
@@ -62,7 +68,7 @@ def own_attention(
         storage=storage,
         kernel=kernel,
         block_bytes=loaded.lockstep_block_bytes(config.num_kv_heads, config.head_dim, number),
-        version=loaded.lockstep_version(),
+        version=version,
     )
 
 
@@ -77,7 +83,7 @@ def kernel_for(isa: InstructionSet) -> str:
 def own_library(library: Path = LIBRARY) -> ctypes.CDLL | str:
     """The library, or why it cannot be loaded."""
     if not library.exists():
-        return "its library was not built; on Linux with a C++ compiler, `python hatch_build.py` builds it"
+        return f"its library was not built: {_BUILD}"
     try:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
