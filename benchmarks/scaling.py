@@ -50,8 +50,11 @@ def table(race: Race, title: str) -> str:
 
 
 def memory(model: str, prompts: Sequence[int], threads: int) -> tuple[str, dict[str, float]]:
-    """Resident memory of fresh processes after one work each, in Markdown and by the work's name."""
-    one, many = Work(1000, 1, 16), Work(1000, 8, 16)
+    """Resident memory of fresh processes after one work each, in Markdown and by the work's name.
+
+    A pool grows by huge pages of 2 MB, two a layer, so that few sequences tell little: many are compared with one.
+    """
+    one, many = Work(1000, 1, 16), Work(1000, 32, 16)
     lines = [
         "### Resident memory of a process that did one work",
         "",
