@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import EngineOptions, GenerationRequest, LoadOptions
+from lockstep import EngineOptions, GenerationRequest, LoadOptions, OpenVINOOptions
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
 from tests.determinism.harness import SEEDED, Answer, Subject, answer_of
+from tests.executors.openvino.support import needs_operator
 
 POOL = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, max_num_seqs=40)
 NUM_TURNS = 3
@@ -28,9 +29,11 @@ class Talk:
     num_preemptions: int
 
 
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    loaded = Subject(*load_model("pocket://", LoadOptions(POOL, cache_dir=_folder(tmp_path_factory), probe=False)))
+@pytest.fixture(scope="module", params=["f16", pytest.param("int8", marks=needs_operator)])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    openvino = OpenVINOOptions(kv_cache_precision=request.param)
+    options = LoadOptions(POOL, openvino, cache_dir=_folder(tmp_path_factory), probe=False)
+    loaded = Subject(*load_model("pocket://", options))
     yield loaded
     loaded.model.close()
 

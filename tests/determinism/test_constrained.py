@@ -29,7 +29,7 @@ from lockstep.engine.loading import load_model
 from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
 from tests.determinism.harness import ALONE, CASES, Case, Subject
 from tests.engine.schemas import SCHEMAS
-from tests.executors.openvino.support import OPERATORS
+from tests.executors.openvino.support import OPERATORS, needs_operator
 
 SCHEMA = SCHEMAS["invoice"]
 PARAMS: Mapping[str, SamplingParams] = {
@@ -73,15 +73,16 @@ class Run:
     """Tokens of the answer that were computed once more after a preemption."""
 
 
-def load(cache_dir: Path, attention: str = "auto") -> Subject:
+def load(cache_dir: Path, attention: str = "auto", kv_cache_precision: str = "f16") -> Subject:
     pool = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, max_num_seqs=40)
-    options = LoadOptions(pool, OpenVINOOptions(attention=attention), cache_dir=cache_dir, probe=False)
+    openvino = OpenVINOOptions(attention=attention, kv_cache_precision=kv_cache_precision)
+    options = LoadOptions(pool, openvino, cache_dir=cache_dir, probe=False)
     return Subject(*load_model("pocket://", options))
 
 
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    loaded = load(tmp_path_factory.mktemp("cache"))
+@pytest.fixture(scope="module", params=["f16", pytest.param("int8", marks=[needs_operator, pytest.mark.slow])])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    loaded = load(tmp_path_factory.mktemp("cache"), kv_cache_precision=request.param)
     yield loaded
     loaded.model.close()
 
