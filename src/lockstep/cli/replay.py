@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from lockstep.replay.workload import Workload
 
 
+_OF_FLEETS = (
+    "file", "input_file", "settings", "replicas", "routing", "max_imbalance", "output", "speed", "limit", "dequantize",
+    "engine", "cost", "tick_ms", "as_json", "debug",
+)  # fmt: skip
 _OF_RECORDINGS = ("verify", "execute", "model", "allow_gaps", "request", "as_json", "debug")
 
 
@@ -84,6 +88,18 @@ class RecordingFlags:
     """Of a recording tell this request, by its x-request-id: its steps, waits and tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class FleetFlags:
+    """Several replicas, and who of them gets a request."""
+
+    replicas: Annotated[int | None, Flag(low=1, metavar="N")] = None
+    """Replay on as many schedulers behind one balancer, and compare --routing policies."""
+    routing: Annotated[str, Flag(metavar="POLICIES")] = "prefix,round_robin"
+    """With --replicas: prefix, session, least_loaded, round_robin; several by commas."""
+    max_imbalance: Annotated[int, Flag(low=0, metavar="N")] = 4
+    """With --replicas: how many more requests than the least loaded a preferred replica may have."""
+
+
 class Files(NamedTuple):
     """Files that a run is written to while it goes on."""
 
@@ -122,6 +138,7 @@ def replay(
     comparison: ComparisonFlags,
     outputs: OutputFlags,
     recorded: RecordingFlags,
+    fleet: FleetFlags,
     reading: shared.ReadFlags,
     costs: shared.CostFlags,
     as_json: flags.Json = False,
@@ -132,6 +149,9 @@ def replay(
         way = "--verify" if recorded.execute is None else "--execute"
         refuse_others(context, _OF_RECORDINGS, f"says nothing to {way}, which takes a recording as it is; leave it out")
         return replay_trace(recorded, as_json)
+    if fleet.replicas is not None:
+        refuse_others(context, _OF_FLEETS, "says nothing to --replicas, which compares policies; leave it out")
+        return replay_fleet(fleet, reading.read(one_file(file, input_file)), settings, costs, outputs.output, as_json)
     from lockstep.replay.metrics import parse_goals
     from lockstep.replay.report import GOALS
 
@@ -162,6 +182,32 @@ def replay(
     if output is not None:
         write_file(output, data, "the report")
     print(data.decode(), end="") if as_json else _show(reports)
+    return 0
+
+
+def replay_fleet(
+    flags: FleetFlags,
+    workload: Workload,
+    settings: Sequence[str] | None,
+    costs: shared.CostFlags,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """The same requests on several replicas under each policy."""
+    from lockstep.replay.configs import config_for
+    from lockstep.replay.fleet import policies_of, run_fleets, to_json
+    from lockstep.replay.render.tables import fleet_document
+    from lockstep.report.text import show
+
+    assert flags.replicas is not None, "there is no fleet without"
+    check_places(((output, "the report"),), (costs.cost,))
+    policies, config = policies_of(flags.routing), config_for(workload, settings_of(settings))
+    start_s = time.perf_counter()
+    reports = run_fleets(workload, config, flags.replicas, policies, costs.model(), flags.max_imbalance)
+    _print_speed(sum(each.requests for each in reports), time.perf_counter() - start_s)
+    if output is not None:
+        write_file(output, to_json(reports), "the report")
+    print(to_json(reports).decode(), end="") if as_json else show(fleet_document(reports))
     return 0
 
 

@@ -11,6 +11,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
+ContentNews = tuple[bytes, bool]
+"""Hash of a block's content, and whether it can be found from now on, or no longer."""
 
 
 def block_hashes(
@@ -46,6 +48,8 @@ class PrefixCache:
         self._pinned: set[int] = set()
         self.num_published = 0
         """Contents published since the start."""
+        self.news: list[ContentNews] | None = None
+        """Changes since whoever follows them took them last; None: nobody does."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -76,20 +80,25 @@ class PrefixCache:
 
     def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Let each block be hit under its hash, unless another holds the same content already."""
-        block_of, hash_of, pins = self._block_of, self._hash_of, self._pins
+        block_of, hash_of, pins, news = self._block_of, self._hash_of, self._pins, self.news
         for block, block_hash in zip(blocks, hashes, strict=True):
             if block_hash not in block_of and block not in hash_of:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
                 self.num_published += 1
+                if news is not None:
+                    news.append((block_hash, True))
                 if block_hash in pins:
                     self._pinned.add(block)
 
     def forget(self, *blocks: int) -> None:
         """The blocks' content is given up."""
-        block_of, hash_of = self._block_of, self._hash_of
+        block_of, hash_of, news = self._block_of, self._hash_of, self.news
         for block in blocks:
-            del block_of[hash_of.pop(block)]
+            block_hash = hash_of.pop(block)
+            del block_of[block_hash]
+            if news is not None:
+                news.append((block_hash, False))
         self._pinned.difference_update(blocks)
 
     def pin(self, hashes: Sequence[bytes]) -> list[int]:
@@ -114,6 +123,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget every block; pins stay, for what is published next."""
+        if self.news is not None:
+            self.news.extend([(block_hash, False) for block_hash in self._block_of])
         self._block_of.clear()
         self._hash_of.clear()
         self._pinned.clear()

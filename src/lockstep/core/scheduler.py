@@ -16,6 +16,7 @@ from lockstep.core.decode_run import DecodeRun
 from lockstep.core.kv import KVCache
 from lockstep.core.planner import StepPlanner
 from lockstep.core.policy import SchedulerConfig, output_limit
+from lockstep.core.prefix import ContentNews
 from lockstep.core.queue import TenantLedger, WaitingQueue
 from lockstep.core.request import CommandListener, FinishReason, Request
 from lockstep.core.sequence import (
@@ -152,6 +153,19 @@ class Scheduler:
     def cached_blocks(self, hashes: Seq[bytes]) -> tuple[int | None, ...]:
         """The device block that holds each content, so that it can be copied before it is swept."""
         return tuple([self._kv.prefix.find(block_hash) for block_hash in hashes])
+
+    def follow_contents(self) -> None:
+        """Keep what changes in the prefix cache for ``drain_contents``, which is to be called every few steps."""
+        self._kv.prefix.news = [(block_hash, True) for block_hash in self._kv.prefix.blocks.values()]
+
+    def drain_contents(self) -> tuple[ContentNews, ...]:
+        """Take the changes of the prefix cache since the last call; the first time, all that it holds."""
+        news = self._kv.prefix.news
+        if not news:
+            return ()
+        drained = tuple(news)
+        news.clear()
+        return drained
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached content; blocks in use stay in use. Returns how many blocks were cached."""

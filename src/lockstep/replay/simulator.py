@@ -109,6 +109,8 @@ class Simulation:
             self._unbounded_cache = UnboundedCache(self._content_size, config)
         self._requests = iter(workload.requests)
         self._next: WorkloadRequest | None = next(self._requests, None)
+        self._horizon: int | None = None if self._next is None else self._next.arrival
+        """When somebody may arrive next."""
 
     @property
     def fingerprint(self) -> str:
@@ -160,16 +162,41 @@ class Simulation:
         """Queue the requests whose time has come; whether there is anything to do."""
         now = self.tick if self._in_ticks else self.now_ps
         while self._next is not None and self._next.arrival <= now:
-            self._add(self._next)
+            self._add(self._next, self.hashes_of(self._next))
             following = next(self._requests, None)
             if following is not None and following.arrival < self._next.arrival:
                 raise UsageError(
                     f"{following.place or following.name}: arrives before the request above it; sort the workload"
                 )
             self._next = following
+            self._horizon = None if following is None else following.arrival
         return self.scheduler.has_work
 
-    def _add(self, request: WorkloadRequest) -> None:
+    def advance(self, until_ps: int) -> Tick | None:
+        """Simulate the next tick if it begins before a time at which somebody may arrive; None: there is none.
+
+        For those who give requests by ``arrive``, to a simulation whose workload has none and counts picoseconds.
+        """
+        if not self.scheduler.has_work or self.now_ps >= until_ps:
+            return None
+        self._horizon = until_ps
+        return self._emit(self._run_step())
+
+    def arrive(self, request: WorkloadRequest, hashes: tuple[bytes, ...]) -> RequestOutcome:
+        """Queue a request that arrives after all ticks that begin before it; returns its outcome, as it becomes."""
+        if not self.scheduler.has_work:
+            self.now_ps = max(self.now_ps, request.arrival)
+        self._add(request, hashes)
+        return self._outcomes[-1]
+
+    def hashes_of(self, request: WorkloadRequest) -> tuple[bytes, ...]:
+        """Hashes of a prompt's full blocks; none where nothing is known of what it shares."""
+        size = self._content_size
+        if not size or not request.contents:
+            return ()
+        return content_hashes(request.contents, size, self.config.block_size, request.num_prompt_tokens)
+
+    def _add(self, request: WorkloadRequest, hashes: tuple[bytes, ...]) -> None:
         if len(self._outcomes) >= MAX_REQUESTS:
             raise UsageError(f"{self.workload.name} has more than {MAX_REQUESTS:,} requests; take a part with --limit")
         arrival_ps = self.now_ps if self._in_ticks else request.arrival
@@ -183,11 +210,6 @@ class Simulation:
             arrival_ps=arrival_ps,
         )
         self._outcomes.append(outcome)
-        hashes: tuple[bytes, ...] = ()
-        if self._content_size and request.contents:
-            hashes = content_hashes(
-                request.contents, self._content_size, self.config.block_size, request.num_prompt_tokens
-            )
         core_request = Request(
             request.num_prompt_tokens, request.max_output_tokens, hashes, request.priority, request.tenant
         )
@@ -270,11 +292,11 @@ class Simulation:
     def _num_repeats(self, end_ps: int, num_seqs: int, num_context: int) -> int:
         """Number of times that the step that ends at ``end_ps`` is sure to repeat before the next arrival joins."""
         most = min(self.scheduler.num_quiet_steps(), self._progress.num_quiet_steps)
-        if self._next is None or most < 1:
+        if self._horizon is None or most < 1:
             return most
         if self._in_ticks:
-            return min(most, self._next.arrival - self.tick - 1)
-        return self.cost.num_begun_within(self._next.arrival - end_ps, most, num_seqs, num_context)
+            return min(most, self._horizon - self.tick - 1)
+        return self.cost.num_begun_within(self._horizon - end_ps, most, num_seqs, num_context)
 
     def _count_admitted(self, admitted: tuple[int, ...]) -> None:
         for seq_id in admitted:

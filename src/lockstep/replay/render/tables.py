@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from lockstep.replay.fleet import FleetReport
 from lockstep.replay.latencies import Distribution, Latencies
 from lockstep.replay.report import Report
 from lockstep.report.document import (
@@ -54,6 +55,39 @@ def comparison_document(one: Report, other: Report) -> Document:
     tables += [*figure_comparison(one, other), *latency_comparison(one, other)]
     title = f"A: {one.name}, B: {other.name}; {same_or_not(one, other)}"
     return Document(title, [Section("", (Tables(tables),))], notes=comparison_notes(one, other))
+
+
+def fleet_document(reports: Sequence[FleetReport]) -> Document:
+    """Figures of the same requests under several policies, a column each."""
+    first = reports[0]
+    rows: list[tuple[Cell, ...]] = []
+
+    def row(label: str, value: Callable[[FleetReport], Cell]) -> None:
+        rows.append((label, *[value(each) for each in reports]))
+
+    def latency(label: str, measure: str) -> None:
+        for point in ("p50", "p99"):
+            found = [getattr(each.latency_ms, measure) for each in reports]
+            cells = [ABSENT if each is None else _measure(getattr(each, point)) for each in found]
+            rows.append((f"{label} {point}, ms", *cells))
+
+    row("requests completed", lambda each: Number(each.requests_completed))
+    row("requests/s", lambda each: _measure(each.requests_per_s))
+    if first.prefix_queried_tokens:
+        row("prompt tokens found, %", lambda each: _measure(100 * each.prefix_hit_rate))
+    latency("time to first token", "ttft")
+    latency("end to end", "e2e")
+    row("requests of the replica with the fewest", lambda each: Number(each.requests_least))
+    row("requests of the replica with the most", lambda each: Number(each.requests_most))
+    row("deviation of requests, % of the mean", lambda each: _measure(100 * each.requests_spread))
+    row("busy, % of the time: least", lambda each: _measure(100 * each.busy_least))
+    row("busy, % of the time: most", lambda each: _measure(100 * each.busy_most))
+    for why in dict.fromkeys(why for each in reports for why in each.routed_by):
+        row(f"routed by {why}", lambda each, why=why: Number(each.routed_by.get(why, 0)))  # type: ignore[misc]  # bound now
+    row("fingerprint", lambda each: each.fingerprint)
+    table = Table("", (*words("figure"), *numbers(*(each.routing for each in reports))), rows)
+    title = f"{first.name}: {first.replicas} replicas, max_imbalance {first.max_imbalance}"
+    return Document(title, [Section("", (Tables([table]),))], notes=first.notes)
 
 
 def same_or_not(one: Report, other: Report) -> str:

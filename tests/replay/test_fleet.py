@@ -1,0 +1,118 @@
+"""A fleet decides as its schedulers do alone, hears of them in time, and gives the same figures each time."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.core.balancer import Balancer, RoutingPolicy
+from lockstep.core.policy import SchedulerConfig
+from lockstep.errors import UsageError
+from lockstep.replay.cost import CostModel
+from lockstep.replay.fleet import Fleet, policies_of, run_fleets, to_json
+from lockstep.replay.simulator import Simulation
+from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload, WorkloadRequest
+
+CONFIG = SchedulerConfig(
+    num_blocks=64, block_size=16, max_num_seqs=4, max_num_batched_tokens=64, max_chunk_tokens=64, max_model_len=1024
+)
+COST = CostModel(5 * PS_PER_MS, PS_PER_MS // 10, PS_PER_MS // 2, 1000)
+
+
+def workload(seed: int, num_requests: int, num_contents: int, gap_ms: int) -> Workload:
+    """Prompts of a few beginnings, some of which are refused as too long."""
+    draw = random.Random(seed)
+    now_ps, requests = 0, list[WorkloadRequest]()
+    for number in range(num_requests):
+        now_ps += draw.randrange(gap_ms * PS_PER_MS + 1)
+        beginning = draw.randrange(num_contents)
+        contents = tuple(beginning * 100 + place for place in range(draw.randrange(1, 12)))
+        prompt = 16 * len(contents) + draw.randrange(16) if draw.random() < 0.97 else 2000
+        output = draw.randrange(1, 30)
+        requests.append(WorkloadRequest(f"r{number}", prompt, output, output, now_ps, contents=contents))
+    return Workload(f"seed {seed}", tuple(requests), ArrivalUnit.PS, 16)
+
+
+works = st.builds(
+    workload,
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 60),
+    st.integers(1, 5),
+    st.sampled_from((0, 2, 20, 200)),
+)
+
+
+@settings(max_examples=60)
+@given(work=works, policy=st.sampled_from(RoutingPolicy))
+def test_a_fleet_of_one_decides_as_a_replay(work: Workload, policy: RoutingPolicy) -> None:
+    alone = Simulation(work, CONFIG, COST).run()
+    fleet = Fleet(work, CONFIG, Balancer(1, policy), COST)
+    report = fleet.run()
+    only = fleet._replicas[0].replay()
+    assert only.fingerprint == alone.fingerprint
+    assert only.outcomes == alone.outcomes
+    assert only.duration_ps == alone.duration_ps
+    assert report.prefix_hit_tokens == alone.stats.prefix_hits_tokens
+    assert report.requests_refused == sum(bool(each.refusal) for each in alone.outcomes)
+
+
+@settings(max_examples=60)
+@given(work=works, policy=st.sampled_from(RoutingPolicy), num_replicas=st.integers(2, 7))
+def test_each_replica_decides_as_if_it_had_been_given_its_requests_alone(
+    work: Workload, policy: RoutingPolicy, num_replicas: int
+) -> None:
+    """So the fleet's clock lets nobody arrive late, or before a step that had begun."""
+    fleet = Fleet(work, CONFIG, Balancer(num_replicas, policy), COST)
+    report = fleet.run()
+    for number, each in enumerate(fleet._replicas):
+        given = [request for request, route in zip(work.requests, fleet._routes, strict=True) if route == number]
+        alone = Simulation(replace(work, requests=tuple(given)), CONFIG, COST).run()
+        assert each.fingerprint == alone.fingerprint
+        assert [outcome.in_ps for outcome in each.replay().outcomes] == [outcome.in_ps for outcome in alone.outcomes]
+    assert report.requests_completed + report.requests_refused == report.requests == len(fleet._routes)
+
+
+@settings(max_examples=60)
+@given(work=works, policy=st.sampled_from(RoutingPolicy), num_replicas=st.integers(1, 7))
+def test_in_the_end_the_balancer_knows_what_every_replica_holds(
+    work: Workload, policy: RoutingPolicy, num_replicas: int
+) -> None:
+    fleet = Fleet(work, CONFIG, Balancer(num_replicas, policy), COST)
+    fleet.run()
+    known: list[dict[bytes, None]] = [{} for _ in range(num_replicas)]
+    for content, holders in fleet.balancer._holders.items():
+        for number in range(num_replicas):
+            if holders >> number & 1:
+                known[number][content] = None
+    for number, each in enumerate(fleet._replicas):
+        assert fleet.balancer.load(number) == 0
+        held = each.scheduler._kv.prefix.blocks.values()
+        assert dict.fromkeys(sorted(held)) == dict.fromkeys(sorted(known[number]))
+
+
+def test_the_same_fleet_gives_the_same_bytes_and_another_policy_other_routes() -> None:
+    work = workload(7, 60, 4, 20)
+    both = RoutingPolicy.PREFIX, RoutingPolicy.ROUND_ROBIN
+    first = to_json(run_fleets(work, CONFIG, 3, both, COST))
+    assert first == to_json(run_fleets(work, CONFIG, 3, both, COST))
+    prefix, in_turn = json.loads(first)
+    assert prefix["fingerprint"] != in_turn["fingerprint"]
+    assert prefix["prefix_hit_rate"] > in_turn["prefix_hit_rate"]
+    assert sum(prefix["routed_by"].values()) == prefix["requests"] == 60
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    work = workload(7, 3, 1, 20)
+    with pytest.raises(UsageError, match="there are prefix, session, least_loaded, round_robin"):
+        policies_of("prefix,best")
+    with pytest.raises(UsageError, match="each policy once"):
+        policies_of("prefix,prefix")
+    with pytest.raises(UsageError, match="1 to 1024"):
+        run_fleets(work, CONFIG, 1025, policies_of("prefix"))
+    with pytest.raises(UsageError, match="arrive in ticks"):
+        Fleet(replace(work, unit=ArrivalUnit.TICKS), CONFIG, Balancer(2))
