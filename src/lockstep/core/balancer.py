@@ -32,7 +32,7 @@ class RoutingPolicy(Enum):
 
 
 class Why(Enum):
-    """What decided a choice."""
+    """Reason of a choice."""
 
     SESSION = "session"
     PREFIX = "prefix"
@@ -71,7 +71,7 @@ class Balancer:
         self._least = 0
         """Open requests of the least loaded; 0 where none is there."""
         self._last = num_replicas - 1
-        """Who was chosen last, after whom a turn begins."""
+        """The one that was chosen last, after which a turn begins."""
         self._holders: dict[bytes, int] = {}
         """Replicas that hold a content; no entry is empty."""
         self._sessions: OrderedDict[str, int] = OrderedDict()
