@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_json_has_every_section(
     assert list(facts) == ["lockstep", "packages", "system", "processor", "memory", "caches", "environment"]
     assert facts["lockstep"]["version"] == __version__
     assert facts["lockstep"]["core"] in ("compiled", "interpreted")
-    assert facts["lockstep"]["attention"].startswith(("lockstep 1, kernel ", "openvino, because of ours its library "))
+    assert re.match(r"lockstep \d+, kernel |openvino, because of ours its library ", facts["lockstep"]["attention"])
     assert facts["packages"]["openvino"].startswith("2026")
     assert facts["processor"]["usable_cores"] >= 1
     assert facts["memory"]["usable_bytes"] <= facts["memory"]["total_bytes"]

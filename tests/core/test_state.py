@@ -66,7 +66,7 @@ SCRATCH: dict[type[Any], set[str]] = {
     Scheduler: {"_listener", "_planner", "_pending_seqs", "_run", "_is_settled", "_finished"},
     KVCache: {"_evicted", "_swap_out", "_swap_in"},
     BlockPool: {"num_released"},
-    PrefixCache: {"num_published"},
+    PrefixCache: {"num_published", "news"},
     WaitingQueue: {"num_changes"},
 }
 """Those that only save work, are empty but while a step is planned, or were not asked for yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lockstep.replay.playback import Playback
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, EngineRerun, decode_record
 from lockstep.replay.trace import Trace, open_trace
 from lockstep.replay.verify import side_by_side, verify
-from lockstep.worker.flight.entries import Entry, Record, Turn
+from lockstep.worker.flight.entries import Entry, Idle, Record, Turn, WithWork
 from tests.core.drive import needs_interpreted
 from tests.replay.live import happenings
 from tests.replay.recordings import entries_in, files_of, record, rewrite_entries
@@ -111,20 +111,39 @@ def test_the_command_shows_both_plans(copy: Path, capsys: pytest.CaptureFixture[
     assert "decided here" in said
 
 
+def contended_turn(entries: Sequence[Entry]) -> int:
+    """A turn after which the same replica has another while both have work; after a longer one it would wait."""
+    places: tuple[int, ...] = (0,)
+    before = -1
+    for number, entry in enumerate(entries):
+        match entry:
+            case WithWork():
+                places, before = entry.places, -1
+            case Idle():
+                before = -1
+            case Turn():
+                last = entries[before]
+                if before >= 0 and len(places) > 1 and isinstance(last, Turn) and last.place == entry.place:
+                    return before
+                before = number
+    raise AssertionError("nobody waited for the device")
+
+
 def test_turns_are_taken_again(copy: Path) -> None:
     """Whoever had spent more would have waited: one turn that took a second more is found."""
-    turns = [place for place, entry in enumerate(entries_in(copy)) if isinstance(entry, Turn)]
+    entries = entries_in(copy)
+    longer = contended_turn(entries)
 
     def lengthen(entries: list[Entry]) -> None:
-        entry = entries[turns[len(turns) // 3]]
+        entry = entries[longer]
         assert isinstance(entry, Turn)
-        entries[turns[len(turns) // 3]] = replace(entry, duration_us=entry.duration_us + 1_000_000)
+        entries[longer] = replace(entry, duration_us=entry.duration_us + 1_000_000)
 
     rewrite_entries(copy, lengthen)
     diverged = verify(open_trace(copy)).diverged
     assert diverged is not None
     assert diverged.engine == -1
-    assert diverged.step > len(turns) // 3
+    assert diverged.step > sum(isinstance(entry, Turn) for entry in entries[:longer])
     assert "it is the turn of" in diverged.what
 
 
