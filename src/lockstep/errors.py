@@ -3,6 +3,7 @@
     LockstepError
     ├── UsageError                 the command line or a call was wrong before anything started
     ├── RemoteError                a server that we are a client of cannot be reached, or refuses
+    ├── PlacingError               Ray cannot be reached, or does not do what it was asked
     ├── TraceError                 a recording or a workload cannot be read
     ├── EvidenceError              what a release is to be judged by cannot be read
     ├── ConfigError                a limit or policy that cannot work, refused at construction
@@ -15,6 +16,7 @@
     │   ├── ModelNotFoundError         no model of that name is served
     │   ├── ResponseNotFoundError      no response of that id is stored
     │   ├── SessionNotFoundError       no session of that id is known
+    │   ├── HostNotFoundError          no host of that name or address is known
     │   ├── NoManifestError            what only a cluster with a manifest can do
     │   ├── NotLoadableError           a model or manifest that a request wants cannot be brought in
     │   ├── QueueFullError             the bounded queue is full; try again later
@@ -60,6 +62,10 @@ class UsageError(LockstepError):
 
 class RemoteError(LockstepError):
     """A server that we are a client of cannot be reached, or refuses."""
+
+
+class PlacingError(LockstepError):
+    """Ray cannot be reached, or does not do what it was asked."""
 
 
 class TraceError(LockstepError):
@@ -161,6 +167,10 @@ class SessionNotFoundError(RequestError):
     """No session of that id is known: it never was, it was ended, or it was idle for too long to be kept."""
 
 
+class HostNotFoundError(RequestError):
+    """No host of that name or address is known, or the manifest names none."""
+
+
 class NoManifestError(RequestError):
     """Only a cluster that a manifest describes can do that."""
 
@@ -198,6 +208,10 @@ class WorkerLostError(UnavailableError):
     ) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
         self.is_suspect = is_suspect
+
+
+class LinkRefusedError(LockstepError):
+    """Two processes that should speak to each other over a network do not: another secret, another version."""
 
 
 class DeadlineError(RequestError):

@@ -89,6 +89,48 @@ def test_models_of_one_artifact_are_one_replica(check: Check) -> None:
     assert told["budgets"][0]["needed_bytes"] == router["resident_bytes"]
 
 
+HOSTED = """
+cluster: hosted
+models:
+  router: {source: 'stub://router'}
+  all:
+    - {id: a, source: 'stub://a'}
+    - {id: b, source: 'stub://a'}
+    - {id: far, remote: {base_url: 'http://127.0.0.1:1/v1'}}
+hosts:
+  replicas:
+    router: {num: 2}
+    a: {num: 3, resources: {CPU: 2, memory: 4GB}, spread: true}
+  tls: {ca: /ca.pem, cert: /cert.pem}
+"""
+
+
+def test_hosts_are_told_with_the_replicas_of_each_model(check: Check) -> None:
+    code, out, err = check(HOSTED)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-2:] == [
+        "hosts: Ray at auto; routing prefix, max_imbalance 4; TLS",
+        "replicas of router: 2; a, b: 3, each 2 CPU and 4GB of memory, spread",
+    ]
+    told = facts(check, HOSTED)
+    nums = {model["id"]: model["replicas"] and model["replicas"]["num"] for model in told["models"]}
+    assert nums == {"router": 2, "a": 3, "b": 3, "far": None}
+    assert told["hosts"] == {
+        "ray": "auto",
+        "routing": "prefix",
+        "max_imbalance": 4,
+        "secret": "~/.config/lockstep/secret",
+        "tls": {"ca": "/ca.pem", "cert": "/cert.pem", "key": None},
+        "allow_plain": False,
+    }
+    assert facts(check, EXAMPLES / "customer-support.yaml", "--backend", "stub")["hosts"] is None
+
+
+def test_models_that_come_to_share_replicas_are_told_of_other_demands(check: Check) -> None:
+    _, _, err = check(HOSTED, "--backend", "pocket")
+    assert "warning: router: has 3 replicas, not 2, as models of one artifact share them" in err
+
+
 def test_what_is_not_on_this_machine_is_not_fetched(check: Check) -> None:
     """And what the boot refuses is told beside the placement: here a remote model without its server."""
     code, out, err = check(EXAMPLES / "customer-support.yaml")

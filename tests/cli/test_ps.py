@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli.main import invoke
-from lockstep.cli.ps import size, text_of
+from lockstep.cli.ps import EXIT_LEFT, size, text_of
 from lockstep.cluster.snapshot import BudgetSnapshot
-from tests.server.managing import Managed
+from tests.server.living import Living, living_cluster
+from tests.server.managing import Hosted, Managed
 from tests.server.process import IN_THREAD, serve
 
 NOTICE_LIMIT_S = 30.0
@@ -89,3 +92,91 @@ def test_what_nothing_bounds_is_unbounded() -> None:
 )
 def test_sizes(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
+
+
+@contextmanager
+def hosted(cluster: Hosted) -> Iterator[Living]:
+    with living_cluster(cluster) as server:
+        yield server
+
+
+def test_hosts_and_where_each_replica_is_are_shown_and_why_one_is_not() -> None:
+    lines = text_of(Hosted().snapshot()).splitlines()
+    at = lines.index("")
+    assert [line.split("  ")[0] for line in lines[at + 1 : at + 5]] == ["HOST", "a", "b", "gone"]
+    shown = "a 10.0.0.1 there 1 1 of 4 CPU, 2.5 GB of 8.0 GB memory, 0 of 1 fast"
+    assert " ".join(lines[at + 2].split()) == shown
+    assert lines[at + 4].split() == ["gone", "10.0.0.3", "lost", "0", "-"]
+    assert [line.split()[:4] for line in lines[at + 7 : at + 10]] == [
+        ["router#0", "ready", "a", "10.0.0.1:5001"],
+        ["router#1", "loading", "b", "-"],
+        ["org/legal#0", "waiting", "-", "-"],
+    ]
+    assert "router#1 is loading: the model is loading" in lines
+    assert "org/legal#0 is waiting: no host has 4 CPU free: a has 1 CPU; b has 0 CPU" in lines
+
+
+def test_without_hosts_nothing_is_said_of_any() -> None:
+    shown = text_of(Managed().snapshot())
+    assert "HOST" not in shown
+    assert "REPLICA" not in shown
+
+
+def test_a_host_is_drained_until_its_replicas_have_left_and_may_have_some_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cluster = Hosted()
+    with hosted(cluster) as server:
+        assert invoke(["ps", "--drain", "10.0.0.1", "--base-url", server.url]) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            "a is drained: it has no replicas",
+            "router#1 is loading: the model is loading",
+            "org/legal#0 is waiting: no host has 4 CPU free: a has 1 CPU; b has 0 CPU",
+        ]
+        assert list(cluster.drained) == ["a"]
+        assert invoke(["ps", "--undrain", "a", "--base-url", server.url]) == 0
+        assert capsys.readouterr().out == "a may have replicas again\n"
+        assert cluster.drained == {}
+
+
+def test_what_has_not_left_in_time_is_named_and_seen_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with hosted(Hosted()) as server:
+        assert invoke(["ps", "--drain", "b", "--wait", "0.2", "--base-url", server.url]) == EXIT_LEFT
+        assert capsys.readouterr().out.splitlines() == [
+            "b is drained; replicas that are on it still after 0.2 s: 1",
+            "router#1 is loading: the model is loading",
+        ]
+        assert invoke(["ps", "--drain", "b", "--wait", "0", "--base-url", server.url]) == 0
+        assert "to leave it: 1; `lockstep ps` shows when they have" in capsys.readouterr().out
+        assert invoke(["ps", "--drain", "b", "--wait", "0.2", "--json", "--base-url", server.url]) == EXIT_LEFT
+        told = json.loads(capsys.readouterr().out)
+        assert (told["host"], told["is_empty"]) == ("b", False)
+        assert [(place["models"], place["number"]) for place in told["places"]] == [(["router"], 1)]
+
+
+def test_a_host_that_nobody_knows_is_said_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    with hosted(Hosted()) as server:
+        for flag in ("--drain", "--undrain"):
+            assert invoke(["ps", flag, "gon", "--base-url", server.url]) == 2
+            assert "no host is called 'gon'; did you mean 'gone'?" in capsys.readouterr().err
+
+
+def test_a_server_without_hosts_drains_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve("--manifest", str(MANIFEST), "--backend", "stub", *IN_THREAD) as server:
+        assert invoke(["ps", "--drain", "a", "--base-url", server.base_url]) == 2
+    assert "the manifest has no `hosts:`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--drain", "a", "--undrain", "b"], "--drain and --undrain are both given"),
+        (["--wait", "3"], "--wait is given without --drain HOST"),
+        (["--undrain", "a", "--wait", "3"], "--wait is given without --drain HOST"),
+    ],
+)
+def test_flags_that_do_not_fit_each_other_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["ps", *flags, "--base-url", "http://127.0.0.1:9"]) == 2
+    assert message in capsys.readouterr().err

@@ -217,3 +217,13 @@ def test_relatives_of_replay_say_it_on_standard_error(tmp_path: Path, capsys: py
         assert [line.split(",")[0] for line in told] == ["note: requests have priorities and nothing sets an order"]
     assert invoke(["sweep", load, "--grid", "order=fcfs,priority", "--jobs", "1"]) == 0
     assert "note: " not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--routing", "prefix"), ("--max-imbalance", "2")])
+def test_what_is_for_several_replicas_is_refused_where_there_is_one(
+    trace: str, capsys: pytest.CaptureFixture[str], flags: tuple[str, str]
+) -> None:
+    assert invoke(["replay", trace, *flags]) == 2
+    assert f"{flags[0]} is for several replicas; say how many with --replicas N" in capsys.readouterr().err
+    assert invoke(["replay", trace, "--replicas", "2", *flags]) == 0
+    assert "2 replicas" in capsys.readouterr().out

@@ -202,3 +202,29 @@ def test_a_step_has_room_for_any_number_of_sequences(max_num_seqs: int) -> None:
     if max_num_seqs > 64:
         with pytest.raises(ConfigError, match="max_num_batched_tokens is 100"):
             config_of(*flags, "--max-num-batched-tokens", "100")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-events-replay", "tcp://127.0.0.1:5558"], "--kv-events-replay is said of KV events"),
+        (["--kv-events-topic", "kv@{model}"], "--kv-events-topic is said of KV events"),
+        (["--kv-events-allow-remote"], "--kv-events-allow-remote is said of KV events"),
+        (["--kv-events", "tcp://*:5557"], "which others than this machine may reach"),
+        (["--kv-events", "127.0.0.1:5557"], "it must be tcp://HOST:PORT or ipc://PATH"),
+    ],
+)
+def test_kv_events_are_refused_where_they_cannot_be(
+    capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert invoke(["serve", "stub://a", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_kv_events_are_refused_where_models_are_on_other_hosts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = tmp_path / "hosted.yaml"
+    manifest.write_text("cluster: c\nmodels: {m: {source: 'stub://a'}}\nhosts: {}\n")
+    assert invoke(["serve", "--manifest", str(manifest), "--kv-events", "tcp://127.0.0.1:5557"]) == 2
+    assert "`hosts:` places them elsewhere" in capsys.readouterr().err

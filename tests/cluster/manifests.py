@@ -11,6 +11,8 @@ from lockstep.cluster.dispatch import NONE_OF_THESE, DispatchRule
 from lockstep.cluster.manifest import (
     PRIORITIES,
     Entry,
+    HostedReplicas,
+    Hosts,
     Manifest,
     Persona,
     Remote,
@@ -19,6 +21,7 @@ from lockstep.cluster.manifest import (
     SessionLimits,
     Tier,
 )
+from lockstep.core.balancer import RoutingPolicy
 
 NAMES = st.from_regex(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,6}[A-Za-z0-9_-])?", fullmatch=True)
 SETS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,6}", fullmatch=True)
@@ -62,6 +65,15 @@ ENGINES = st.fixed_dictionaries(
         "chunking": st.booleans(),
         "order": st.sampled_from(["fcfs", "priority", "fair"]),
     },
+)
+AMOUNTS = st.integers(0, 10**6) | st.floats(0.001, 64)
+DEMANDS = st.builds(
+    HostedReplicas,
+    num=st.integers(1, 1024),
+    resources=st.fixed_dictionaries(
+        {}, optional={"CPU": AMOUNTS, "GPU": AMOUNTS, "memory": SIZES.map(float), "host_a": AMOUNTS}
+    ),
+    spread=st.booleans(),
 )
 PLAIN = st.recursive(
     st.none()
@@ -131,7 +143,28 @@ def manifests(draw: DrawFn) -> Manifest:
                 max_active_sessions=st.none() | st.integers(1, 99),
             )
         ),
+        hosts=draw(st.none() | hosts(made)),
         rollouts=draw(st.none() | PLAIN),
+    )
+
+
+@st.composite
+def hosts(draw: DrawFn, made: list[Entry]) -> Hosts:
+    """Replicas of some local models; of those of one artifact, of one at most."""
+    groups = {(entry.source, entry.variant): entry.id for entry in made if entry.tier is not Tier.REMOTE}
+    ids = draw(st.lists(st.sampled_from(sorted(groups.values())), unique=True)) if groups else []
+    paths = st.from_regex(r"(~/|/)[a-z./ ]{0,6}[a-z]", fullmatch=True)
+    has_tls = draw(st.booleans())
+    return Hosts(
+        ray=draw(st.sampled_from(["auto", "10.0.0.1:6379", "[::1]:1"])),
+        replicas={id_: draw(DEMANDS) for id_ in ids},
+        routing=draw(st.sampled_from(RoutingPolicy)),
+        max_imbalance=draw(st.integers(0, 99)),
+        secret=draw(st.just(Hosts().secret) | paths),
+        tls_ca=draw(paths) if has_tls else "",
+        tls_cert=draw(paths) if has_tls else "",
+        tls_key=draw(st.just("") | paths) if has_tls else "",
+        allows_plain=draw(st.booleans()),
     )
 
 

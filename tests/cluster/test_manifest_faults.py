@@ -8,10 +8,11 @@ from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.manifest_yaml import MAX_MANIFEST_BYTES, MAX_PROBLEMS
 from lockstep.errors import ConfigError, ManifestError, Problem
 from tests.cluster.faulty_forms import BASE, SHAPE, VALUES
+from tests.cluster.faulty_hosts import HOSTS
 from tests.cluster.faulty_names import NAMES, REMOTE
 
 END = len(BASE.splitlines()) + 1
-CASES = {**SHAPE, **VALUES, **NAMES, **REMOTE}
+CASES = {**SHAPE, **VALUES, **NAMES, **REMOTE, **HOSTS}
 
 
 def problems_of(text: str) -> tuple[Problem, ...]:

@@ -12,9 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.cluster.dispatch import DispatchRule
-from lockstep.cluster.manifest import Entry, Manifest, Persona, Remote, Resources, Routing, SessionLimits, Tier
+from lockstep.cluster.manifest import (
+    Entry,
+    HostedReplicas,
+    Hosts,
+    Manifest,
+    Persona,
+    Remote,
+    Resources,
+    Routing,
+    SessionLimits,
+    Tier,
+)
 from lockstep.cluster.manifest_file import ROUTING, dump, parse, top_keys
+from lockstep.cluster.manifest_hosts import HOSTS, REPLICAS, TLS
 from lockstep.cluster.manifest_keys import RESOURCES, SAMPLING_KEYS, SESSIONS, engine_keys, entry_keys, remote_keys
+from lockstep.core.balancer import RoutingPolicy
 from lockstep.engine.options import EngineOptions
 from lockstep.errors import ManifestError, Problem
 from lockstep.executors.stub import StubOptions
@@ -60,6 +73,17 @@ routing:
   literal: refund=billing, contract=legal
 
 sessions: {idle_threshold: 1h, min_lifetime: 0s, sweep_interval: 50ms, max_active_sessions: 4}
+
+hosts:
+  ray: head.example.com:6379
+  replicas:
+    router: {num: 2}
+    billing: {num: 3, resources: {CPU: 2, memory: 4GB, any_name: 0.5}, spread: true}
+  routing: session
+  max_imbalance: 0
+  secret: /etc/lockstep/secret
+  tls: {ca: /etc/ca.pem, cert: ~/host.pem, key: ~/host.key}
+  allow_plain: true
 """
 
 
@@ -111,7 +135,38 @@ def test_every_key_means_its_field() -> None:
         ),
         fallback="cloud",
         sessions=SessionLimits(3600.0, 0.0, 0.05, 4),
+        hosts=Hosts(
+            ray="head.example.com:6379",
+            replicas={
+                "router": HostedReplicas(2),
+                "billing": HostedReplicas(3, {"CPU": 2, "memory": 4e9, "any_name": 0.5}, spread=True),
+            },
+            routing=RoutingPolicy.SESSION,
+            max_imbalance=0,
+            secret="/etc/lockstep/secret",
+            tls_ca="/etc/ca.pem",
+            tls_cert="~/host.pem",
+            tls_key="~/host.key",
+            allows_plain=True,
+        ),
     )
+
+
+def test_hosts_of_defaults_are_not_no_hosts() -> None:
+    text = "cluster: x\nmodels: {m: {source: 'pocket://'}}\n"
+    manifest = parse(f"{text}hosts: {{}}\n")
+    assert manifest.hosts == Hosts()
+    assert parse(dump(manifest)) == manifest
+    assert parse(text).hosts is None
+
+
+def test_models_that_share_replicas_have_the_demand_of_the_one_that_wants_most() -> None:
+    """A backend, or files of one content, make models share that their text keeps apart."""
+    many, spread = HostedReplicas(3), HostedReplicas(3, spread=True)
+    hosts = Hosts(replicas={"a": HostedReplicas(2), "b": many, "c": spread})
+    assert hosts.demand(["a", "b", "c", "d"]) is many, "the first of equal ones"
+    assert hosts.demand(["d", "a"]).num == 2, "who says nothing takes what the others want"
+    assert hosts.demand(["d"]) == HostedReplicas()
 
 
 def test_the_customer_support_manifest() -> None:
@@ -241,9 +296,22 @@ def test_models_of_one_source_are_counted_once_against_a_budget() -> None:
 def test_the_document_names_every_key_and_its_example_is_right() -> None:
     document = DOCUMENT.read_text()
     engine, sampling = set(engine_keys()), set(SAMPLING_KEYS)
-    blocks = [top_keys({}, {}), ROUTING, RESOURCES, SESSIONS, entry_keys({}), remote_keys({}), engine, sampling]
+    blocks = [
+        top_keys({}, {}),
+        ROUTING,
+        HOSTS,
+        REPLICAS,
+        TLS,
+        RESOURCES,
+        SESSIONS,
+        entry_keys({}),
+        remote_keys({}),
+        engine,
+        sampling,
+    ]
     blocks.append([each.name for each in fields(StubOptions) if each.name != "name"])
     missing = [key for block in blocks for key in block if f"`{key}`" not in document]
     assert not missing
-    (example,) = re.findall(r"```yaml\n(.*?)```", document, re.DOTALL)
+    example, hosts = re.findall(r"```yaml\n(.*?)```", document, re.DOTALL)
     assert parse(example).routing is not None
+    assert parse(example + hosts).hosts is not None

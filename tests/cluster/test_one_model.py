@@ -19,7 +19,7 @@ from msgspec import structs
 from lockstep.cluster.base import Accepted
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Manifest
-from lockstep.cluster.requests import MAX_INLINE_CHARS
+from lockstep.cluster.prompt_tokeniser import MAX_INLINE_CHARS
 from lockstep.cluster.threads import LONG_BYTES
 from lockstep.engine.input_processing import tokenised
 from lockstep.engine.llm import AsyncEngine

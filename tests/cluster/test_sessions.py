@@ -354,7 +354,7 @@ async def test_less_host_memory_than_was_said_is_told_and_served() -> None:
             [warning] = [each for each in cluster.snapshot().warnings if "of KV" in each]
             assert "has room for 54 MiB of KV, not 122" in warning
             assert (await say(cluster, "hello", "m", session="a")).text
-    with patch("lockstep.cluster.state.claim_host_folder", side_effect=UsageError("/dev/shm: no")):
+    with patch("lockstep.engine.kv_tiers.claim_host_folder", side_effect=UsageError("/dev/shm: no")):
         async with clustered(ONE + budget) as cluster:
             assert "no KV is kept in host memory: /dev/shm: no" in cluster.snapshot().warnings
             assert (await say(cluster, "hello", "m", session="a")).text

@@ -188,7 +188,7 @@ async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_al
             await until(partial(is_replaced, cluster, pid))
             await until(lambda: state_of(cluster, "warm").state == "resident")
             assert (await say(cluster, "hello", "warm")).model == "warm", "it comes before what ends workers"
-            await until(lambda: is_loading(cluster._state.worker))
+            await until(lambda: is_loading(worker_of(cluster)))
             pid = pid_of(cluster)
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match=r"signal 9 .* while it loaded the model, as 5 times before") as told:
@@ -243,7 +243,7 @@ async def test_a_worker_that_says_nothing_from_its_start_is_replaced(caplog: pyt
             await until(lambda: model.worker_pid != second)
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
         assert not is_alive(second)
-    assert "without a sign of life since its start, and is killed; it has reported nothing" in caplog.text
+    assert "without a sign of life since its start, and is given up; it has reported nothing" in caplog.text
 
 
 async def test_a_worker_that_dies_over_its_first_load_is_a_failed_start() -> None:

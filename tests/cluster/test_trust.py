@@ -14,12 +14,12 @@ import httpx2
 import pytest
 
 from lockstep.cluster.cluster import Cluster
-from lockstep.cluster.manifest import Entry, Manifest, Remote
+from lockstep.cluster.manifest import Entry, Hosts, Manifest, Remote
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.remote import RemoteModel
 from lockstep.cluster.remote_exchange import NotPublicError, PublicTransport, is_plainly_private, is_public
 from lockstep.cluster.state import ClusterOptions
-from lockstep.cluster.trust import ADDRESS_REFUSED, NONE, SOURCE_REFUSED, Vouchers
+from lockstep.cluster.trust import ADDRESS_REFUSED, ALL, HOSTS_REFUSED, NONE, SOURCE_REFUSED, Vouchers
 from lockstep.errors import ArtifactError, ManifestError, RequestFailedError
 from lockstep.pocket import pocket_path
 from lockstep.server.admission import powers_of
@@ -194,6 +194,47 @@ def test_a_model_that_turns_out_to_be_none_was_never_there() -> None:
     assert [(p.line, p.where, p.message) for p in told.problems] == [(4, "models.m.source", SOURCE_REFUSED)]
     other = ArtifactError("is no model", path="another.gguf")
     assert vetting.veiled(other) is other
+
+
+@pytest.mark.parametrize(
+    ("served", "block", "line", "where"),
+    [
+        (None, "hosts: {}", 3, "hosts"),
+        (Hosts(), "", 1, "hosts"),
+        (Hosts(), "hosts:\n  ray: '10.0.0.1:6379'", 4, "hosts.ray"),
+        (Hosts(), "hosts:\n  secret: /tmp/mine", 4, "hosts.secret"),
+        (Hosts(secret="/etc/secret"), "hosts:\n  ray: auto", 3, "hosts.secret"),
+        (Hosts(), "hosts:\n  allow_plain: true", 4, "hosts.allow_plain"),
+        (Hosts(tls_ca="/a", tls_cert="/c"), "hosts:\n  tls: {ca: /a, cert: /b}", 4, "hosts.tls.cert"),
+        (Hosts(tls_ca="/a", tls_cert="/c"), "hosts:\n  tls: {ca: /b, cert: /c}", 4, "hosts.tls.ca"),
+        (Hosts(tls_ca="/a", tls_cert="/c"), "hosts:\n  tls: {ca: /a, cert: /c, key: /k}", 4, "hosts.tls.key"),
+    ],
+)
+def test_links_between_hosts_are_the_operators_whoever_asks(
+    served: Hosts | None, block: str, line: int, where: str
+) -> None:
+    vouchers = Vouchers(Manifest("c", (), hosts=served), None, lambda path: None, opens_sources=True)
+    with pytest.raises(ManifestError) as caught:
+        parse(f"cluster: c\nmodels: {{m: {{source: 'stub://a'}}}}\n{block}\n", vet=vouchers.vetting(ALL, served))
+    assert [(p.line, p.where, p.message) for p in caught.value.problems] == [(line, where, HOSTS_REFUSED)]
+
+
+def test_how_many_replicas_there_are_may_be_said_over_http() -> None:
+    served = Hosts(secret="/etc/secret", tls_ca="/a", tls_cert="/c", allows_plain=True)
+    vouchers = Vouchers(Manifest("c", (), hosts=served), None, lambda path: None, opens_sources=True)
+    text = (
+        "cluster: c\nmodels: {m: {source: 'stub://a'}}\nhosts: {replicas: {m: {num: 3}}, routing: session, "
+        "max_imbalance: 9, secret: /etc/secret, tls: {ca: /a, cert: /c}, allow_plain: true}\n"
+    )
+    hosts = parse(text, vet=vouchers.vetting(NONE, served)).hosts
+    assert hosts is not None
+    assert (hosts.replicas["m"].num, hosts.max_imbalance) == (3, 9)
+
+
+def test_a_manifest_that_is_put_brings_no_hosts_in(keyed: Machine) -> None:
+    answer = keyed.put("cluster: c\nmodels: {m: {source: 'stub://a'}}\nhosts: {secret: /etc/passwd}\n", "key")
+    assert answer.status_code == 400
+    assert f"line 3: hosts {HOSTS_REFUSED}" in answer.json()["error"]["message"]
 
 
 PRIVATE = [

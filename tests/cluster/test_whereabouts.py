@@ -8,6 +8,7 @@ from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.sessions import Sessions, StoredTokens
 from lockstep.cluster.snapshot import SessionSnapshot
 from tests.cluster.clusters import clustered, say
+from tests.cluster.support import worker_of
 
 TWO = "cluster: c\nmodels:\n  m: {source: 'stub://m'}\n  other: {source: 'stub://o'}\n"
 LONG = "hello " * 20
@@ -32,17 +33,17 @@ async def test_a_session_of_two_models_is_told_with_the_tokens_of_both() -> None
 async def test_many_who_want_to_know_at_once_share_the_questions() -> None:
     async with clustered(TWO) as cluster:
         await say(cluster, LONG, "m", session="s")
-        first = cluster._state.worker._open.next_id()
+        first = worker_of(cluster)._open.next_id()
         await asyncio.gather(*(cluster.locate_sessions() for _ in range(50)))
-        assert 2 <= cluster._state.worker._open.next_id() - first - 1 <= 4, "one question, and perhaps the next"
+        assert 2 <= worker_of(cluster)._open.next_id() - first - 1 <= 4, "one question, and perhaps the next"
         assert session_in(cluster).num_tokens > 0
 
 
 async def test_without_sessions_nobody_is_asked() -> None:
     async with clustered(TWO) as cluster:
-        first = cluster._state.worker._open.next_id()
+        first = worker_of(cluster)._open.next_id()
         await cluster.locate_sessions()
-        assert cluster._state.worker._open.next_id() == first + 1
+        assert worker_of(cluster)._open.next_id() == first + 1
 
 
 async def test_who_leaves_does_not_end_the_question_of_others() -> None:

@@ -66,15 +66,19 @@ class Plain:
     seed=st.integers(0, 2**32 - 1),
     num_replicas=st.integers(1, 9),
     policy=st.sampled_from(RoutingPolicy),
-    max_imbalance=st.integers(0, 5),
+    max_imbalance=st.integers(0, 5) | st.just(10**12),
 )
 def test_it_chooses_as_one_that_counts_and_searches(
     seed: int, num_replicas: int, policy: RoutingPolicy, max_imbalance: int
 ) -> None:
-    """Whatever is asked, ended, learned, withdrawn, lost and admitted again meanwhile."""
+    """Whatever is asked, ended, learned, withdrawn, lost, admitted again and taken over by another one meanwhile."""
     draw = random.Random(seed)
     ours, plain = Balancer(num_replicas, policy, max_imbalance), Plain(num_replicas, policy, max_imbalance)
-    for _ in range(80):
+    for step in range(80):
+        if step == 40:
+            state, ours = ours.state(), Balancer(num_replicas, policy, max_imbalance)
+            ours.restore(state)
+            assert ours.state() == state
         replica = draw.randrange(num_replicas)
         match draw.randrange(10):
             case 0 | 1 | 2 | 3:
@@ -106,6 +110,7 @@ def test_it_chooses_as_one_that_counts_and_searches(
                 plain.there[replica] = True
         assert [ours.load(each) for each in range(num_replicas)] == plain.loads
         assert [ours.is_there(each) for each in range(num_replicas)] == plain.there
+        assert [ours.num_held(each) for each in range(num_replicas)] == [len(each) for each in plain.contents]
 
 
 @settings(max_examples=100)

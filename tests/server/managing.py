@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import yaml
+from msgspec.structs import replace
 
 from lockstep.cluster.base import ModelCard
 from lockstep.cluster.cluster import Cluster
@@ -16,9 +17,12 @@ from lockstep.cluster.snapshot import (
     BudgetSnapshot,
     ClusterSnapshot,
     Counters,
+    HostSnapshot,
     ModelSnapshot,
+    PlaceSnapshot,
     Replaced,
     SessionSnapshot,
+    host_named,
 )
 from lockstep.cluster.trust import NONE, Powers
 from lockstep.errors import (
@@ -29,6 +33,7 @@ from lockstep.errors import (
     Problem,
     SessionNotFoundError,
 )
+from lockstep.hosts.values import Host, Place, PlaceState, ReplicaUse
 
 MANIFEST = "cluster: small\nmodels:\n  router:\n    source: stub://router\n"
 FAULTS = (Problem(2, "models.router.tier", "is 'hot'; it must be resident"), Problem(3, "routing.entry", "is missing"))
@@ -100,6 +105,46 @@ class Managed(Cluster):
         before, self.states[name] = self.states[name], state
         self.events.emit(
             "tier_changed", model=name, replica="r", from_=before, to=state, reason="by hand", duration_ms=0.5
+        )
+
+
+class Hosted(Managed):
+    """The same on three hosts, one of which is lost; replicas of `a` are on `b` as soon as `a` is drained."""
+
+    hosts: tuple[Host, ...] = (
+        Host("a", "id-a", "10.0.0.1", True, {"CPU": 4.0, "memory": 8e9, "fast": 1.0}, {"CPU": 1.0, "memory": 2.5e9}),
+        Host("b", "id-b", "10.0.0.2", True, {"CPU": 2.0, "memory": 4e9}, {"CPU": 0.0, "memory": 4e9}),
+        Host("gone", "id-gone", "10.0.0.3", False, {"CPU": 2.0}, {}),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drained: dict[str, None] = {}
+        self.places = [
+            Place("stub://router", 0, PlaceState.READY, "", "a", "id-a", "10.0.0.1", 5001, 101, 100, 1),
+            Place("stub://router", 1, PlaceState.LOADING, "the model is loading", "b", "id-b", "", 0, 102, 99, 3),
+            Place("stub://legal", 0, PlaceState.WAITING, "no host has 4 CPU free: a has 1 CPU; b has 0 CPU"),
+        ]
+
+    async def drain_host(self, name: str, is_drained: bool) -> str:
+        name = host_named(self.snapshot().hosts, name)
+        if not is_drained:
+            self.drained.pop(name)
+            return name
+        self.drained[name] = None
+        if name == "a":
+            self.places = [
+                replace(each, host="b", node_id="id-b") if each.host == "a" else each for each in self.places
+            ]
+        return name
+
+    def snapshot(self) -> ClusterSnapshot:
+        hosts = (replace(host, is_drained=host.name in self.drained) for host in self.hosts)
+        models = {"stub://router": ("router",), "stub://legal": ("org/legal",)}
+        return replace(
+            super().snapshot(),
+            hosts=tuple(HostSnapshot.of(host, self.places) for host in hosts),
+            places=tuple(PlaceSnapshot.of(place, models[place.key], ReplicaUse()) for place in self.places),
         )
 
 

@@ -202,6 +202,8 @@ def test_with_a_key_any_name_will_do(keyed: ServerProcess) -> None:
 
 OPERATED = (
     ("GET", "/v1/cluster"),
+    ("POST", "/v1/cluster/hosts/a/drain"),
+    ("DELETE", "/v1/cluster/hosts/a/b/drain"),
     ("GET", "/v1/figures"),
     ("GET", "/v1/logs"),
     ("GET", "/v1/manifest"),

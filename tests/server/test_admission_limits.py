@@ -225,3 +225,12 @@ async def test_headers_that_do_not_come_are_not_waited_for() -> None:
             server.should_exit = True
             await running
             await cluster.close()
+
+
+def test_gateways_hold_a_limit_together() -> None:
+    limits = RateLimits(requests_per_minute=4, tokens_per_minute=None)
+    limits.share(2, 0.0)
+    assert [limits.admit("a", 0.0) is None for _ in range(3)] == [True, True, False]
+    limits.share(1, 0.0)  # the other one has gone: what was taken stays taken, and more comes in
+    assert limits.admit("a", 0.0) is not None
+    assert [limits.admit("a", 60.0) is None for _ in range(5)] == [True, True, True, True, False]

@@ -22,12 +22,14 @@ from lockstep.server.cluster_routes import accepted_type, manifest_text
 from lockstep.server.options import ServerOptions
 from lockstep.server.serving import Phase
 from tests.cluster.manifests import manifests
-from tests.server.managing import FAULTS, MANIFEST, Managed
+from tests.server.managing import FAULTS, MANIFEST, Hosted, Managed
 from tests.server.support import NAME, client_of, error_of
 
 YAML = {"Content-Type": "application/yaml"}
 ROUTES = (
     ("GET", "/v1/cluster"),
+    ("POST", "/v1/cluster/hosts/a/drain"),
+    ("DELETE", "/v1/cluster/hosts/a/drain"),
     ("GET", "/v1/manifest"),
     ("PUT", "/v1/manifest"),
     ("GET", "/v1/sessions"),
@@ -47,7 +49,7 @@ async def managing(options: ServerOptions | None = None) -> AsyncIterator[tuple[
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [route for route in ROUTES if "manifest" in route[1] or "load" in route[1]]
+    ("method", "path"), [route for route in ROUTES if any(each in route[1] for each in ("manifest", "load", "hosts"))]
 )
 async def test_what_a_command_line_says_is_not_changed_over_http(method: str, path: str) -> None:
     """The keys of a server of one model are those of its clients."""
@@ -264,6 +266,34 @@ async def test_a_model_that_is_not_there_or_far_away_cannot_be_loaded() -> None:
         assert (await client.get("/v1/models/far/load")).status_code == 404, "loading is a POST"
     assert (missing.status_code, error_of(missing)["code"]) == (404, "model_not_found")
     assert (far.status_code, error_of(far)["param"]) == (400, "model")
+
+
+@pytest.mark.parametrize("name", ["a", "10.0.0.1"])
+async def test_a_host_is_drained_and_takes_replicas_again(name: str) -> None:
+    """By its name, or by an address that it alone has."""
+    cluster = Hosted()
+    transport = httpx2.ASGITransport(app=create_app(cluster))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+        drained = (await client.post(f"/v1/cluster/hosts/{name}/drain")).json()
+        assert (drained["name"], drained["is_drained"], drained["num_replicas"]) == ("a", True, 0)
+        assert [host["is_drained"] for host in (await client.get("/v1/cluster")).json()["hosts"]] == [
+            True,
+            False,
+            False,
+        ]
+        again = (await client.delete(f"/v1/cluster/hosts/{name}/drain")).json()
+        assert (again["name"], again["is_drained"]) == ("a", False)
+    assert cluster.drained == {}
+
+
+async def test_a_host_that_nobody_knows_is_not_drained() -> None:
+    """And where everything runs on one machine, none is."""
+    for cluster, message in ((Hosted(), "did you mean 'gone'?"), (Managed(), "the manifest has no `hosts:`")):
+        transport = httpx2.ASGITransport(app=create_app(cluster))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            refused = await client.post("/v1/cluster/hosts/gon/drain")
+        assert (refused.status_code, error_of(refused)["code"]) == (404, "host_not_found")
+        assert message in error_of(refused)["message"]
 
 
 async def test_sessions_are_listed_and_ended() -> None:

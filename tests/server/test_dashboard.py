@@ -12,11 +12,14 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
+from msgspec.structs import replace
 from playwright.sync_api import Browser, Page, expect
 
 from benchmarks.dashboard import DENSITY, POLL_S, POLLED, measured_page, models_of, streaming
 from lockstep.server.status import dashboard_page
 from tests.browser import chromium
+from tests.server.living import Living, living_cluster
+from tests.server.managing import Hosted
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.visits import PAINTED
 from tests.waiting import HANG_S
@@ -45,14 +48,15 @@ def open_page(browser: Browser) -> Iterator[Open]:
     """Opens the dashboard of a server; nothing may ask anybody else, or complain."""
     pages: list[tuple[Page, list[str], list[str], str]] = []
 
-    def open_page(server: ServerProcess, width: int = 1280) -> Page:
+    def open_page(server: ServerProcess | Living, width: int = 1280) -> Page:
+        url = server.url if isinstance(server, Living) else server.base_url
         page = browser.new_page(viewport={"width": width, "height": 900})
         asked: list[str] = []
         complaints: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        pages.append((page, asked, complaints, server.base_url))
-        page.goto(f"{server.base_url}/")
+        pages.append((page, asked, complaints, url))
+        page.goto(f"{url}/")
         return page
 
     yield open_page
@@ -109,6 +113,7 @@ def test_every_panel_fills(server: ServerProcess, open_page: Open) -> None:
         expect(canvas).to_be_visible()
         assert canvas.evaluate(PAINTED) > 3
     assert page.locator("#panels .empty:visible").count() == 0
+    expect(page.locator("#hosts-card")).to_be_hidden()
     cards = page.locator("#panels section.card:visible")
     assert cards.count() == 10
     data = ":is(tbody tr, li, canvas, option + option, .bar, textarea:not([placeholder]))"
@@ -162,6 +167,39 @@ def test_models_are_unloaded_and_loaded(server: ServerProcess, open_page: Open) 
     row.get_by_role("button", name="load", exact=True).click()
     expect(row.locator("td").first).to_contain_text("resident")
     expect(page.locator("#events li", has_text="by hand").first).to_be_visible()
+
+
+def test_hosts_and_their_replicas_are_shown_and_a_host_is_drained(open_page: Open) -> None:
+    with living_cluster(Hosted()) as server:
+        page = open_page(server)
+        expect(page.locator("#hosts tbody tr")).to_have_count(3)
+        expect(page.locator("#hosts tbody tr", has_text="gone").locator("td").nth(1)).to_have_text("lost")
+        expect(page.locator("#places tbody tr", has_text="org/legal#0")).to_contain_text(
+            "waiting: no host has 4 CPU free"
+        )
+        router = page.locator("#places tbody tr", has_text="router#0").locator("td").first
+        expect(router).to_have_text("a (10.0.0.1:5001)")
+        row = page.locator("#hosts tbody tr").first
+        row.get_by_role("button", name="drain").click()
+        expect(row.locator("td").nth(1)).to_have_text("drained")
+        expect(router).to_have_text("b (10.0.0.1:5001)")
+        row.get_by_role("button", name="undrain").click()
+        expect(row.locator("td").nth(1)).to_have_text("there")
+        page.close()  # it watches events for as long as it is open
+
+
+def test_a_hosts_name_is_text(open_page: Open) -> None:
+    cluster = Hosted()
+    cluster.hosts = (replace(cluster.hosts[0], name=HOSTILE),)
+    with living_cluster(cluster) as server:
+        page = open_page(server)
+        row = page.locator("#hosts tbody tr", has_text="<img src=x")
+        row.get_by_role("button", name="drain").click()
+        expect(row.locator("td").nth(1)).to_have_text("drained")
+        assert list(cluster.drained) == [HOSTILE]
+        assert page.title() == "Lockstep"
+        assert page.locator("#panels img, #panels script").count() == 0
+        page.close()
 
 
 def test_faults_of_a_manifest_are_shown_in_place(server: ServerProcess, open_page: Open) -> None:

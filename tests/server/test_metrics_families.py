@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+from msgspec.structs import replace
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lockstep.cluster.events import EVENTS
+from lockstep.cluster.snapshot import HostSnapshot, PlaceSnapshot
+from lockstep.core.balancer import Why
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.server.metrics import HELP, _Page, model_families
+from lockstep.hosts.values import Place, PlaceState, ReplicaUse
+from lockstep.server.metrics import HELP, _Page, host_families, model_families, place_families
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -18,8 +27,6 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 @pytest.fixture(scope="module")
 def samples() -> Samples:
     """Of a model that answered one prompt twice, the second time mostly from the cache."""
-    from prometheus_client import generate_latest
-
     engine = Engine(*load_model("stub://a", LoadOptions(engine=EngineOptions(num_blocks=64))))
     for _ in range(2):
         engine.submit(GenerationRequest("x" * 100, SamplingParams(max_tokens=4)))
@@ -60,3 +67,84 @@ def test_every_metric_is_described() -> None:
     snapshot = engine.metrics()
     names = {*snapshot.gauges, *snapshot.counters, *snapshot.histograms, *snapshot.labelled_gauges}
     assert names | {*snapshot.labelled_counters, *snapshot.info} <= set(HELP)
+
+
+A = HostSnapshot("a", "10.0.0.1", True, False, {"CPU": 4.0, "memory": 8e9}, {"CPU": 1.0, "memory": 2e9}, 2)
+READY = Place("stub://router", 1, PlaceState.READY, "", "a", "id-a", "10.0.0.1", 5001, 101, 100, 3)
+
+
+def hosts_page(hosts: tuple[HostSnapshot, ...], places: tuple[PlaceSnapshot, ...]) -> dict[str, float]:
+    """Samples by name and labels, as Prometheus' parser reads them; it refuses one that comes twice."""
+    page = generate_latest(_Page([*host_families(hosts, "l:cluster"), *place_families(places, "l:cluster")])).decode()
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if not sample.name.startswith("process_"):
+                key = f"{sample.name} {' '.join(f'{k}={v}' for k, v in sorted(sample.labels.items()))}"
+                assert key not in found
+                found[key] = sample.value
+    return found
+
+
+def test_hosts_are_told_by_name_and_resource() -> None:
+    told = hosts_page((A, replace(A, name="b", is_there=False, is_drained=True, num_replicas=0, free={})), ())
+    assert told["l:cluster_host_there host=a"] == told["l:cluster_host_drained host=b"] == 1
+    assert told["l:cluster_host_there host=b"] == told["l:cluster_host_drained host=a"] == 0
+    assert told["l:cluster_host_replicas host=a"] == 2
+    assert told["l:cluster_host_resources host=a resource=memory"] == 8e9
+    assert told["l:cluster_host_resources_free host=a resource=CPU"] == 1
+
+
+def test_a_host_that_came_back_under_its_name_is_one_host() -> None:
+    told = hosts_page((A, replace(A, is_there=False)), ())
+    assert told["l:cluster_host_there host=a"] == 1
+
+
+def test_a_replica_has_one_state_and_its_counts() -> None:
+    use = ReplicaUse(num_retried=2)
+    use.routed[Why.PREFIX] = 5
+    use.came(0.0)
+    use.went(1.0)
+    use.came(3.5)
+    told = hosts_page((), (PlaceSnapshot.of(READY, ["router"], use, num_running=4, num_cached_blocks=9),))
+    states = {key: value for key, value in told.items() if "replica_state" in key}
+    assert [key for key, value in states.items() if value] == [
+        "l:cluster_replica_state host=a model_name=router replica=1 state=ready"
+    ]
+    assert len(states) == len(PlaceState)
+    assert told["l:cluster_replica_running host=a model_name=router replica=1"] == 4
+    assert told["l:cluster_replica_cached_blocks host=a model_name=router replica=1"] == 9
+    routed = {
+        why.value: told[f"l:cluster_replica_routed_total model_name=router replica=1 why={why.value}"] for why in Why
+    }
+    assert routed == {"session": 0, "prefix": 5, "load": 0, "turn": 0}
+    counted = {"retried": 2, "starts": 3, "losses": 1, "away_seconds": 2.5}
+    for name, count in counted.items():
+        assert told[f"l:cluster_replica_{name}_total model_name=router replica=1"] == count
+
+
+def test_a_group_that_goes_gives_its_name_to_the_one_that_comes() -> None:
+    """While a manifest is replaced, both have the model."""
+    leaving = replace(READY, key="stub://before", state=PlaceState.LEAVING, host="b")
+    for places in ((leaving, READY), (READY, leaving)):
+        told = hosts_page((), tuple(PlaceSnapshot.of(place, ["router"]) for place in places))
+        assert told["l:cluster_replica_state host=a model_name=router replica=1 state=ready"] == 1
+        assert not any("host=b" in key for key in told)
+
+
+def test_the_manual_has_each_of_them_and_no_other() -> None:
+    manual = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text()
+    rows = re.findall(r"^\| (`(?:host|replica)_.*?`) \| (.*?) \|", manual, flags=re.MULTILINE)
+    named = {
+        (f"l:cluster_{name}", tuple(sorted(re.findall(r"`(\w+)`", labels))))
+        for names, labels in rows
+        for name in re.findall(r"`(\w+)`", names)
+        if name not in EVENTS
+    }
+    told = hosts_page((A,), (PlaceSnapshot.of(READY, ["router"], ReplicaUse()),))
+    parts = (key.split(" ") for key in told)
+    assert named == {(name, tuple(label.partition("=")[0] for label in labels)) for name, *labels in parts}
+
+
+def test_without_hosts_there_is_no_family_of_any() -> None:
+    assert hosts_page((), ()) == {}

@@ -11,7 +11,7 @@ import httpx2
 
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
-from tests.server.managing import Managed
+from tests.server.managing import Hosted, Managed
 from tests.server.support import JSON, client_of
 from tests.surface.held import hold
 from tests.surface.refusals import RAW, posts
@@ -69,10 +69,15 @@ async def test_what_a_cluster_refuses_is_told_as_clients_know_it() -> None:
             ("POST", "/v1/models/nobody/load", None, ""),
             ("POST", "/v1/models/far/load", None, ""),
             ("DELETE", "/v1/sessions/nobody", None, ""),
+            ("POST", "/v1/cluster/hosts/a/drain", None, ""),
         ):
             headers = {"Content-Type": kind} if kind else {}
             answer = await client.request(method, path, content=body, headers=headers)
             told += _told(f"{method} {path} {_short(body or '')} {kind}".rstrip(), answer)
+    transport = httpx2.ASGITransport(app=create_app(Hosted()))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for method, path in (("POST", "/v1/cluster/hosts/ab/drain"), ("DELETE", "/v1/cluster/hosts/nowhere/drain")):
+            told += _told(f"{method} {path} of several hosts", await client.request(method, path))
     hold("errors_cluster.txt", told)
 
 

@@ -16,6 +16,7 @@ from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from tests.cluster.clusters import clustered
 from tests.cluster.support import one_model
+from tests.server.managing import Hosted
 from tests.server.support import NAME, client_of
 from tests.surface.held import hold
 from tests.surface.refusals import CHAT, RESPONSES, TEXT, TOOL, USER
@@ -50,7 +51,7 @@ VOLATILE = (
 """What differs from run to run, or in its last digits from machine to machine."""
 SAID = re.compile(r'(?<=[{,])("(?:content|text|delta)":")((?:[^"\\]|\\.)*)"')
 """The text in a frame of a stream."""
-CLOSED = ("reason", "source", "state", "finished_reason", "budget")
+CLOSED = ("reason", "source", "state", "finished_reason", "budget", "why")
 """Labels whose values are ours, and few."""
 ANSWERED: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("GET", "/health", None),
@@ -107,6 +108,13 @@ async def test_metrics_have_their_names_and_labels(prefix: str) -> None:
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             await client.post(CHAT, json={"messages": [USER], "model": "billing", "max_tokens": 3})
             told += ["# many models", *_families((await client.get("/metrics")).text)]
+    hosted = Hosted()
+    await hosted.start()
+    transport = httpx2.ASGITransport(app=create_app(hosted, options))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        families = _families((await client.get("/metrics")).text)
+    await hosted.close()
+    told += ["# many hosts", *(line for line in families if re.search(":cluster_(host|replica)_", line))]
     hold(f"metrics_{prefix}.txt", told)
 
 

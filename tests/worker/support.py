@@ -18,6 +18,7 @@ from lockstep.errors import (
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device import DeviceWorker
 from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.kv_events import KVEventsOptions
 from lockstep.worker.messages import (
     Answer,
     Answered,
@@ -46,11 +47,13 @@ Report = TypeVar("Report", bound=Answer)
 class Bench:
     """A worker with its step thread, and all that it has said."""
 
-    def __init__(self, clock: Clock | None = None, trace: TraceOptions | None = None) -> None:
+    def __init__(
+        self, clock: Clock | None = None, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
+    ) -> None:
         self.events: list[Event] = []
         self._ask_ids = itertools.count(1)
         self._said = threading.Condition()
-        self.worker = DeviceWorker(self._hear, clock, trace)
+        self.worker = DeviceWorker(self._hear, clock, trace, kv_events=kv_events)
         self.steps = threading.Thread(target=self.worker.run)
         self.steps.start()
 
@@ -125,8 +128,10 @@ class Ticking:
 
 
 @contextmanager
-def running(clock: Clock | None = None, trace: TraceOptions | None = None) -> Iterator[Bench]:
-    bench = Bench(clock, trace)
+def running(
+    clock: Clock | None = None, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
+) -> Iterator[Bench]:
+    bench = Bench(clock, trace, kv_events)
     try:
         yield bench
     finally:

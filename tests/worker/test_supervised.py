@@ -24,8 +24,8 @@ from lockstep.errors import ExecutorError, RequestFailedError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.life import Back, Lost
-from lockstep.worker.link import Handler, Link, SpawnedWorker, WorkerOptions, open_link
-from lockstep.worker.messages import SessionsChanged, StepReport
+from lockstep.worker.link import Link, SpawnedWorker, WorkerOptions, open_link
+from lockstep.worker.messages import Handler, SessionsChanged, StepReport
 from lockstep.worker.pending import Mailbox
 from lockstep.worker.supervised import Notice, SupervisedWorker
 from tests.waiting import HANG_S

@@ -72,6 +72,11 @@ class Remote:
         with self._translated():
             return _checked(self._client.post(path, json=body))
 
+    def delete(self, path: str) -> Any:
+        """The JSON that a DELETE answers; RemoteError says why there is none."""
+        with self._translated():
+            return _checked(self._client.delete(path))
+
     def try_post(self, path: str, body: Mapping[str, Any]) -> Any | None:
         """The JSON that a POST answers; None where the server refuses it."""
         with self._translated():

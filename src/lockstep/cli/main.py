@@ -40,7 +40,10 @@ VERBS: Mapping[str, tuple[str, str]] = {
         "lockstep.cli.calibrate:calibrate",
         "Fit a step-time model to a recording, and say how far it can be trusted.",
     ),
-    "ps": ("lockstep.cli.ps:ps", "Show the models of a running cluster, its budgets and its counters."),
+    "ps": (
+        "lockstep.cli.ps:ps",
+        "Show a running cluster: models, hosts and replicas, budgets and counters; or drain one of its hosts.",
+    ),
     "top": (
         "lockstep.cli.top:top",
         "Watch a running cluster in the terminal: models, rates, memory, sessions and events; changes nothing.",

@@ -134,12 +134,27 @@ def _facts(name: str, backend: str, placement: Placement) -> dict[str, Any]:
         "warnings": list(placement.warnings),
         "models": [_model(entry.id, placement) for entry in placement.declared.entries],
         "budgets": [asdict(budget) for budget in placement.table.budgets],
+        "hosts": _hosts(placement),
     }
+
+
+def _hosts(placement: Placement) -> dict[str, Any] | None:
+    """The keys of ``hosts:`` but ``replicas``, those left out included; None: everything runs here."""
+    from lockstep.cluster.manifest_hosts import HOSTS, TLS
+
+    hosts = placement.declared.hosts
+    if hosts is None:
+        return None
+    keys = {key: how.attribute or key for key, how in (*HOSTS.items(), *TLS.items())}
+    tls = {key: getattr(hosts, keys[key]) or None for key in TLS}
+    plain = {key: getattr(hosts, keys[key]) for key in HOSTS if key not in ("replicas", "tls")}
+    return {**plain, "routing": hosts.routing.value, "tls": tls if hosts.tls_ca else None}
 
 
 def _model(id_: str, placement: Placement) -> dict[str, Any]:
     declared, served, row = placement.declared.entry(id_), placement.served.entry(id_), placement.row(id_)
     size = "unknown" if row is None else row.origin
+    demand = placement.demands.get(id_)
     return {
         "id": id_,
         "set": declared.set,
@@ -150,5 +165,6 @@ def _model(id_: str, placement: Placement) -> dict[str, Any]:
         "resident_bytes": None if row is None else row.gpu_bytes,
         "memory_bytes": None if row is None else row.ram_bytes,
         "shares_with": None if row is None else row.shares_with,
+        "replicas": None if demand is None else asdict(demand),
         "verdict": "unknown" if row is None else row.verdict.value,
     }

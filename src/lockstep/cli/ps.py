@@ -1,18 +1,34 @@
-"""`lockstep ps`: what a running cluster holds, in a table."""
+"""`lockstep ps`: a running cluster in tables, and the draining of its hosts."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 import msgspec
+import typer
 
 from lockstep.cli import options as flags
-from lockstep.errors import RemoteError
+from lockstep.errors import RemoteError, UsageError
 
 if TYPE_CHECKING:
-    from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, ModelSnapshot, ReplicaSnapshot
+    from lockstep.bench.remote import Remote
+    from lockstep.cluster.snapshot import (
+        BudgetSnapshot,
+        ClusterSnapshot,
+        HostSnapshot,
+        ModelSnapshot,
+        PlaceSnapshot,
+        ReplicaSnapshot,
+    )
 
+EXIT_LEFT = 1
+"""A host that was drained still has replicas."""
+DRAIN_LIMIT_S = 120.0
+POLL_S = 0.5
 _WORDS = ("MODEL", "TIER", "STATE")
 _NUMBERS = ("PREDICTED", "MEASURED", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE")
 
@@ -20,41 +36,123 @@ _NUMBERS = ("PREDICTED", "MEASURED", "RUNNING", "WAITING", "SESSIONS", "REQUESTS
 def ps(
     base_url: flags.BaseUrl = flags.DEFAULT_URL,
     api_key: flags.ApiKey = None,
+    drain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST",
+            help="Have all replicas leave a host, and wait until they have; exit code 1 if some are left. By its name, "
+            "or by an address that it alone has.",
+        ),
+    ] = None,
+    undrain: Annotated[
+        str | None, typer.Option(metavar="HOST", help="Let a host that was drained have replicas again.")
+    ] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=0, max=86_400, help=f"For --drain, instead of {DRAIN_LIMIT_S:.0f}; 0: not at all."
+        ),
+    ] = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Show the models of a running cluster, its budgets and its counters."""
+    """Show a running cluster: models, hosts and replicas, budgets and counters; or drain one of its hosts."""
     from lockstep.bench.protocol import Target
     from lockstep.bench.remote import Remote
+
+    if drain is not None and undrain is not None:
+        raise UsageError("--drain and --undrain are both given; give one of them")
+    if wait is not None and drain is None:
+        raise UsageError("--wait is given without --drain HOST, which alone waits for something")
+    with Remote(Target.parse(base_url, api_key)) as remote:
+        if drain is not None:
+            _drain(remote, drain, DRAIN_LIMIT_S if wait is None else wait, as_json)
+        elif undrain is not None:
+            host = remote.delete(_path_of(undrain))
+            print(json.dumps(host) if as_json else f"{host['name']} may have replicas again")
+        elif as_json:
+            print(json.dumps(remote.get("/v1/cluster")))
+        else:
+            print(text_of(_snapshot(remote)))
+
+
+def _snapshot(remote: Remote) -> ClusterSnapshot:
     from lockstep.cluster.snapshot import ClusterSnapshot
 
-    with Remote(Target.parse(base_url, api_key)) as remote:
-        answer = remote.get("/v1/cluster")
-    if as_json:
-        print(json.dumps(answer))
-        return
     try:
-        snapshot = msgspec.convert(answer, ClusterSnapshot)
+        return msgspec.convert(remote.get("/v1/cluster"), ClusterSnapshot)
     except msgspec.ValidationError as error:
-        raise RemoteError(f"{base_url} shows its cluster otherwise than this version reads it ({error})") from None
-    print(text_of(snapshot))
+        url = remote.target.url
+        raise RemoteError(f"{url} shows its cluster otherwise than this version reads it ({error})") from None
+
+
+# -- draining ---------------------------------------------------------------------------------------------------------
+
+
+def _path_of(host: str) -> str:
+    return f"/v1/cluster/hosts/{quote(host, safe='')}/drain"
+
+
+def _drain(remote: Remote, name: str, limit_s: float, as_json: bool) -> None:
+    """Drain a host and wait for its replicas to leave; ends the command with `EXIT_LEFT` where some did not in time."""
+    name = remote.post(_path_of(name), {})["name"]
+    until_s = time.monotonic() + limit_s
+    while not _is_empty(snapshot := _snapshot(remote), name) and time.monotonic() < until_s:
+        time.sleep(min(POLL_S, max(0.0, until_s - time.monotonic())))
+    is_empty = _is_empty(snapshot, name)
+    places = [each for each in snapshot.places if (each.state != "ready" if is_empty else each.host == name)]
+    if as_json:
+        print(json.dumps({"host": name, "is_empty": is_empty, "places": msgspec.to_builtins(places)}))
+    else:
+        print(_drained(name, is_empty, places, limit_s))
+    if not is_empty and limit_s:
+        raise typer.Exit(EXIT_LEFT)
+
+
+def _is_empty(snapshot: ClusterSnapshot, name: str) -> bool:
+    """True if a drained host has no replicas any more; never before the server has heard that it is drained."""
+    hosts = [host for host in snapshot.hosts if host.name == name]
+    return all(host.is_drained or not host.is_there for host in hosts) and not any(host.num_replicas for host in hosts)
+
+
+def _drained(name: str, is_empty: bool, places: Sequence[PlaceSnapshot], limit_s: float) -> str:
+    """A sentence on the host, and one on each replica that is left there or, if none is, is not ready elsewhere."""
+    if is_empty:
+        said = f"{name} is drained: it has no replicas"
+    elif limit_s:
+        said = f"{name} is drained; replicas that are on it still after {limit_s:g} s: {len(places)}"
+    else:
+        said = f"{name} is drained; replicas that are to leave it: {len(places)}; `lockstep ps` shows when they have"
+    return "\n".join([said, *(place.sentence or f"{place.name} is {place.state}" for place in places)])
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def text_of(snapshot: ClusterSnapshot) -> str:
-    """The table, then a line per budget, then the counters that are not zero. Bytes stand with the first model of those
-    that share them."""
+    """The tables, then why something is not, then a line per budget, then the counters that are not zero. Bytes stand
+    with the first model of those that share them."""
     from lockstep.report.document import Table, numbers, words
     from lockstep.report.text import to_lines
 
     replicas = {replica.key: replica for replica in snapshot.replicas}
     table = Table("", (*words(*_WORDS), *numbers(*_NUMBERS)))
     table.rows += [_row(model, replicas.get(model.replica or "")) for model in snapshot.models]
+    tables = [table]
+    if snapshot.hosts or snapshot.places:
+        hosts = Table("", (*words("HOST", "ADDRESS", "STATE"), *numbers("REPLICAS"), *words("FREE")))
+        hosts.rows += map(_host_row, snapshot.hosts)
+        columns = ("RUNNING", "ROUTED", "RETRIED", "CACHED", "STARTS", "AWAY", "PID")
+        places = Table("", (*words("REPLICA", "STATE", "HOST", "ADDRESS"), *numbers(*columns)))
+        places.rows += map(_place_row, snapshot.places)
+        tables += [hosts, places]
     notes = [f"{model.id}: {model.reason}" for model in snapshot.models if model.reason]
+    notes += [place.sentence for place in snapshot.places if place.sentence and place.sentence not in snapshot.warnings]
     counters = {name: value for name, value in msgspec.to_builtins(snapshot.counters).items() if value}
     counted = ", ".join(f"{name} {value}" for name, value in counters.items())
     return "\n".join(
         [
-            to_lines(table),
+            "\n\n".join(map(to_lines, tables)),
             "",
             *notes,
             *(_budget(budget) for budget in snapshot.budgets),
@@ -92,6 +190,33 @@ def _row(model: ModelSnapshot, replica: ReplicaSnapshot | None) -> tuple[str, ..
         f"{model.num_sessions}/{'-' if model.max_active_sessions is None else model.max_active_sessions}",
         str(model.num_requests),
         "-" if model.idle_s is None else f"{model.idle_s:.0f} s",
+    )
+
+
+def _host_row(host: HostSnapshot) -> tuple[str, ...]:
+    is_so = (("lost", not host.is_there), ("drained", host.is_drained))
+    states = ", ".join(state for state, is_it in is_so if is_it) or "there"
+    free = ", ".join(_free(name, amount, host.free) for name, amount in host.resources.items()) if host.is_there else ""
+    return host.name, host.address, states, str(host.num_replicas), free or "-"
+
+
+def _free(name: str, amount: float, free: Mapping[str, float]) -> str:
+    left = free.get(name, 0.0)
+    if name == "memory":
+        return f"{size(int(left))} of {size(int(amount))} memory"
+    return f"{left:g} of {amount:g} {name}"
+
+
+def _place_row(place: PlaceSnapshot) -> tuple[str, ...]:
+    numbers = (place.num_running, place.num_routed, place.num_retried, place.num_cached_blocks)
+    return (
+        place.name,
+        place.state,
+        place.host or "-",
+        place.address or "-",
+        *map(str, (*numbers, place.num_starts)),
+        f"{place.num_away}x, {place.away_s:.1f} s" if place.num_away else "-",
+        str(place.pid) if place.pid else "-",
     )
 
 

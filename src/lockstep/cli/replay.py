@@ -34,6 +34,7 @@ _OF_FLEETS = (
     "file", "input_file", "settings", "replicas", "routing", "max_imbalance", "output", "speed", "limit", "dequantize",
     "engine", "cost", "tick_ms", "as_json", "debug",
 )  # fmt: skip
+_FOR_FLEETS = ("routing", "max_imbalance")
 _OF_RECORDINGS = ("verify", "execute", "model", "allow_gaps", "request", "as_json", "debug")
 
 
@@ -77,7 +78,7 @@ class RecordingFlags:
     """A recording that is decided or computed again, in the place of a replay."""
 
     verify: Annotated[Path | None, Flag(metavar="TRACE")] = None
-    """Decide every step of a recording again: identical, or where it differs."""
+    """Decide every step, turn, plan and route of a recording again: identical, or where it differs."""
     execute: Annotated[Path | None, Flag(metavar="TRACE")] = None
     """Compute every token of a recording with content again, with --model."""
     model: Annotated[str | None, Flag(metavar="SOURCE")] = None
@@ -152,6 +153,8 @@ def replay(
     if fleet.replicas is not None:
         refuse_others(context, _OF_FLEETS, "says nothing to --replicas, which compares policies; leave it out")
         return replay_fleet(fleet, reading.read(one_file(file, input_file)), settings, costs, outputs.output, as_json)
+    for_one = [each.name for each in context.command.params if each.name and each.name not in _FOR_FLEETS]
+    refuse_others(context, for_one, "is for several replicas; say how many with --replicas N, or leave it out")
     from lockstep.replay.metrics import parse_goals
     from lockstep.replay.report import GOALS
 
@@ -316,17 +319,19 @@ def replay_trace(given: RecordingFlags, as_json: bool) -> int:
 
 
 def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, request: str | None = None) -> int:
-    from lockstep.replay import plans as planning
+    from lockstep.replay import plans
+    from lockstep.replay import recorded_routes as routes
     from lockstep.replay import verify as deciding
     from lockstep.replay.account import RequestAccount
     from lockstep.replay.trace import open_trace
+    from lockstep.worker.flight.entries import SUFFIX
 
-    files = planning.plan_files(path)
+    of_plans, of_routes = plans.plan_files(path), routes.route_files(path)
     facts: dict[str, Any] = {"version": VERSION}
     lines: list[str] = []
-    is_in_order = may_be_meant = True
+    verdicts: list[deciding.Verification | plans.PlansVerdict | routes.RoutesVerdict] = []
     account = None if request is None else RequestAccount(request)
-    if files != (path,):
+    if account is not None or not (of_plans or of_routes) or any(path.glob(f"*{SUFFIX}")):
         trace = open_trace(path)
         verification = deciding.verify(trace, account=account)
         facts |= deciding.facts(verification, trace)
@@ -335,13 +340,18 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
             account.check_found(trace)
             facts["request"] = account.facts()
             lines += account.describe()
-        is_in_order, may_be_meant = (verification.is_in_order(allows) for allows in (allows_gaps, True))
-    if files:
-        verdict = planning.verify_plans(files)
-        facts["planner"] = planning.facts(verdict)
-        lines += planning.describe(verdict)
-        is_in_order = verdict.is_in_order(allows_gaps) and is_in_order
-        may_be_meant = verdict.is_in_order(True) and may_be_meant
+        verdicts.append(verification)
+    if of_plans:
+        planned = plans.verify_plans(of_plans)
+        facts["planner"] = plans.facts(planned)
+        lines += plans.describe(planned)
+        verdicts.append(planned)
+    if of_routes:
+        routed = routes.verify_routes(of_routes)
+        facts["routing"] = routes.facts(routed)
+        lines += routes.describe(routed)
+        verdicts.append(routed)
+    is_in_order, may_be_meant = (all(each.is_in_order(allows) for each in verdicts) for allows in (allows_gaps, True))
     print(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
     if not is_in_order and may_be_meant:
         print("files that somebody deleted on purpose are no fault with --allow-gaps", file=sys.stderr)

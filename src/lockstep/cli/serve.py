@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lockstep.engine.kv_tiers import KVStoreOptions
     from lockstep.server.reload import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
+    from lockstep.worker.kv_events import KVEventsOptions
     from lockstep.worker.link import WorkerOptions
 
 log = logging.getLogger(__name__)
@@ -102,8 +103,10 @@ def _worker(worker_flags: WorkerFlags, report: ReportFlags) -> Iterator[WorkerOp
     from lockstep.worker.health import HealthLimits
     from lockstep.worker.link import SpawnedWorker, WorkerOptions
 
-    trace = trace_options(report)
-    ahead = SpawnedWorker(report.log_format, report.log_level, trace) if worker_flags.worker == "process" else None
+    trace, kv_events = trace_options(report), kv_events_options(report)
+    ahead = None
+    if worker_flags.worker == "process":
+        ahead = SpawnedWorker(report.log_format, report.log_level, trace, kv_events=kv_events)
     try:
         yield WorkerOptions(
             kind=worker_flags.worker,
@@ -112,6 +115,7 @@ def _worker(worker_flags: WorkerFlags, report: ReportFlags) -> Iterator[WorkerOp
             log_level=report.log_level,
             stream_interval_s=worker_flags.stream_interval_ms / 1000,
             trace=trace,
+            kv_events=kv_events,
             ahead=ahead,
         )
     finally:
@@ -210,7 +214,10 @@ def _cluster(
         manifest = Manifest.of_model(model, model_flags.served_model_name or (model,), template)
         return Cluster(manifest, options, progress=progress), None
     seen = stamp_of(cluster_flags.manifest)  # before it is read: what is written from now on is brought in
-    cluster = Cluster(read_manifest(cluster_flags.manifest), options, progress=progress)
+    manifest = read_manifest(cluster_flags.manifest)
+    if manifest.hosts is not None and worker.kv_events is not None:
+        raise UsageError("--kv-events is of this machine's models, and `hosts:` places them elsewhere; leave one out")
+    cluster = Cluster(manifest, options, progress=progress)
     return cluster, ManifestReload(cluster, cluster_flags.manifest, os.environ, seen, watches=cluster_flags.watch)
 
 
@@ -244,6 +251,24 @@ def trace_options(report: ReportFlags) -> TraceOptions | None:
     directory = str(report.trace.absolute())
     options = TraceOptions(directory, report.trace_max_mb << 20, report.trace_content, key_file)
     options.secret()  # what is wrong with it is said now
+    return options
+
+
+def kv_events_options(report: ReportFlags) -> KVEventsOptions | None:
+    """Endpoints of KV events; UsageError where they cannot be, or it is said how, but not where."""
+    from lockstep.worker.kv_events import MODEL, KVEventsOptions
+
+    if report.kv_events is None:
+        given = {
+            "--kv-events-replay": report.kv_events_replay is not None,
+            "--kv-events-topic": report.kv_events_topic != MODEL,
+            "--kv-events-allow-remote": report.kv_events_allow_remote,
+        }
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            raise UsageError(f"{flag} is said of KV events; give --kv-events ENDPOINT, or leave it out")
+        return None
+    options = KVEventsOptions(report.kv_events, report.kv_events_replay or "", report.kv_events_topic)
+    options.check(report.kv_events_allow_remote)
     return options
 
 

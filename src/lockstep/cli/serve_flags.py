@@ -168,6 +168,14 @@ class ReportFlags:
     """A secret of the recording; digests under equal ones compare."""
     trace_max_mb: Annotated[int, Flag(low=1, metavar="MB")] = DEFAULT_MAX_MB
     """Recordings in DIR take as much; the oldest go first."""
+    kv_events: Annotated[str | None, Flag(metavar="ENDPOINT")] = None
+    """Publish what prefix caches hold there over ZeroMQ, as vLLM does, with token ids: tcp://127.0.0.1:5557."""
+    kv_events_replay: Annotated[str | None, Flag(metavar="ENDPOINT")] = None
+    """Answer there what was missed of them."""
+    kv_events_topic: Annotated[str, Flag(metavar="TEXT")] = "{model}"
+    """Topic of KV events; {model} is the name of the model's artifact."""
+    kv_events_allow_remote: Annotated[bool, SWITCH] = False
+    """KV events may be published beyond loopback."""
 
 
 _Text = Annotated[str | None, typer.Option(hidden=True)]

@@ -16,22 +16,29 @@ from lockstep.cluster.backend import Backend
 from lockstep.cluster.base import EventStream, Health, ModelCard
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.figures import Figures, History, figures_of
+from lockstep.cluster.hosting import Hosting
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse, plain
 from lockstep.cluster.models import Model
-from lockstep.cluster.reload import replace_manifest
+from lockstep.cluster.reload import Reloads, first_of
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.requests import RequestHandler
 from lockstep.cluster.resolve import LoadProgress, Opened
 from lockstep.cluster.sessions import SessionName
-from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
+from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot, host_named
 from lockstep.cluster.state import ClusterOptions, ClusterState
-from lockstep.cluster.trust import NONE, Powers, Vetting, Vouchers
+from lockstep.cluster.trust import NONE, Powers, Vouchers
 from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import InvalidParameterError, LockstepError, SessionNotFoundError, UnavailableError
+from lockstep.errors import (
+    HostNotFoundError,
+    InvalidParameterError,
+    LockstepError,
+    SessionNotFoundError,
+    UnavailableError,
+)
 from lockstep.worker.progress import CallProgress
 
 log = logging.getLogger(__name__)
@@ -68,7 +75,7 @@ class Cluster:
         self._created_s = int(time.time())
         self._history = History()
         self._sweeping: asyncio.Task[None] | None = None
-        self._replacing: asyncio.Task[Replaced] | None = None
+        self._reloads = Reloads(state, self._read)
         self._vouchers = Vouchers(
             manifest,
             state.options.folder,
@@ -173,6 +180,11 @@ class Cluster:
         return await self._state.worker.reset_prefix_cache()
 
     @property
+    def num_gateways(self) -> int:
+        """Servers that answer for this cluster, and hold its callers' limits together; 1 without ``hosts:``."""
+        return 1 if self._state.hosts is None else self._state.hosts.word.num_gateways
+
+    @property
     def num_open(self) -> int:
         """Calls that are being answered."""
         return self._handler.num_open
@@ -189,6 +201,8 @@ class Cluster:
         state = self._state
         try:
             await state.worker.start()  # first: a process has its imports to do, while the sources are opened
+            if state.hosts is not None:
+                await self._join(state.hosts)
             opened = self._prepared or await state.open(self._manifest, self._progress)
             models = state.build(self._manifest, opened)
             state.replicas.progress = self._report_load
@@ -200,10 +214,19 @@ class Cluster:
                     )
         except BaseException as error:
             await self.close()
-            raise _first(error) from None
+            raise first_of(error) from None
         state.replicas.progress = None
         state.is_booted = True
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    async def _join(self, hosts: Hosting) -> None:
+        """Join a cluster on several hosts; where gateways are there already, their manifest holds."""
+        own, text = dump(self._manifest), await hosts.start()
+        if text != own:
+            log.warning("others serve %s already; their manifest holds, and not this one", self._manifest.cluster)
+            self._manifest, self._prepared = await asyncio.to_thread(self._read, text), None
+            self._state.meant(self._manifest)
+        self._state.on_manifest = self._reloads.follow
 
     def abort_all(self, error: LockstepError) -> None:
         """End every open call with this error."""
@@ -217,7 +240,7 @@ class Cluster:
     async def close(self) -> None:
         """End what is open, free the models and end the processes that were started."""
         self.abort_all(UnavailableError("the server is closing"))
-        tasks: list[asyncio.Task[Any]] = [task for task in (self._sweeping, self._replacing) if task is not None]
+        tasks = [task for task in (self._sweeping, *self._reloads.tasks) if task is not None]
         for task in tasks:
             task.cancel()
         await self._state.replicas.close()
@@ -238,7 +261,7 @@ class Cluster:
     def snapshot(self) -> ClusterSnapshot:
         """The whole cluster at this moment; UnavailableError until its models have been opened."""
         self._state.check_opened()
-        return self._state.snapshot(self._is_replacing)
+        return self._state.snapshot(self._reloads.is_replacing)
 
     def manifest_text(self) -> str:
         """The effective manifest as YAML; `replace` takes it."""
@@ -260,17 +283,15 @@ class Cluster:
             UnavailableError: another one is being brought in, or the first one's models are being loaded.
             LockstepError: it cannot be served; what was served still is.
         """
-        vetting = None if environment is not None else self._vouchers.vetting(powers)
+        vetting = None if environment is not None else self._vouchers.vetting(powers, self._state.models.declared.hosts)
         manifest = await asyncio.to_thread(
             parse, text, validators=self._validators, environment=environment, vet=vetting
         )
         self._check_booted()
-        if self._is_replacing:
-            raise UnavailableError("another manifest is being brought in; try again when that is done")
+        self._reloads.check(manifest)
         if environment is not None:
             self._vouchers.vouch(manifest)
-        self._replacing = asyncio.get_running_loop().create_task(self._replace(manifest, vetting))
-        return await asyncio.shield(self._replacing)
+        return await self._reloads.replace(manifest, vetting)
 
     async def load_model(self, id_: str) -> None:
         """Promote a model; returns when it can answer at once.
@@ -296,6 +317,27 @@ class Cluster:
         replica.is_dismissed = True
         replica.is_pinned = False
         await self._state.replicas.unload(replica, self._state.options.drain_s, "by hand")
+        if self._state.hosts is not None:
+            await self._state.hosts.following.dismiss(replica.key)
+
+    async def drain_host(self, name: str, is_drained: bool) -> str:
+        """Have a host's replicas leave it, its requests and sessions going elsewhere, or let it have replicas again.
+        Returns the host's name as soon as that is decided; its replicas answer what they have begun.
+
+        Args:
+            name: or an address that only one host has.
+
+        Raises:
+            HostNotFoundError: there is none of that name or address, or the manifest has no ``hosts:``.
+        """
+        hosts = self._state.hosts
+        if hosts is None:
+            raise HostNotFoundError(
+                "the manifest has no `hosts:`, so everything runs on one machine and no host can be drained"
+            )
+        found = host_named(self.snapshot().hosts, name)
+        await hosts.drain(found, is_drained)
+        return found
 
     async def locate_sessions(self, limit_s: float | None = None) -> None:
         """Ask the worker where sessions are, so that what follows tells it; what is remembered stays where it does not
@@ -333,7 +375,7 @@ class Cluster:
                 "what is kept of the session is not known yet; try again in a moment", retry_after_s=1.0
             )
         for key in keys:
-            del known[key]
+            self._state.sessions.forget(key)
         for key, model in itertools.product(keys, tuple(self._state.models.by_id.values())):
             model.sessions.drop(key)
             if model.replica is not None:
@@ -341,32 +383,14 @@ class Cluster:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _read(self, text: str) -> Manifest:
+        """A manifest that gateways of this cluster told each other; it may refer to this server's environment."""
+        return parse(text, validators=self._validators, environment=self._state.options.environment)
+
     @property
     def _declared(self) -> Manifest:
         self._state.check_opened()
         return self._state.models.declared
-
-    @property
-    def _is_replacing(self) -> bool:
-        return self._replacing is not None and not self._replacing.done()
-
-    async def _replace(self, manifest: Manifest, vetting: Vetting | None) -> Replaced:
-        began_s = time.monotonic()
-        self.events.emit("manifest_replacing", cluster=manifest.cluster)
-        reason: str | None = None
-        try:
-            return await replace_manifest(self._state, manifest)
-        except BaseException as error:
-            first = _first(error)
-            shown = first if vetting is None else vetting.veiled(first)
-            if shown is not first:
-                log.warning("a manifest that was put is not brought in: %s", first)
-            reason = str(shown)
-            raise shown from None
-        finally:
-            cluster = self._state.models.declared.cluster
-            duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
-            self.events.emit("manifest_replaced", cluster=cluster, error=reason, duration_ms=duration_ms)
 
     async def _sweep(self) -> None:
         """Now and then give up the KV of sessions that nobody comes back to, and look whether somebody watches."""
@@ -418,10 +442,3 @@ class Cluster:
             has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
             parent=mates[0].id if mates and mates[0] is not model else None,
         )
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first reason in a group of errors."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

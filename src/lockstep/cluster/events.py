@@ -47,6 +47,7 @@ EVENTS: Mapping[str, Mapping[str, str]] = {
         "duration_ms": "from the text to the end of draining",
     },
     "worker_restarted": {"reason": "what the device worker ended with"},
+    "replica_lost": {"replica": "key of the group of which no replica is there, on any host"},
     "kv_rejected": {"reason": "which kept KV is not what was written, or not of what is loaded; it is computed again"},
     "step": {
         "replica": "key of the replica that stepped",

@@ -5,12 +5,13 @@ Closed: no files, no YAML, no clock. `manifest_file.py` makes one of text and te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from lockstep.cluster.dispatch import DispatchRule
+from lockstep.core.balancer import RoutingPolicy
 
 PRIORITIES: Mapping[str, int] = {"critical": -2, "high": -1, "normal": 0, "low": 1}
 """Names of priority classes; lower is served first, and evicted last."""
@@ -131,6 +132,47 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class HostedReplicas:
+    """Replicas of one model, as they are wanted across hosts."""
+
+    num: int = 1
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Of each: ``CPU``, ``memory`` in bytes, and resources that hosts were given by name."""
+    spread: bool = False
+    """Whether on as many hosts as there are; else as few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Hosts that replicas are placed on: who places them, how many there are, and whom links to them believe."""
+
+    ray: str = "auto"
+    """``HOST:PORT`` of a Ray cluster, or ``auto``: the one that this machine belongs to, else a local one."""
+    replicas: Mapping[str, HostedReplicas] = field(default_factory=dict)
+    """By id of a model; `demand` says what holds for all others."""
+    routing: RoutingPolicy = RoutingPolicy.PREFIX
+    max_imbalance: int = 4
+    """Open requests that a preferred replica may have more than the least loaded one."""
+    secret: str = "~/.config/lockstep/secret"
+    """Path of the shared secret on every host."""
+    tls_ca: str = ""
+    """Path of a PEM file on every host, as the two below; empty: no TLS."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    """Empty: the key is in the certificate's file."""
+    allows_plain: bool = False
+    """Whether prompts may travel in clear beyond a machine."""
+
+    def demand(self, ids: Iterable[str]) -> HostedReplicas:
+        """Replicas of models that share them: the demand of the one that wants the most, the first of equal ones."""
+        return max((self.replicas[id_] for id_ in ids if id_ in self.replicas), key=_num, default=HostedReplicas())
+
+
+def _num(demand: HostedReplicas) -> int:
+    return demand.num
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """A cluster as its author wants it; `lockstep.cluster.manifest_file.parse` checks that its names fit each other."""
 
@@ -142,6 +184,8 @@ class Manifest:
     fallback: str | None = None
     """Id of the model that answers when the rule names nobody."""
     sessions: SessionLimits = field(default_factory=SessionLimits)
+    hosts: Hosts | None = None
+    """None: everything runs on this machine."""
     rollouts: object | None = None
     """Another room's block, as it was written, in dicts, lists and scalars; its validator is injected."""
     notes: tuple[str, ...] = field(default=(), compare=False)

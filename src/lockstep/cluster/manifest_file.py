@@ -2,20 +2,22 @@
 
 ``parse(dump(manifest)) == manifest``, and the same holds of `plain` written as JSON. Models and blocks are read into
 drafts first, so that a reference to a faulty model is not reported as a second fault. The environment comes in as a
-value; no file is opened here. The keys of a model are in manifest_keys.py, YAML and its lines in manifest_yaml.py.
+value; no file is opened here. The drafts and what is checked between them are in manifest_draft.py, the keys of a model
+in manifest_keys.py, those of ``hosts:`` in manifest_hosts.py, YAML and its lines in manifest_yaml.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import yaml
 
-from lockstep.cluster.dispatch import NONE_OF_THESE, DispatchRule, parse_literal, parse_rule
-from lockstep.cluster.manifest import Entry, Manifest, Resources, Routing, SessionLimits, Tier
+from lockstep.cluster.dispatch import NONE_OF_THESE, parse_literal, parse_rule
+from lockstep.cluster.manifest import Manifest, Routing
+from lockstep.cluster.manifest_draft import EntryDraft, ManifestDraft, Vet, check_draft
+from lockstep.cluster.manifest_hosts import hosts_block, hosts_written
 from lockstep.cluster.manifest_keys import (
     RESOURCES,
     SESSIONS,
@@ -30,83 +32,15 @@ from lockstep.cluster.manifest_keys import (
     written,
 )
 from lockstep.cluster.manifest_yaml import FAULTY, ManifestDumper, Place, Reading, shown
-from lockstep.cluster.quantities import size_text
 from lockstep.errors import ConfigError, ManifestError, Problem
-from lockstep.spelling import did_you_mean, listed
 
 REQUIRED = ("cluster", "models")
 FALLBACK_ID = "fallback"
 """Id of a model under ``fallback:`` that has no ``id:``."""
 _LINE_CHARS = 120
-MAX_LISTED = 8
-"""Models that a message about budgets lists."""
 Validator = Callable[[object], Sequence[Problem]]
 """Checks a block that belongs to another room (``rollouts:``), given as plain dicts, lists and scalars. The line of a
 problem may be 0: it is found by `where`, a path from the top of the manifest."""
-
-
-@dataclass(slots=True)
-class EntryDraft:
-    """One model's entry as far as it could be read."""
-
-    where: str
-    """Path of the entry from the top of the manifest, e.g. ``models.chat``."""
-    set: str | None
-    """Name of the list of models that it stands in; None: it stands alone."""
-    id: str | None
-    """None: the entry has no id that could be read."""
-    fields: dict[str, Any]
-    id_where: str = ""
-    """Path of the id."""
-
-    def entry(self) -> Entry:
-        """The model, where it has no fault."""
-        tier = {"tier": Tier.REMOTE} if "remote" in self.fields else {}
-        return Entry(**{"id": self.id, "set": self.set, **self.fields, **tier})
-
-
-@dataclass(slots=True)
-class ManifestDraft:
-    """A manifest as far as it could be read, by its keys."""
-
-    cluster: str | None = None
-    resources: dict[str, int] = field(default_factory=dict)
-    models: list[EntryDraft] = field(default_factory=list)
-    fallback: EntryDraft | str | None = None
-    """A model of its own, or the id of another one."""
-    routing: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Routing`."""
-    sessions: dict[str, Any] = field(default_factory=dict)
-    rollouts: Any = None
-
-    @property
-    def entries(self) -> list[EntryDraft]:
-        return [*self.models, *([self.fallback] if isinstance(self.fallback, EntryDraft) else [])]
-
-    @property
-    def ids(self) -> list[str]:
-        return [entry.id for entry in self.entries if entry.id is not None]
-
-    @property
-    def fallback_id(self) -> str | None:
-        return self.fallback.id if isinstance(self.fallback, EntryDraft) else self.fallback
-
-    def manifest(self, notes: tuple[str, ...]) -> Manifest:
-        """The manifest, where it has no fault."""
-        return Manifest(
-            cluster=str(self.cluster),
-            entries=tuple(entry.entry() for entry in self.entries),
-            resources=Resources(**self.resources),
-            routing=Routing(**self.routing) if self.routing else None,
-            fallback=self.fallback_id,
-            sessions=SessionLimits(**self.sessions),
-            rollouts=self.rollouts,
-            notes=notes,
-        )
-
-
-Vet = Callable[[EntryDraft, Reading], None]
-"""Reports as faults the files and servers that an entry names though its author may not (cluster/trust.py)."""
 
 
 def parse(
@@ -123,7 +57,7 @@ def parse(
         name: what the text is called in errors, e.g. its file.
         validators: by key, of the blocks that belong to other rooms; a block without one is a fault.
         environment: what ``${NAME}`` stands for in ``remote:``; None, for texts from the network: it is a fault.
-        vet: for texts from the network, called with every entry; None: the author may name anything.
+        vet: for texts from the network, shown every entry and the hosts; None: the author may name anything.
 
     Raises:
         ManifestError: the text has faults; the error lists all of them, in the order of lines.
@@ -136,7 +70,8 @@ def parse(
         check_draft(draft, reading)
         if vet is not None:
             for entry in draft.entries:
-                vet(entry, reading)
+                vet.entry(entry, reading)
+            vet.hosts(draft.hosts, reading)
     if reading.problems:
         raise ManifestError(sorted(reading.problems, key=lambda problem: problem.line), name)
     return draft.manifest(tuple(map(str, reading.notes)))
@@ -179,6 +114,7 @@ def plain(manifest: Manifest) -> dict[str, Any]:
         "fallback": fallback,
         "routing": None if manifest.routing is None else _routing_written(manifest.routing),
         "sessions": written(SESSIONS, manifest.sessions),
+        "hosts": None if manifest.hosts is None else hosts_written(manifest.hosts),
         "rollouts": manifest.rollouts,
     }
     return {key: block for key, block in blocks.items() if block not in (None, {})}
@@ -199,6 +135,7 @@ def top_keys(validators: Mapping[str, Validator], environment: Mapping[str, str]
         "fallback": Key(partial(_fallback, keys)),
         "routing": Key(_routing),
         "sessions": Key(mapping(SESSIONS)),
+        "hosts": Key(hosts_block),
         "rollouts": Key(partial(_validated_block, validators)),
     }
 
@@ -306,142 +243,3 @@ def _validated_block(validators: Mapping[str, Validator], place: Place) -> objec
     for problem in problems:
         place.reading.fault(problem.where or place.where, problem.message, problem.line or None)
     return FAULTY if problems else value
-
-
-def check_draft(draft: ManifestDraft, reading: Reading) -> None:
-    """Report every fault that lies between entries: unknown names, names given twice, budgets that are too small."""
-    _check_names(draft, reading)
-    for entry in draft.entries:
-        _check_entry(entry, draft, reading)
-    if draft.fallback_id is not None:
-        _check_fallback(draft, draft.fallback_id, reading)
-    if "entry" in draft.routing:
-        _check_known("routing.entry", draft.routing["entry"], draft.ids, reading)
-    if "rule" in draft.routing:
-        _check_rule(draft, draft.routing["rule"], reading)
-    _check_bytes(draft, reading)
-
-
-def _check_known(where: str, name: str, known: Sequence[str], reading: Reading, what: str = "models") -> bool:
-    if name in known:
-        return True
-    hint = did_you_mean(name, known) or (f"known {what} are {listed(known)}" if known else f"there are no {what}")
-    reading.fault(where, f"names {name!r}, which is none of the {what}; {hint}")
-    return False
-
-
-def _check_names(draft: ManifestDraft, reading: Reading) -> None:
-    """Ids, aliases and the cluster's name share one space: they are what requests call ``model``."""
-    ids = [(entry.id, entry.id_where) for entry in draft.entries if entry.id is not None]
-    aliases = [each for entry in draft.entries for each in _values_with_paths(entry, "aliases", reading)]
-    taken: dict[str, str] = {}
-    for index, (called, where) in enumerate([*ids, *aliases]):
-        is_id = index < len(ids)
-        is_cluster = called == draft.cluster and not (is_id and called == draft.routing.get("entry"))
-        if called in taken:
-            kinds = "ids" if is_id else "ids and aliases"
-            line = reading.line(taken[called])
-            reading.fault(where, f"is {called!r}, which is taken since line {line}; {kinds} are given once")
-        elif is_cluster:
-            way_out = "rename one" if is_id else "choose another"
-            reading.fault(where, f"is {called!r}, the cluster's name, which stands for routing; {way_out}")
-        if is_id or not is_cluster:
-            taken.setdefault(called, where)
-
-
-def _values_with_paths(entry: EntryDraft, key: str, reading: Reading) -> list[tuple[str, str]]:
-    """Values of a key that takes one value or a list, each with its path."""
-    where = f"{entry.where}.{key}"
-    places = [(value, f"{where}[{index}]") for index, value in enumerate(entry.fields.get(key, ()))]
-    return [(value, item if item in reading.lines else where) for value, item in places]
-
-
-def _check_entry(entry: EntryDraft, draft: ManifestDraft, reading: Reading) -> None:
-    for other, where in _values_with_paths(entry, "co_activation", reading):
-        if other == entry.id:
-            reading.fault(where, f"is {other!r}, the model itself; name the models whose requests warm it")
-        else:
-            _check_known(where, other, draft.ids, reading)
-    tier = entry.fields.get("tier")
-    if "remote" in entry.fields and tier not in (None, Tier.REMOTE):
-        message = f"is {tier.value!r}, but `remote:` names a server; write remote or leave one out"
-        reading.fault(f"{entry.where}.tier", message)
-    if tier is Tier.REMOTE or "remote" in entry.fields:
-        for key in ("engine", "size", "chat_template"):
-            if f"{entry.where}.{key}" in reading.lines:
-                message = "says nothing of a remote model, which is loaded by another server; leave it out"
-                reading.fault(f"{entry.where}.{key}", message)
-
-
-def _check_fallback(draft: ManifestDraft, fallback: str, reading: Reading) -> None:
-    where = "fallback.id" if "fallback.id" in reading.lines else "fallback"
-    if _check_known(where, fallback, draft.ids, reading) and fallback == draft.routing.get("entry"):
-        message = f"is {fallback!r}, the entry; without a fallback the entry's own answer stands, so leave it out"
-        reading.fault(where, message)
-
-
-def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> None:
-    where, entry = "routing.dispatch_rule", draft.routing.get("entry")
-    is_known = _check_known(where, rule.entry, draft.ids, reading)
-    if is_known and entry in draft.ids and rule.entry != entry:
-        message = f"reads the output of {rule.entry!r}, but `entry:` is {entry!r}; they must be the same"
-        reading.fault(where, message)
-    sets = list(dict.fromkeys(each.set for each in draft.entries if each.set is not None))
-    if not _check_known(where, rule.set, sets, reading, "lists of models"):
-        return
-    targets = [each for each in draft.entries if each.set == rule.set and each.id is not None]
-    ids = [str(each.id) for each in targets]
-    for target in targets:
-        if str(target.id).lower() == NONE_OF_THESE:
-            reading.fault(target.id_where, f"is {target.id!r}, the word for no specialist; rename it")
-    router = next((each for each in draft.entries if each.id == rule.entry), None)
-    if router is not None and router.set == rule.set and rule.entry == entry:
-        reading.fault(router.id_where, f"is {entry!r}, the entry, which cannot be a target of its own rule")
-    if rule.target is not None:
-        _check_known(where, rule.target, ids, reading, f"models of {rule.set}")
-    for value, id_ in rule.literal.items():
-        at = f"routing.literal.{value}"
-        at = at if at in reading.lines else "routing.literal"
-        _check_known(at, id_, ids, reading, f"models of {rule.set}")
-        if value in ids and id_ != value and value not in rule.literal.values():
-            message = f"takes the word {value!r} from the model of that id, which nothing else names; give it a word"
-            reading.fault(at, message)
-
-
-def _check_bytes(draft: ManifestDraft, reading: Reading) -> None:
-    """Refuse models of known sizes that cannot fit, before anything is loaded."""
-    resources = draft.resources
-    for key, tier, kv_key, way_out in (
-        ("gpu_budget", Tier.RESIDENT, "kv_budget", "standby"),
-        ("ram_budget", Tier.STANDBY, "host_kv_budget", "remote"),
-    ):
-        budget = resources.get(f"{key}_bytes")
-        if budget is None:
-            continue
-        part = resources.get(f"{kv_key}_bytes", 0)
-        if part > budget:
-            message = f"is {size_text(part)}, more than `{key}:` ({size_text(budget)}), which it is a part of"
-            reading.fault(f"resources.{kv_key}", message)
-        known = _known_sizes(draft.entries, tier)
-        needed = sum(num_bytes for _, num_bytes in known)
-        if needed > budget:
-            parts = [f"{id_} {size_text(num_bytes)}" for id_, num_bytes in known[:MAX_LISTED]]
-            parts += ["…"] if len(known) > MAX_LISTED else []
-            reading.fault(
-                f"resources.{key}",
-                f"is {size_text(budget)}, but what is {tier.value} needs {size_text(needed)} ({', '.join(parts)}); "
-                f"raise it, or make models {way_out}",
-            )
-
-
-def _known_sizes(entries: Iterable[EntryDraft], tier: Tier) -> list[tuple[str, int]]:
-    """Known sizes of the replicas of a tier, each as id and bytes; models of one source and engine share one."""
-    found: dict[object, tuple[str, int]] = {}
-    for entry in entries:
-        fields = entry.fields
-        own_tier = Tier.REMOTE if "remote" in fields else fields.get("tier", Tier.RESIDENT)
-        if own_tier is tier and "size_bytes" in fields:
-            key = (fields.get("source"), repr(sorted(fields.get("engine", {}).items())))
-            if key not in found or found[key][1] < fields["size_bytes"]:
-                found[key] = (entry.id or entry.where, fields["size_bytes"])
-    return list(found.values())

@@ -462,10 +462,11 @@ def _value(hint: Any) -> Reader:
     kind = get_args(hint)[0]  # without its None
     if get_origin(kind) is Literal:
         return one_of({word: word for word in get_args(kind)})
-    return _flag if kind is bool else whole(0)
+    return flag if kind is bool else whole(0)
 
 
-def _flag(place: Place) -> bool:
+def flag(place: Place) -> bool:
+    """True or false, and no other word for them."""
     value = place.scalar()
     if not isinstance(value, bool):
         raise ConfigError(f"is {shown(value)}; it must be true or false")

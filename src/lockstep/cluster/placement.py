@@ -23,7 +23,8 @@ from lockstep.cluster.budget import (
     effective_budgets,
     predict,
 )
-from lockstep.cluster.manifest import Entry, Manifest, Tier
+from lockstep.cluster.manifest import Entry, HostedReplicas, Hosts, Manifest, Tier
+from lockstep.cluster.quantities import size_text
 from lockstep.cluster.resolve import Source, has_device_alone, machine_of, must_be_fetched, weigh
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactError, ChatTemplateError, ConfigError
@@ -53,6 +54,12 @@ class Placement:
     def row(self, id_: str) -> Row | None:
         """The row of one model; None: nothing is known of its size."""
         return next((row for row in self.table.rows if row.model == id_), None)
+
+    @property
+    def demands(self) -> dict[str, HostedReplicas]:
+        """Replicas across hosts by id of the model; none where everything runs on this machine."""
+        hosts = self.declared.hosts
+        return {} if hosts is None else _demands(hosts, self.served, self.table)
 
 
 def place(
@@ -96,7 +103,7 @@ def place(
     table = check([needs[entry.id] for entry in served.entries if entry.id in needs], budgets)
     refusals += [str(budget) for budget in table.budgets if budget.excess_bytes]
     absent = [f"{e.id}: {unknown[e.id]}" for e in served.entries if e.id in unknown and e.source not in broken]
-    meant = (*manifest.notes, *_meant_otherwise(manifest))
+    meant = (*manifest.notes, *_meant_otherwise(manifest), *_other_demands(served, table))
     warnings = (*meant, *_without_key(served, environment), *absent, *_sizes_at_fault(table, unknown))
     return Placement(manifest, served, table, unknown, tuple(refusals), warnings)
 
@@ -142,6 +149,27 @@ def _meant_otherwise(manifest: Manifest) -> list[str]:
     return warnings
 
 
+def _demands(hosts: Hosts, served: Manifest, table: BudgetTable) -> dict[str, HostedReplicas]:
+    first = {row.model: row.shares_with or row.model for row in table.rows}
+    placed = [entry.id for entry in served.entries if entry.tier is not Tier.REMOTE]
+    mates: dict[str, list[str]] = {}
+    for id_ in placed:
+        mates.setdefault(first.get(id_, id_), []).append(id_)
+    return {id_: hosts.demand(mates[first.get(id_, id_)]) for id_ in placed}
+
+
+def _other_demands(served: Manifest, table: BudgetTable) -> list[str]:
+    """Warnings about replicas that are others than their model's, as models of one artifact share them."""
+    hosts = served.hosts
+    if hosts is None:
+        return []
+    return [
+        f"{id_}: has {demand.num} replicas, not {hosts.replicas[id_].num}, as models of one artifact share them"
+        for id_, demand in _demands(hosts, served, table).items()
+        if hosts.replicas.get(id_, demand) != demand
+    ]
+
+
 def _without_key(served: Manifest, environment: Mapping[str, str]) -> list[str]:
     names = {entry.id: entry.remote.api_key_env for entry in served.entries if entry.remote is not None}
     return [
@@ -171,7 +199,32 @@ def lines_of(placement: Placement) -> list[str]:
         row = placement.row(entry.id)
         cells = ("?", "?", "unknown", "unknown") if row is None else cells_of(row)
         rows.append((entry.id, entry.tier, _short(entry.source), *cells))
-    return [*aligned(rows), *map(str, placement.table.budgets)]
+    return [*aligned(rows), *map(str, placement.table.budgets), *_lines_of_hosts(placement)]
+
+
+def _lines_of_hosts(placement: Placement) -> list[str]:
+    hosts = placement.declared.hosts
+    if hosts is None:
+        return []
+    links = "TLS" if hosts.tls_ca else "no TLS, and prompts may travel in clear" if hosts.allows_plain else "no TLS"
+    ids_of: dict[str, list[str]] = {}
+    for id_ in placement.demands:
+        row = placement.row(id_)
+        ids_of.setdefault(id_ if row is None else row.shares_with or id_, []).append(id_)
+    groups = [f"{', '.join(ids)}: {_demand_text(placement.demands[ids[0]])}" for ids in ids_of.values()]
+    return [
+        f"hosts: Ray at {hosts.ray}; routing {hosts.routing.value}, max_imbalance {hosts.max_imbalance}; {links}",
+        f"replicas of {'; '.join(groups)}",
+    ]
+
+
+def _demand_text(demand: HostedReplicas) -> str:
+    amounts = [
+        f"{size_text(int(amount))} of memory" if name == "memory" else f"{amount:g} {name}"
+        for name, amount in demand.resources.items()
+    ]
+    each = f", each {listed(amounts)}" if amounts else ""
+    return f"{demand.num}{each}{', spread' if demand.spread else ''}"
 
 
 def _short(source: str) -> str:

@@ -7,15 +7,118 @@ whatever becomes of the old one's remains.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from lockstep.cluster.manifest import Manifest, Tier
+from lockstep.cluster.hosting import Hosting
+from lockstep.cluster.manifest import Hosts, Manifest, Tier
+from lockstep.cluster.manifest_file import dump
 from lockstep.cluster.models import ModelSet
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.resolve import Opened
 from lockstep.cluster.snapshot import Replaced
 from lockstep.cluster.state import REPLACED, ClusterState
+from lockstep.cluster.trust import Vetting
+from lockstep.errors import InvalidParameterError, LockstepError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+
+class Reloads:
+    """Replacements of a manifest, one at a time; on several hosts, by one gateway at a time, and then by all others.
+
+    Args:
+        read: reads a manifest that gateways told each other.
+    """
+
+    def __init__(self, state: ClusterState, read: Callable[[str], Manifest]) -> None:
+        self._state = state
+        self._read = read
+        self._replacing: asyncio.Task[Replaced] | None = None
+        self._taking_over: asyncio.Task[None] | None = None
+        """Of a manifest that another gateway has brought in."""
+
+    @property
+    def is_replacing(self) -> bool:
+        return any(task is not None and not task.done() for task in self.tasks)
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[Replaced] | asyncio.Task[None] | None, ...]:
+        """Replacements under way."""
+        return self._replacing, self._taking_over
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse a manifest that cannot be brought in now.
+
+        Raises:
+            UnavailableError: another one is being brought in.
+            InvalidParameterError: only a server that is started anew can serve it.
+        """
+        before = self._state.models.declared.hosts
+        if before is not None and manifest.hosts is not None and _links(before) != _links(manifest.hosts):
+            raise InvalidParameterError(
+                "hosts.ray, secret, tls and allow_plain do not change while a cluster serves; start it anew"
+            )
+        if (before is None) != (manifest.hosts is None):
+            what = "begin to be placed on hosts" if before is None else "cease to be placed on hosts"
+            raise InvalidParameterError(f"a cluster does not {what} while it serves; start it anew with this manifest")
+        if self.is_replacing:
+            raise UnavailableError("another manifest is being brought in; try again when that is done")
+
+    async def replace(self, manifest: Manifest, vetting: Vetting | None) -> Replaced:
+        """Bring in a manifest that was checked; goes on when the caller leaves.
+
+        Args:
+            vetting: of who sent it over the network, and is told no more than they may know; None: the operator's.
+
+        Raises:
+            LockstepError: it cannot be served; what was served still is.
+        """
+        hosts = self._state.hosts
+        work = self._replace(manifest, vetting) if hosts is None else self._everywhere(hosts, manifest, vetting)
+        self._replacing = asyncio.get_running_loop().create_task(work)
+        return await asyncio.shield(self._replacing)
+
+    def follow(self, text: str) -> None:
+        """Take over what another gateway has brought in; while something else is, it will be told again."""
+        if not self.is_replacing and self._state.is_booted and self._state.hosts is not None:
+            self._taking_over = asyncio.get_running_loop().create_task(self._follow(self._state.hosts, text))
+
+    async def _follow(self, hosts: Hosting, text: str) -> None:
+        try:
+            await self._replace(await asyncio.to_thread(self._read, text), None)
+        except LockstepError as error:
+            log.error("a manifest that another gateway has brought in cannot be served here: %s", error)
+        hosts.following.manifest_holds(text)
+
+    async def _everywhere(self, hosts: Hosting, manifest: Manifest, vetting: Vetting | None) -> Replaced:
+        await hosts.following.begin_replace()
+        text: str | None = None
+        try:
+            replaced = await self._replace(manifest, vetting)
+            text = dump(manifest)
+        finally:
+            await hosts.following.end_replace(text)
+        return replaced
+
+    async def _replace(self, manifest: Manifest, vetting: Vetting | None) -> Replaced:
+        began_s, events = time.monotonic(), self._state.events
+        events.emit("manifest_replacing", cluster=manifest.cluster)
+        reason: str | None = None
+        try:
+            return await replace_manifest(self._state, manifest)
+        except BaseException as error:
+            first = first_of(error)
+            shown = first if vetting is None else vetting.veiled(first)
+            if shown is not first:
+                log.warning("a manifest that was put is not brought in: %s", first)
+            reason = str(shown)
+            raise shown from None
+        finally:
+            cluster = self._state.models.declared.cluster
+            duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
+            events.emit("manifest_replaced", cluster=cluster, error=reason, duration_ms=duration_ms)
 
 
 async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
@@ -47,6 +150,11 @@ async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
     return Replaced(
         manifest.cluster, added, removed, changed, unchanged, num_drained, num_cut, duration_ms, manifest.notes
     )
+
+
+def _links(hosts: Hosts) -> tuple[object, ...]:
+    """Keys of a manifest's hosts that say where Ray is and whom links believe."""
+    return hosts.ray, hosts.secret, hosts.tls_ca, hosts.tls_cert, hosts.tls_key, hosts.allows_plain
 
 
 def differences(old: ModelSet, new: ModelSet) -> tuple[tuple[str, ...], ...]:
@@ -134,3 +242,10 @@ def _resident(models: ModelSet) -> list[ReplicaState]:
     """Replicas of models that are declared resident, but for those that were unloaded by hand."""
     declared = [model.replica for model in models.by_id.values() if model.entry.tier is Tier.RESIDENT]
     return list(dict.fromkeys(replica for replica in declared if replica is not None and not replica.is_dismissed))
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first reason in a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

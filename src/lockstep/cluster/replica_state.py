@@ -14,6 +14,7 @@ from lockstep.cluster.snapshot import EngineSnapshot, ReplicaSnapshot
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
+from lockstep.hosts.values import GroupOptions
 from lockstep.worker.health import backoff_s
 from lockstep.worker.messages import Loaded
 
@@ -47,6 +48,8 @@ class ReplicaSpec:
     """Its text side, readable before it is loaded; takes a moment."""
     measure: Callable[[Loaded], int]
     """Weights and KV pool, as far as loading knows better."""
+    group: GroupOptions = field(default_factory=GroupOptions)
+    """Placing on several hosts, and choice among them; one replica where there are none. Part of the key."""
 
 
 class Waiter(NamedTuple):

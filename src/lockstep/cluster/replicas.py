@@ -30,6 +30,7 @@ from lockstep.cluster.planner import (
 from lockstep.cluster.replica_state import FAILED, WARM_WISH_S, ReplicaSpec, ReplicaState, Waiter
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
+from lockstep.hosts.workers import HostedWorkers
 from lockstep.worker.supervised import SupervisedWorker
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ CUT = "the model was taken out of service before this answer was complete; send 
 """What calls are told that did not end in the time that draining had."""
 Watcher = Callable[[ReplicaState, Phase, str, float], None]
 """Called when a replica has come to another phase: the replica, its phase before, why, and how long that lasted."""
+Decide = Callable[[Observed, float, PlanPolicy], tuple[Action, ...]]
+"""As `lockstep.cluster.planner.plan`."""
 PlanWatcher = Callable[[Observed, float, PlanPolicy, tuple[Action, ...]], None]
 """Called with what the planner saw, and what it decided."""
 
@@ -59,21 +62,24 @@ class Replicas:
         on_moved: called with every change of phase, after it.
         on_planned: called with every plan, before it is carried out.
         clock: monotonic seconds.
+        decide: plans; on several hosts the owner's word stands for it.
     """
 
     def __init__(
         self,
-        worker: SupervisedWorker,
+        worker: SupervisedWorker | HostedWorkers,
         policy: PlanPolicy,
         on_moved: Watcher,
         on_planned: PlanWatcher | None = None,
         clock: Callable[[], float] = time.monotonic,
+        decide: Decide = plan,
     ) -> None:
         self._worker = worker
         self._policy = policy
         self._on_moved = on_moved
         self._on_planned = on_planned
         self._clock = clock
+        self._decide = decide
         self._replicas: dict[str, ReplicaState] = {}
         """In order of definition."""
         self.budget_bytes: int | None = None
@@ -208,6 +214,14 @@ class Replicas:
             self.fail_all(error)
         self.pump()
 
+    def lost(self, key: str) -> None:
+        """Note that one replica is gone, and the others are not; calls wait until it has come back."""
+        replica = self._replicas.get(key)
+        if replica is not None and replica.phase is Phase.RESIDENT:
+            replica.miss()
+            self._move(replica, Phase.ABSENT, LOST)
+        self.pump()
+
     async def unload(self, replica: ReplicaState, limit_s: float, reason: str) -> None:
         """Take a replica off the device when its calls have ended, or when the time is up. Calls that come meanwhile
         wait, and bring it back."""
@@ -261,7 +275,7 @@ class Replicas:
             replica.recall(now_s)
         observed = self._observed(now_s)
         drains: dict[str, str] = {}
-        actions = plan(observed, now_s, self._policy)
+        actions = self._decide(observed, now_s, self._policy)
         if self._on_planned is not None:
             self._on_planned(observed, now_s, self._policy, actions)
         for action in actions:

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from lockstep.cluster.base import Accepted, EventStream, Hop, Routed
 from lockstep.cluster.models import Model
 from lockstep.cluster.planner import Phase
+from lockstep.cluster.prompt_tokeniser import PromptTokeniser
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.routing import Router, addressed
 from lockstep.cluster.sessions import SessionName
 from lockstep.cluster.state import ClusterState
-from lockstep.cluster.threads import LONG_BYTES, Workbench
-from lockstep.engine.input_processing import check_session, tokenised
+from lockstep.engine.input_processing import check_session
 from lockstep.engine.outputs import TokenOutput, WaitReason
-from lockstep.engine.request import Conversation, GenerationRequest, Prompt
-from lockstep.engine.tokenizer import Tokenizer
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
-from lockstep.worker.pending import Mailbox
 from lockstep.worker.progress import LOADING, PLACE, CallProgress, CallStation
 
 MAX_WAIT_S = 300.0
 """For a session and a replica, where the call has no deadline of its own."""
 MIN_DEADLINE_S = 1e-3
 """Left to an engine, which then says itself that the time is up."""
-MAX_INLINE_CHARS = 4_096
-"""Longer prompts are tokenised on another thread, so that they delay nobody's tokens."""
-PIECE_CHARS = 16
-"""What a message, a number or a list takes beside its text: as much time as so many characters of it."""
-MAX_TURN_CHARS = 16_384
-"""Of short prompts, so much is tokenised in one turn of the event loop; the others go to another thread as well."""
-MAX_WAITING_BYTES = 256 << 20
-"""Prompts that wait for such a thread."""
 
 
 class _EntryAnswer(NamedTuple):
@@ -182,8 +172,10 @@ class RequestHandler:
                 request = await self._prepared(model, model.replica, call)
                 if request is None:
                     continue  # the worker was lost before it knew of the call, which waits for the next one
-                mailbox = self._submit(model, model.replica, request, progress)
-                try:
+                key, loaded = model.replica.key, model.replica.loaded
+                assert loaded is not None, "whose calls are admitted was loaded"
+                with self._state.worker.asked(key, request) as mailbox:
+                    mailbox.station = CallStation(progress, model.id, key, loaded.config, progress.clock())
                     outputs = await mailbox.take()
                     self._state.sessions.taken(call.session_id)
                     yield (Accepted(model.id, tuple(request.prompt), hops),)  # type: ignore[arg-type]  # tokens by now
@@ -193,17 +185,6 @@ class RequestHandler:
                             if outputs[-1].request is not None:
                                 return
                         outputs = await mailbox.take()
-                finally:
-                    self._state.worker.leave(mailbox)
-
-    def _submit(
-        self, model: Model, replica: ReplicaState, request: GenerationRequest, progress: CallProgress
-    ) -> Mailbox:
-        """Send a call to the worker, which tells its progress from then on."""
-        assert replica.loaded is not None, "whose calls are admitted was loaded"
-        mailbox = self._state.worker.submit(replica.key, request)
-        mailbox.station = CallStation(progress, model.id, replica.key, replica.loaded.config, progress.clock())
-        return mailbox
 
     async def _prepared(self, model: Model, replica: ReplicaState, call: GenerationRequest) -> GenerationRequest | None:
         """Make a call the worker's request, with the time that it has left; None: that worker is gone."""
@@ -325,53 +306,3 @@ def _too_late(model: Model, call: GenerationRequest, waited_s: float) -> Lockste
 
 def _qualified(model: Model) -> str:
     return model.id if model.entry.set is None else f"{model.entry.set}.{model.id}"
-
-
-class PromptTokeniser:
-    """Tokenises prompts without holding up the event loop: the long ones on another thread. Event loop only."""
-
-    def __init__(self) -> None:
-        self._bench = Workbench(MAX_WAITING_BYTES)
-        self._num_turn_chars = 0
-
-    async def tokenised(
-        self, tokenizer: Tokenizer, max_model_len: int, request: GenerationRequest
-    ) -> GenerationRequest:
-        """Tokenise a request's prompt, as `lockstep.engine.input_processing.tokenised`.
-
-        Raises:
-            QueueFullError: too much waits to be tokenised.
-        """
-        num_chars = weight_of(request.prompt)
-        if self._is_short(num_chars):
-            return tokenised(tokenizer, max_model_len, request)
-        return await self._bench.do(lambda: tokenised(tokenizer, max_model_len, request), num_chars)
-
-    def _is_short(self, num_chars: int) -> bool:
-        if num_chars > min(MAX_INLINE_CHARS, MAX_TURN_CHARS - self._num_turn_chars):
-            return False
-        if not self._num_turn_chars:
-            asyncio.get_running_loop().call_soon(self._begin_turn)
-        self._num_turn_chars += num_chars
-        return True
-
-    def _begin_turn(self) -> None:
-        self._num_turn_chars = 0
-
-
-def weight_of(prompt: Prompt) -> int:
-    """Characters that there are to tokenise, roughly; token ids are none. The count ends where it is known to be a
-    lot."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if not isinstance(prompt, Conversation):
-        return 0
-    weight, left = 0, [prompt.messages, prompt.template_kwargs]
-    while left and weight <= LONG_BYTES:
-        value: Any = left.pop()
-        weight += len(value) if isinstance(value, str) else PIECE_CHARS
-        if isinstance(value, Mapping):
-            left += value.values()
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            left += value
-    return weight

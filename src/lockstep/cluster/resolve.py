@@ -27,6 +27,7 @@ from lockstep.errors import ChatTemplateError, ConfigError
 from lockstep.executors.machine import available_memory_bytes, machine_memory_bytes
 from lockstep.executors.stub import DECLARED_BYTES, StubOptions, stub_tokenizer_parts
 from lockstep.executors.stub import SCHEME as STUB
+from lockstep.hosts.values import GroupOptions
 from lockstep.worker.messages import Loaded
 
 DEFAULT_KV_BYTES = 512 * 1024**2
@@ -93,14 +94,17 @@ def weigh(
         sources: of all its models that are not remote, opened.
     """
     engine = replace(base.engine, order=base.engine.order or "priority")
-    base = replace(base, engine=engine if is_alone else _with_pools(engine, manifest.resources, len(sources)))
+    num_replicas = sum(_group_of(manifest, source).num for source in sources)
+    base = replace(base, engine=engine if is_alone else _with_pools(engine, manifest.resources, num_replicas))
     specs: dict[str, ReplicaSpec] = {}
     footprints: dict[str, Footprint] = {}
     for entry in manifest.entries:
         if entry.tier is not Tier.REMOTE:
             options = sources[entry.source].options(entry, base, is_alone)
+            group = _group_of(manifest, entry.source, entry.variant)
             footprint = sources[entry.source].footprint(entry, options.engine)
-            spec = _spec(entry, sources[entry.source], options, footprint)
+            footprint = replace(footprint, resident_bytes=footprint.resident_bytes * group.num)
+            spec = _spec(entry, sources[entry.source], options, footprint, group)
             footprints.setdefault(spec.key, footprint)
             specs[entry.id] = spec
     needs = tuple(
@@ -153,17 +157,18 @@ def has_device_alone(manifest: Manifest) -> bool:
     """True where there is one replica, and no budget: it shares with nobody, so its pool has the size that its load
     finds room for, and nothing bounds it but what loading itself refuses."""
     replicas = {(entry.source, entry.variant) for entry in manifest.entries if entry.tier is not Tier.REMOTE}
-    return len(replicas) == 1 and manifest.resources == Resources()
+    return len(replicas) == 1 and manifest.resources == Resources() and manifest.hosts is None
 
 
 def machine_of(manifest: Manifest, held_bytes: int = 0) -> Machine | None:
-    """The machine that budgets are cut to; None: nothing is cut, as sizes are fictitious, or nobody shares.
+    """The machine that budgets are cut to; None: nothing is cut, as sizes are fictitious, nobody shares, or the budgets
+    are those of several hosts together, each of which Ray fills no further than it goes.
 
     Args:
         manifest: as the backend serves it.
     """
     is_real = any(not entry.source.startswith(STUB) for entry in manifest.entries if entry.tier is not Tier.REMOTE)
-    is_shared = is_real and not has_device_alone(manifest)
+    is_shared = is_real and not has_device_alone(manifest) and manifest.hosts is None
     return Machine(available_memory_bytes() + held_bytes) if is_shared else None
 
 
@@ -262,8 +267,23 @@ def _with_pools(engine: EngineOptions, resources: Resources, num_replicas: int) 
     )
 
 
-def _spec(entry: Entry, source: Source, options: LoadOptions, footprint: Footprint) -> ReplicaSpec:
-    digest = hashlib.blake2b(repr((source.fingerprint, entry.variant)).encode()).hexdigest()[:KEY_DIGITS]
+def _group_of(manifest: Manifest, source: str, variant: str | None = None) -> GroupOptions:
+    """Replicas of a source, or of one variant of it, on all hosts together."""
+    hosts = manifest.hosts
+    if hosts is None:
+        return GroupOptions()
+    ids = [e.id for e in manifest.entries if e.source == source and variant in (None, e.variant)]
+    wanted = hosts.demand(ids)
+    return GroupOptions(wanted.num, wanted.resources, wanted.spread, hosts.routing, hosts.max_imbalance)
+
+
+def _spec(entry: Entry, source: Source, options: LoadOptions, footprint: Footprint, group: GroupOptions) -> ReplicaSpec:
+    """The load of an entry. On several hosts its key says how the group is placed as well, so that a manifest which
+    changes that places another group beside the old one, and the old one is drained."""
+    own = (source.fingerprint, entry.variant)
+    placed = (group.num, sorted(group.resources.items()), group.spread, group.policy.value, group.max_imbalance)
+    facts = own if group == GroupOptions() else (*own, *placed)
+    digest = hashlib.blake2b(repr(facts).encode()).hexdigest()[:KEY_DIGITS]
 
     def measure(loaded: Loaded) -> int:
         if source.is_stub:  # its weights are a fiction
@@ -271,11 +291,11 @@ def _spec(entry: Entry, source: Source, options: LoadOptions, footprint: Footpri
         weights = predict(None, source.file_bytes, 0).resident_bytes
         if loaded.weights_bytes is not None:
             weights = max(source.file_bytes, loaded.weights_bytes)  # what stays mapped from its file is there as well
-        return weights + loaded.config.num_blocks * loaded.geometry.bytes_per_block
+        return group.num * (weights + loaded.config.num_blocks * loaded.geometry.bytes_per_block)
 
     def tokenizer() -> Tokenizer:
         parts: TokenizerParts = source.parts()
         template = options.chat_template
         return Tokenizer(parts if template is None else replace(parts, chat_template=template))
 
-    return ReplicaSpec(digest, source.source, options, footprint.resident_bytes, tokenizer, measure)
+    return ReplicaSpec(digest, source.source, options, footprint.resident_bytes, tokenizer, measure, group)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -232,13 +232,32 @@ class ModelSessions:
                 turn.set_result(None)
 
 
-class Sessions:
-    """All sessions of a cluster: named ones, and those of requests without a session id."""
+class SessionNews(NamedTuple):
+    """Change of a session at one gateway, for all others; clocks differ, so that it holds ages."""
 
-    def __init__(self) -> None:
+    id: str
+    model: str
+    age_s: float
+    idle_s: float
+    num_requests: int
+    """Since it was told last."""
+    is_ended: bool = False
+
+
+class Sessions:
+    """All sessions of a cluster: named ones, and those of requests without a session id.
+
+    Args:
+        is_shared: whether other gateways have sessions of the same models, and are told of these.
+    """
+
+    def __init__(self, is_shared: bool = False) -> None:
         self.by_id: dict[str, Session] = {}
         """Named ones, least recently used first."""
         self._num_ephemeral = 0
+        self._is_shared = is_shared
+        self._untold: dict[str, int] = {}
+        """Sessions that have changed since others were told, and their requests since then."""
 
     @property
     def num_live(self) -> int:
@@ -259,6 +278,7 @@ class Sessions:
         session.is_held, session.is_evicted = True, False
         session.num_requests += 1
         session.num_active += 1
+        self._change(id_, 1)
         return is_new
 
     def taken(self, id_: str | None) -> None:
@@ -289,6 +309,47 @@ class Sessions:
         elif (session := self.by_id.get(id_)) is not None:
             session.num_active = max(0, session.num_active - 1)  # one that was ended and began anew counts its own
             session.last_used_s = now_s
+            self._change(id_, 0)
+
+    def forget(self, id_: str) -> None:
+        """Forget a session that was ended."""
+        del self.by_id[id_]
+        self._change(id_, 0)
+
+    # -- other gateways -----------------------------------------------------------------------------------------------
+
+    def _change(self, id_: str, num_requests: int) -> None:
+        if self._is_shared and (id_ in self._untold or len(self._untold) < MAX_SESSIONS):
+            self._untold[id_] = self._untold.get(id_, 0) + num_requests
+
+    def news(self, now_s: float) -> tuple[SessionNews, ...]:
+        """Changes since others were told."""
+        untold, self._untold = self._untold, {}
+        found = []
+        for id_, num_requests in untold.items():
+            session = self.by_id.get(id_)
+            if session is None:
+                found.append(SessionNews(id_, "", 0.0, 0.0, num_requests, is_ended=True))
+                continue
+            idle_s = 0.0 if session.num_active else now_s - session.last_used_s
+            found.append(SessionNews(id_, session.model, now_s - session.began_s, idle_s, num_requests))
+        return tuple(found)
+
+    def hear(self, news: Iterable[SessionNews], now_s: float) -> None:
+        """Take over what others tell: who comes back to a session here finds it, and its KV is not given up as idle."""
+        for each in news:
+            session = self.by_id.get(each.id)
+            if each.is_ended:
+                if session is not None and not session.num_active:
+                    del self.by_id[each.id]
+                continue
+            if session is None:
+                if len(self.by_id) >= MAX_SESSIONS:
+                    continue
+                began_s, used_s = now_s - each.age_s, now_s - each.idle_s
+                session = self.by_id[each.id] = Session(each.id, each.model, began_s, used_s, is_taken=True)
+            session.num_requests += each.num_requests
+            session.last_used_s = max(session.last_used_s, now_s - each.idle_s)
 
     def idle(self, limits: SessionLimits, now_s: float) -> list[Session]:
         """Sessions whose KV may be given up, as nobody came back for long; those that are too many are forgotten."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from lockstep.engine.metrics import HistogramSnapshot
+from lockstep.errors import HostNotFoundError
+from lockstep.spelling import did_you_mean, listed
+
+if TYPE_CHECKING:
+    from lockstep.hosts import values
 
 Place = Literal["device", "host", "disk", "none"]
 
@@ -187,6 +193,130 @@ class RemoteSnapshot(msgspec.Struct, frozen=True):
     """From sending an attempt to the first event of its answer."""
 
 
+class HostSnapshot(msgspec.Struct, frozen=True):
+    """One host that replicas may be placed on."""
+
+    name: str
+    """As its Ray node was named, else its address."""
+    address: str
+    is_there: bool
+    is_drained: bool
+    """It gets no replicas, and those that it has leave."""
+    resources: Mapping[str, float]
+    """All of it: ``CPU``, ``memory`` in bytes, and those by name."""
+    free: Mapping[str, float]
+    """Of these, those that nobody has."""
+    num_replicas: int
+    """On it now, those that leave included."""
+
+    @classmethod
+    def of(cls, host: values.Host, places: Sequence[values.Place]) -> HostSnapshot:
+        """A host as the owner tells it.
+
+        Args:
+            places: of all replicas, on whatever host.
+        """
+        num_replicas = sum(place.node_id == host.node_id for place in places)
+        of_it = (host.name, host.address, host.is_there, host.is_drained)
+        return cls(*of_it, dict(host.resources), dict(host.free), num_replicas)
+
+
+class PlaceSnapshot(msgspec.Struct, frozen=True):
+    """One replica of a group, where it is and how this gateway uses it."""
+
+    models: tuple[str, ...]
+    """Ids, in order of definition, that it answers for."""
+    key: str
+    """Of the group: that of the cluster's replica."""
+    number: int
+    """In the group, from 0."""
+    state: str
+    """``waiting`` for room, ``starting``, ``loading``, ``ready``, ``failed`` or ``leaving``."""
+    reason: str
+    """Why it is not ready, or is not reached although it is, in one sentence; empty: it is, or nobody has said."""
+    host: str
+    """Name of its host; empty: it is on none."""
+    address: str
+    """``host:port`` where its worker listens; empty: it does not."""
+    pid: int
+    """Of its worker's process; 0: there is none."""
+    num_starts: int
+    """Workers that were started for it."""
+    num_running: int = 0
+    """Requests of this gateway that are under way there, as all that follows is this gateway's."""
+    num_cached_blocks: int = 0
+    """KV blocks that it told this gateway it can find again."""
+    routed: Mapping[str, int] = {}
+    """Requests that it was given since the start, by why: ``session``, ``prefix``, ``load`` or ``turn``."""
+    num_retried: int = 0
+    """Of these, those that another replica answered, as its worker was lost before their first token."""
+    num_away: int = 0
+    """Times that it was lost, or left its host, after it had been there."""
+    away_s: float = 0.0
+    """Seconds without it, since it was there first."""
+
+    @property
+    def group(self) -> str:
+        """The first of its models, by which replicas are told; its key where it is of none any more."""
+        return self.models[0] if self.models else self.key
+
+    @property
+    def name(self) -> str:
+        """Its group and number."""
+        return f"{self.group}#{self.number}"
+
+    @property
+    def sentence(self) -> str:
+        """Reason why it gets no requests of this gateway; empty: it does, or nobody has said."""
+        state = "gets no requests" if self.state == "ready" else f"is {self.state}"
+        return f"{self.name} {state}: {self.reason}" if self.reason else ""
+
+    @property
+    def num_routed(self) -> int:
+        """Requests that it was given since the start."""
+        return sum(self.routed.values())
+
+    @classmethod
+    def of(
+        cls,
+        place: values.Place,
+        models: Sequence[str] = (),
+        use: values.ReplicaUse | None = None,
+        *,
+        now_s: float = 0.0,
+        num_running: int = 0,
+        num_cached_blocks: int = 0,
+    ) -> PlaceSnapshot:
+        """A replica as the owner tells its place, and as this gateway counts its use.
+
+        Args:
+            models: ids of those that it answers for.
+            use: what is counted of it; None: nothing yet.
+            now_s: by the clock of `use`.
+            num_running: open requests, by the balancer.
+            num_cached_blocks: contents that it holds, by the balancer.
+        """
+        counted: dict[str, Any] = {}
+        if use is not None:
+            routed = {why.value: count for why, count in use.routed.items()}
+            counted = {"routed": routed, "num_retried": use.num_retried, "num_away": use.num_away}
+            counted["away_s"] = round(use.away_s(now_s), 3)
+        return cls(
+            models=tuple(models),
+            key=place.key,
+            number=place.number,
+            state=place.state.value,
+            reason=place.reason,
+            host=place.host,
+            address=_address(place.address, place.port) if place.port else "",
+            pid=place.pid,
+            num_starts=place.num_starts,
+            num_running=num_running,
+            num_cached_blocks=num_cached_blocks,
+            **counted,
+        )
+
+
 class ClusterSnapshot(msgspec.Struct, frozen=True):
     """The whole cluster at one moment."""
 
@@ -214,6 +344,10 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     """What somebody should look after although calls are answered, a sentence each."""
     is_fixed: bool = False
     """It was made of a command line: models and manifest are not changed over HTTP."""
+    hosts: tuple[HostSnapshot, ...] = ()
+    """By name; none without ``hosts:`` in the manifest, as of places."""
+    places: tuple[PlaceSnapshot, ...] = ()
+    """Replicas on hosts, by group and number."""
 
 
 class Replaced(msgspec.Struct, frozen=True):
@@ -231,3 +365,25 @@ class Replaced(msgspec.Struct, frozen=True):
     duration_ms: float
     warnings: tuple[str, ...] = ()
     """What of its text was taken and should be written otherwise, a sentence each."""
+
+
+def host_named(hosts: Sequence[HostSnapshot], text: str) -> str:
+    """The name of the host that is called so, or else that alone has this address.
+
+    Raises:
+        HostNotFoundError: there is none, or several have it.
+    """
+    names = [host.name for host in hosts]
+    if text in names:
+        return text
+    found = list(dict.fromkeys(host.name for host in hosts if host.address == text))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise HostNotFoundError(f"{text} is the address of {listed(found)}; name one of them", param="name")
+    hint = did_you_mean(text, names) or (f"there are {listed(names)}" if names else "no host has been seen yet")
+    raise HostNotFoundError(f"no host is called {text!r}; {hint}", param="name")
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -17,23 +17,26 @@ from msgspec.structs import replace
 from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import cut_texts, refusal, table_text
 from lockstep.cluster.events import EventLog
+from lockstep.cluster.hosting import Hosting, OpenOwner, ray_owner
 from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
 from lockstep.cluster.models import Model, ModelSet
 from lockstep.cluster.plan_recorder import PlanRecorder
-from lockstep.cluster.planner import Phase, PlanPolicy, UnloadReason
+from lockstep.cluster.planner import Phase, PlanPolicy, UnloadReason, plan
 from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replica_state import FAILED, STANDBY, ReplicaState
 from lockstep.cluster.replicas import LOST, Replicas
 from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device_alone, here, open_manifest
+from lockstep.cluster.route_recorder import RouteRecorder
 from lockstep.cluster.sessions import ModelSessions, Session, SessionName, Sessions, StoredTokens
+from lockstep.cluster.shared_plan import Word
 from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, Counters, TransitionSnapshot
 from lockstep.cluster.threads import call_on, in_thread
 from lockstep.cluster.whereabouts import Whereabouts
-from lockstep.engine.kv_files import HostFolder, claim_host_folder, host_fault
-from lockstep.engine.kv_tiers import KVStoreOptions
+from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.sessions import SessionChange
-from lockstep.errors import LockstepError, OverBudgetError, UnavailableError, UsageError
+from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
+from lockstep.hosts.workers import GroupLost, HostedWorkers
 from lockstep.worker.life import Back, Lost
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import KVRejected, SessionsChanged, StepReport
@@ -67,6 +70,8 @@ class ClusterOptions:
     """Where KV is kept outside of the device; a manifest's budgets go before those said here."""
     folder: Path | None = None
     """Where the operator's manifest lies: of the models there, any may be named over HTTP."""
+    open_owner: OpenOwner = ray_owner
+    """Finds or starts the owner of a cluster on several hosts."""
     is_fixed: bool = False
     """Requests may look at it and not change it: it was made of a command line, and no file says what is served."""
 
@@ -82,24 +87,46 @@ class ClusterState:
         self.options = options
         self.models = ModelSet(manifest, served_by(manifest, options.backend), _unopened)
         """The models that calls go to, or will when they have been opened."""
-        self.worker = SupervisedWorker(options.worker, self._noticed)
+        self.sessions = Sessions(is_shared=manifest.hosts is not None)
+        trace = options.worker.trace
+        self._routes = None if trace is None or manifest.hosts is None else RouteRecorder(trace)
+        self.hosts: Hosting | None = None
+        """Where the models are on several hosts; None: all are here."""
+        self.worker: SupervisedWorker | HostedWorkers
+        if manifest.hosts is None:
+            self.worker = SupervisedWorker(options.worker, self._noticed)
+        else:
+            self.hosts = Hosting(
+                manifest,
+                options.worker,
+                options.kv,
+                options.policy,
+                lambda: self.models,
+                self._noticed,
+                self._heard,
+                self.sessions,
+                options.open_owner,
+                self._routes,
+            )
+            self.worker = self.hosts.workers
         self.events = EventLog()
         self.counters = Counters()
-        self.sessions = Sessions()
-        self.has_store = False
-        """Whether KV that leaves the device is kept."""
-        self.whereabouts = Whereabouts(self.worker, self.sessions, lambda: self.models.by_id, lambda: self.has_store)
+        self._kept = HostStore()
+        self.whereabouts = Whereabouts(
+            self.worker, self.sessions, lambda: self.models.by_id, lambda: self._kept.is_open
+        )
         self.transitions: deque[TransitionSnapshot] = deque(maxlen=MAX_TRANSITIONS)
-        trace = options.worker.trace
-        self._plans = None if trace is None else PlanRecorder(trace)
+        self._plans = None if trace is None or self.hosts is not None else PlanRecorder(trace)
         on_planned = None if self._plans is None else self._plans.planned
-        self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned)
+        decide = plan if self.hosts is None else self.hosts.decide
+        self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned, decide=decide)
+        if self.hosts is not None:
+            self.hosts.replicas = self.replicas
+        self.on_manifest: Callable[[str], None] = lambda text: None
+        """Called with a manifest that another gateway has brought in."""
         self.opened: Opened | None = None
         """The resolved artifacts of the models that calls go to; None: nothing was opened yet."""
         self.is_booted = False
-        self._host_folder: HostFolder | None = None
-        self._host_fault = ""
-        """Why less KV is kept in host memory than was said, in one sentence."""
         self._coming: ModelSet | None = None
         """The models of a manifest that is being brought in."""
 
@@ -107,6 +134,11 @@ class ClusterState:
     def loading(self) -> str:
         """Reason why nobody is answered before the boot has ended, in one sentence."""
         return "the model is loading" if len(self.models.by_id) == 1 else "the models are loading"
+
+    def meant(self, manifest: Manifest) -> None:
+        """Know the models of a manifest by their names, before anything was opened."""
+        assert self.opened is None, "models that were opened are replaced"
+        self.models = ModelSet(manifest, served_by(manifest, self.options.backend), _unopened)
 
     def check_opened(self) -> None:
         """Refuse what needs the models' sources; UnavailableError until they have been opened."""
@@ -214,7 +246,8 @@ class ClusterState:
         for replica in self.replicas.all():
             self.pin(replica, models)
         self.replicas.order(replica.key for replica in models.replicas)
-        self._open_store(models.declared)
+        if self.hosts is None:
+            self._open_store(models.declared)
         self.replicas.pump()
 
     def _open_store(self, manifest: Manifest) -> None:
@@ -222,21 +255,8 @@ class ClusterState:
         kv, resources = self.options.kv, manifest.resources
         host_bytes = kv.host_bytes if resources.swap_bytes is None else resources.swap_bytes
         disk_bytes = kv.disk_bytes if resources.disk_kv_budget_bytes is None else resources.disk_kv_budget_bytes
-        if host_bytes and self._host_folder is None:
-            try:
-                self._host_folder = claim_host_folder()
-            except UsageError as error:  # it is no reason to serve nothing
-                self._host_fault = f"no KV is kept in host memory: {error}"
-                log.warning("%s", self._host_fault)
-        if self._host_folder is not None:
-            room = self._host_folder.usable_bytes
-            self._host_fault = host_fault(self._host_folder.path.parent, host_bytes, room)
-            if self._host_fault:
-                log.warning("%s", self._host_fault)
-            host_bytes = min(host_bytes, room)
-        host_dir = "" if self._host_folder is None else str(self._host_folder.path)
-        self.has_store = bool((host_dir and host_bytes) or (kv.disk_dir and disk_bytes))
-        self.worker.open_store(replace(kv, host_dir=host_dir, host_bytes=host_bytes, disk_bytes=disk_bytes))
+        wanted = replace(kv, host_bytes=host_bytes, disk_bytes=disk_bytes)
+        self.worker.open_store(self._kept.opened(wanted))
 
     def pin(self, replica: ReplicaState, models: ModelSet) -> None:
         """Let a replica know what its models ask of it."""
@@ -257,19 +277,22 @@ class ClusterState:
 
     def warnings(self) -> tuple[str, ...]:
         """Sentences on what somebody should look after although calls are answered."""
-        faults = (self.worker.recording_fault, "" if self._plans is None else self._plans.fault)
+        recorders = (self._plans, self._routes)
+        faults = (self.worker.recording_fault, *(each.fault for each in recorders if each is not None))
         why = "; ".join(dict.fromkeys(filter(None, faults)))
         recording = f"nothing is recorded now: {why}; requests are answered all the same" if why else ""
-        return tuple(filter(None, (recording, self._host_fault)))
+        hosts = () if self.hosts is None else self.hosts.warnings()
+        return tuple(filter(None, (recording, self._kept.fault, *hosts)))
 
     async def close(self) -> None:
         """End the worker, and what is recorded."""
         await self.worker.close()
-        folder, self._host_folder = self._host_folder, None
-        if folder is not None:
-            await asyncio.to_thread(folder.remove)
-        if self._plans is not None:
-            await asyncio.to_thread(self._plans.close)
+        if self.hosts is not None:
+            await self.hosts.close()
+        await asyncio.to_thread(self._kept.close)
+        for recorder in (self._plans, self._routes):
+            if recorder is not None:
+                await asyncio.to_thread(recorder.close)
 
     # -- what is seen of it ---------------------------------------------------------------------------------------
 
@@ -306,6 +329,8 @@ class ClusterState:
             transitions=tuple(self.transitions),
             remotes=tuple(model.remote.snapshot() for model in models.by_id.values() if model.remote is not None),
             warnings=(*models.declared.notes, *self.warnings()),
+            hosts=() if self.hosts is None else self.hosts.hosts(),
+            places=() if self.hosts is None else self.hosts.places(),
         )
 
     def _budgets(self) -> tuple[BudgetSnapshot, ...]:
@@ -386,7 +411,13 @@ class ClusterState:
 
     # -- notices --------------------------------------------------------------------------------------------------
 
-    def _noticed(self, notice: Notice) -> None:
+    def _heard(self, word: Word) -> None:
+        """Follow the owner's word."""
+        self.replicas.pump()
+        if self.hosts is not None and (text := self.hosts.following.newer_manifest):
+            self.on_manifest(text)
+
+    def _noticed(self, notice: Notice | GroupLost) -> None:
         """Take over what the worker says unasked."""
         match notice:
             case StepReport():
@@ -408,10 +439,13 @@ class ClusterState:
             case Lost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
                 for session in tuple(self.sessions.by_id.values()):
-                    session.is_stored_known = not self.has_store  # what was on the device may have been copied
+                    session.is_stored_known = not self._kept.is_open  # what was on the device may have been copied
                     session.kept_tokens.clear()
                     self._drop_held(session.id, LOST)
                 self.replicas.worker_lost()
+            case GroupLost(key):
+                self.events.emit("replica_lost", replica=key)
+                self.replicas.lost(key)
             case Back():
                 self.replicas.pump()
 

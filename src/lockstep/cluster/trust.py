@@ -3,19 +3,21 @@
 The operator's own manifests are files. What they name is vouched for, and anybody may name it again. Beyond that,
 whoever has no powers may name the embedded model, stubs, models in the folder of the operator's manifest, and servers
 at public addresses. Whether anything else is on this machine is told to nobody without the power to name it: for what
-may not be named, is not there, or is no model, there is one refusal.
+may not be named, is not there, or is no model, there is one refusal. Where Ray is and whom links
+between hosts believe, nobody changes over HTTP.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.cluster.manifest import Manifest, Remote, Tier
-from lockstep.cluster.manifest_file import EntryDraft
+from lockstep.cluster.manifest import Hosts, Manifest, Remote, Tier
+from lockstep.cluster.manifest_draft import EntryDraft
 from lockstep.cluster.manifest_yaml import Reading
 from lockstep.cluster.remote_exchange import is_plainly_private
 from lockstep.errors import ArtifactError, ExecutorError, ManifestError, Problem
@@ -28,6 +30,19 @@ ADDRESS_REFUSED = (
     "is no public address, and only an admin's key may name another, or what the server's manifest file names "
     "(--allow-private-remotes: any key)"
 )
+HOSTS_REFUSED = (
+    "is not what is served, and a manifest that comes over HTTP changes nothing of Ray, the secret, the certificates "
+    "or `allow_plain`; bring it in as the server's file and start again"
+)
+_LINKS: Mapping[str, str] = {
+    "ray": "ray",
+    "secret": "secret",
+    "tls_ca": "tls.ca",
+    "tls_cert": "tls.cert",
+    "tls_key": "tls.key",
+    "allows_plain": "allow_plain",
+}
+"""Fields of `Hosts` that only the operator's file says, and their keys."""
 _FREE = ("pocket://", "stub://")
 
 
@@ -76,8 +91,13 @@ class Vouchers:
                 if entry.remote.api_key_env is not None:
                     self._keys.add((entry.remote.base_url, entry.remote.api_key_env))
 
-    def vetting(self, powers: Powers) -> Vetting:
-        return Vetting(self, powers)
+    def vetting(self, powers: Powers, served: Hosts | None = None) -> Vetting:
+        """A look at one manifest.
+
+        Args:
+            served: the hosts that are served now.
+        """
+        return Vetting(self, powers, served)
 
     def may_send(self, remote: Remote) -> bool:
         """True where a server gets the variable that its entry names."""
@@ -114,13 +134,14 @@ class Vouchers:
 class Vetting:
     """Looks at every model of one manifest while it is read, and notes what may not be named."""
 
-    def __init__(self, vouchers: Vouchers, powers: Powers) -> None:
+    def __init__(self, vouchers: Vouchers, powers: Powers, served: Hosts | None = None) -> None:
         self._vouchers = vouchers
         self._powers = powers
+        self._served = served
         self._opened: dict[str, Problem] = {}
         """Files: what is told where one of them turns out to be no model after all."""
 
-    def __call__(self, entry: EntryDraft, reading: Reading) -> None:
+    def entry(self, entry: EntryDraft, reading: Reading) -> None:
         remote: Remote | None = entry.fields.get("remote")
         if remote is None:
             self._vet_source(entry, reading)
@@ -135,6 +156,16 @@ class Vetting:
             entry.fields["remote"] = replace(remote, only_public=True)
             if is_plainly_private(urlsplit(remote.base_url).hostname or ""):
                 reading.fault(f"{entry.where}.remote.base_url", ADDRESS_REFUSED)
+
+    def hosts(self, fields: dict[str, Any] | None, reading: Reading) -> None:
+        if fields is None or self._served is None:
+            if (fields is None) != (self._served is None):
+                reading.fault("hosts", HOSTS_REFUSED)
+            return
+        given = Hosts(**fields)
+        for field, key in _LINKS.items():
+            if getattr(given, field) != getattr(self._served, field):
+                reading.fault(f"hosts.{key}", HOSTS_REFUSED)
 
     def _vet_source(self, entry: EntryDraft, reading: Reading) -> None:
         source, where = entry.fields.get("source"), f"{entry.where}.source"

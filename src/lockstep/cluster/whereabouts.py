@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from lockstep.cluster.models import Model
 from lockstep.cluster.sessions import Sessions, StoredTokens
 from lockstep.executors.base import kv_environment
+from lockstep.hosts.workers import HostedWorkers
 from lockstep.worker.messages import KeptReport, Loaded, SessionsReport
 from lockstep.worker.supervised import SupervisedWorker
 
@@ -26,7 +27,7 @@ class Whereabouts:
 
     def __init__(
         self,
-        worker: SupervisedWorker,
+        worker: SupervisedWorker | HostedWorkers,
         sessions: Sessions,
         models: Callable[[], Mapping[str, Model]],
         has_store: Callable[[], bool],

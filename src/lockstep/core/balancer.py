@@ -7,7 +7,7 @@ numbers, so that a choice among a thousand costs little more than one among two.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -49,6 +49,28 @@ class Choice(NamedTuple):
     """Blocks of the prompt's beginning that it is known to hold; 0 where nobody asked."""
 
 
+def bits_of(bits: int) -> list[int]:
+    """The replicas that a whole number stands for."""
+    found = []
+    while bits:
+        lowest = bits & -bits
+        found.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return found
+
+
+class BalancerState(NamedTuple):
+    """All that a balancer's choices depend on, but for its policy and its guard."""
+
+    loads: tuple[int, ...]
+    there: int
+    """Bits of the replicas that are given requests; likewise the contents' holders."""
+    last: int
+    holders: Mapping[bytes, int]
+    sessions: tuple[tuple[str, int], ...]
+    """The one that came last the longest ago first."""
+
+
 class Balancer:
     """Replicas 0 to num_replicas - 1 of one model, in the order of their definition; all are there at first.
 
@@ -74,6 +96,7 @@ class Balancer:
         """The one that was chosen last, after which a turn begins."""
         self._holders: dict[bytes, int] = {}
         """Replicas that hold a content; no entry is empty."""
+        self._num_held = [0] * num_replicas
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
     def choose(self, hashes: Sequence[bytes] = (), session: str | None = None) -> Choice | None:
@@ -101,15 +124,17 @@ class Balancer:
 
     def learn(self, replica: int, news: Iterable[ContentNews]) -> None:
         """Take over what a replica tells of its contents, in the order in which it happened."""
-        bit, holders = 1 << replica, self._holders
+        bit, holders, num_held = 1 << replica, self._holders, self._num_held[replica]
         for content, is_held in news:
             before = holders.get(content, 0)
+            num_held += is_held - (before >> replica & 1)
             if is_held:
                 holders[content] = before | bit
             elif before & ~bit:
                 holders[content] = before & ~bit
             else:
                 holders.pop(content, None)
+        self._num_held[replica] = num_held
 
     def withdraw(self, replica: int, is_lost: bool = False) -> None:
         """Give a replica nothing more: it drains or, if it is lost, holds nothing and has no open request any more."""
@@ -126,9 +151,38 @@ class Balancer:
             self._there |= 1 << replica
             self._put(replica)
 
+    def is_held(self, content: bytes) -> bool:
+        """True if any replica is known to hold a content."""
+        return content in self._holders
+
+    def state(self) -> BalancerState:
+        """A copy of what choices depend on; `restore` makes another balancer choose as this one."""
+        sessions = tuple([(name, replica) for name, replica in self._sessions.items()])
+        return BalancerState(tuple(self._loads), self._there, self._last, dict(self._holders), sessions)
+
+    def restore(self, state: BalancerState) -> None:
+        """Take over the state of a balancer of as many replicas."""
+        self._loads = list(state.loads)
+        self._there, self._last = state.there, state.last
+        self._with_load = {}
+        self._least = 0
+        self._num_held = [0] * self.num_replicas
+        self._holders = dict(state.holders)
+        self._sessions = OrderedDict(state.sessions)
+        for replica in range(self.num_replicas):
+            if state.there >> replica & 1:
+                self._put(replica)
+        for holders in self._holders.values():
+            for replica in bits_of(holders):
+                self._num_held[replica] += 1
+
     def load(self, replica: int) -> int:
         """Open requests of a replica."""
         return self._loads[replica]
+
+    def num_held(self, replica: int) -> int:
+        """Contents that a replica holds, as far as it told: blocks that prompts begin with."""
+        return self._num_held[replica]
 
     def is_there(self, replica: int) -> bool:
         """True if requests are given to it."""
@@ -153,9 +207,13 @@ class Balancer:
 
     def _allowed(self) -> int:
         """Replicas within the guard of the least loaded one."""
-        found = 0
-        for load in range(self._least, self._least + self.max_imbalance + 1):
-            found |= self._with_load.get(load, 0)
+        found, most = 0, self._least + self.max_imbalance
+        if self.max_imbalance < len(self._with_load):
+            for load in range(self._least, most + 1):
+                found |= self._with_load.get(load, 0)
+        else:
+            for load, replicas in self._with_load.items():
+                found |= replicas if load <= most else 0
         return found
 
     def _depth(self, hashes: Sequence[bytes], among: int) -> tuple[int, int]:

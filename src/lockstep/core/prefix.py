@@ -15,6 +15,11 @@ ContentNews = tuple[bytes, bool]
 """Hash of a block's content, and whether it can be found from now on, or no longer."""
 
 
+def namespace_of(fingerprint: str, cache_salt: str) -> bytes:
+    """Root of a model's hashes: its artifact's content, and the caller's salt."""
+    return f"{fingerprint}\0{cache_salt}".encode()
+
+
 def block_hashes(
     namespace: bytes, token_ids: Sequence[int], block_size: int, known: tuple[bytes, ...] = ()
 ) -> tuple[bytes, ...]:

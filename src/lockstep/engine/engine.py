@@ -23,7 +23,7 @@ from lockstep.engine.kv_store import KVStore
 from lockstep.engine.kv_transfer import KVTransfer
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, Unscheduled, cache_config_labels, snapshot
-from lockstep.engine.open_requests import OpenRequests, RecorderHook
+from lockstep.engine.open_requests import OpenRequests, RecorderHook, SequenceFollower
 from lockstep.engine.output_processing import OutputProcessor
 from lockstep.engine.outputs import Published, RequestOutput, StepOutputs, TokenOutput
 from lockstep.engine.queues import Abort, Inbox, LoopMailboxes
@@ -89,6 +89,11 @@ class Engine:
         self._ids = itertools.count()
         self._info = {"cache_config_info": cache_config_labels(config)}
         self._mailboxes = LoopMailboxes()
+
+    def follow(self, follower: SequenceFollower) -> None:
+        """Have somebody told of every sequence, and what changes in the cache kept; before the first request."""
+        self._requests.follower = follower
+        self.scheduler.follow_contents()
 
     # -- any thread -----------------------------------------------------------------------------------------------
 

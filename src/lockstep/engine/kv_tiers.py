@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey
+from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey, HostFolder, claim_host_folder, host_fault
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
 
@@ -221,3 +222,39 @@ class KVTiers:
             log.warning("%s; it is computed again", error)
             self._on_fault(str(error))
             return False
+
+
+class HostStore:
+    """Place of the KV that leaves a device: a folder of our own in host memory, claimed when it is needed."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        """Whether KV that leaves the device is kept."""
+        self.fault = ""
+        """Why less is kept in host memory than was said, in one sentence; empty: it is as it was said."""
+        self._folder: HostFolder | None = None
+
+    def opened(self, options: KVStoreOptions) -> KVStoreOptions:
+        """The options with the folder, and with what this machine can give."""
+        host_bytes = options.host_bytes
+        if host_bytes and self._folder is None:
+            try:
+                self._folder = claim_host_folder()
+            except UsageError as error:  # it is no reason to serve nothing
+                self.fault = f"no KV is kept in host memory: {error}"
+                log.warning("%s", self.fault)
+        if self._folder is not None:
+            room = self._folder.usable_bytes
+            self.fault = host_fault(self._folder.path.parent, host_bytes, room)
+            if self.fault:
+                log.warning("%s", self.fault)
+            host_bytes = min(host_bytes, room)
+        host_dir = "" if self._folder is None else str(self._folder.path)
+        self.is_open = bool((host_dir and host_bytes) or (options.disk_dir and options.disk_bytes))
+        return replace(options, host_dir=host_dir, host_bytes=host_bytes)
+
+    def close(self) -> None:
+        """Give the folder back."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.remove()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.core.policy import SchedulerConfig
+from lockstep.core.prefix import namespace_of
 from lockstep.engine.options import LoadOptions, Progress, plan_config
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import UsageError
@@ -57,7 +58,7 @@ class LoadedModel:
 
     def namespace(self, cache_salt: str) -> bytes:
         """Root of this model's prefix-cache hashes: the artifact's content and the caller's salt."""
-        return f"{self.fingerprint}\0{cache_salt}".encode()
+        return namespace_of(self.fingerprint, cache_salt)
 
     def close(self) -> None:
         self.executor.close()

@@ -221,3 +221,40 @@ def snapshot(
         labelled_counters={"prompt_tokens_by_source": Labelled("source", by_source)},
         info=info,
     )
+
+
+RATIO = "_perc"
+"""Gauges that end so are parts of a whole."""
+
+
+def merged(snapshots: Sequence[MetricsSnapshot]) -> MetricsSnapshot:
+    """Metrics of several engines of one model as of one: sums, and of ratios the mean; facts are the first one's."""
+    first = snapshots[0]
+    if len(snapshots) == 1:
+        return first
+    gauges = _sums([each.gauges for each in snapshots])
+    return MetricsSnapshot(
+        gauges={name: value / len(snapshots) if name.endswith(RATIO) else value for name, value in gauges.items()},
+        counters={name: int(value) for name, value in _sums([each.counters for each in snapshots]).items()},
+        finished={name: int(value) for name, value in _sums([each.finished for each in snapshots]).items()},
+        histograms={name: _sum_of([each.histograms[name] for each in snapshots]) for name in first.histograms},
+        labelled_gauges=_labelled_sums([each.labelled_gauges for each in snapshots]),
+        labelled_counters=_labelled_sums([each.labelled_counters for each in snapshots]),
+        info=first.info,
+    )
+
+
+def _sums(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in values for name in each)
+    return {name: sum(each.get(name, 0) for each in values) for name in names}
+
+
+def _labelled_sums(metrics: Sequence[Mapping[str, Labelled]]) -> dict[str, Labelled]:
+    first = metrics[0]
+    return {name: Labelled(first[name].label, _sums([each[name].values for each in metrics])) for name in first}
+
+
+def _sum_of(histograms: Sequence[HistogramSnapshot]) -> HistogramSnapshot:
+    counts = tuple(map(sum, zip(*(each.counts for each in histograms), strict=True)))
+    total = sum(each.count for each in histograms)
+    return HistogramSnapshot(histograms[0].bounds, counts, total, sum(each.sum for each in histograms))

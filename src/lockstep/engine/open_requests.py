@@ -58,6 +58,18 @@ class RecorderHook(CommandListener, Protocol):
         ...
 
 
+class SequenceFollower(Protocol):
+    """Told which sequences there are; on the engine's thread, and never raises."""
+
+    def joined(self, generation: Generation) -> None:
+        """Take note of a sequence that begins."""
+        ...
+
+    def ended(self, generation: Generation) -> None:
+        """Take note of a sequence that has ended; all of its blocks that can be found are named."""
+        ...
+
+
 class OpenRequests:
     """Owns the requests of an engine from the moment they are submitted to their last output.
 
@@ -81,6 +93,8 @@ class OpenRequests:
         self._metrics = metrics
         self._recorder = recorder
         self._now_s = now_s
+        self.follower: SequenceFollower | None = None
+        """Whoever follows sequences, beside the recorder."""
         self.by_id: dict[int, LiveRequest] = {}
         """All that have not ended; whoever submits one enters it here."""
         self.generations: dict[int, Generation] = {}
@@ -137,6 +151,8 @@ class OpenRequests:
             generation = self._open(live, index, seq_id)
             if self._recorder is not None:
                 self._recorder.joined(generation, max(0.0, now_s - live.arrival_s))
+            if self.follower is not None:
+                self.follower.joined(generation)
         return True
 
     def name_answers(self, touched: Iterable[Generation]) -> None:
@@ -281,6 +297,8 @@ class OpenRequests:
         generation.end(reason)
         if self._recorder is not None:
             self._recorder.ended(generation)
+        if self.follower is not None:
+            self.follower.ended(generation)
         live = generation.live
         live.num_open -= 1
         self._metrics.observe_finished(generation.span(), generation.finish_reason or reason, now_s)

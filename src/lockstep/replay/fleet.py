@@ -25,6 +25,7 @@ from lockstep.replay.progress import Gaps
 from lockstep.replay.simulator import Replay, Simulation
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload
+from lockstep.spelling import did_you_mean, listed
 
 MAX_REPLICAS = 1024
 VERSION = 1
@@ -216,7 +217,8 @@ def policies_of(text: str) -> tuple[RoutingPolicy, ...]:
     known = [policy.value for policy in RoutingPolicy]
     for name in names:
         if name not in known:
-            raise UsageError(f"--routing has {name!r}; there are {', '.join(known)}")
+            hint = did_you_mean(name, known)
+            raise UsageError(f"--routing has {name!r}; {hint or f'there are {listed(known)}'}")
     if not names or len(dict.fromkeys(names)) < len(names):
         raise UsageError(f"--routing is {text!r}; name each policy once, such as prefix,round_robin")
     return tuple([RoutingPolicy(name) for name in names])

@@ -12,8 +12,8 @@ from lockstep.cluster.plan_recorder import PLAN_SCHEMA_VERSION, PLAN_SUFFIX, Act
 from lockstep.cluster.plan_recorder import action_fields as action_fields
 from lockstep.cluster.planner import Action, Observed, PlanPolicy, plan
 from lockstep.errors import TraceError
-from lockstep.replay.trace import read_frames
-from lockstep.replay.wholeness import Finding, Part, are_in_order, arranged, is_whole
+from lockstep.replay.line_files import lines_of, part_of
+from lockstep.replay.wholeness import Finding, are_in_order, arranged, is_whole
 
 Planner = Callable[[Observed, float, PlanPolicy], Sequence[Action]]
 
@@ -65,13 +65,14 @@ def verify_plans(paths: Sequence[Path], planner: Planner = plan) -> PlansVerdict
     Raises:
         TraceError: a file is damaged, of a newer version, or no recording of plans.
     """
-    parts, findings = arranged([_part_of(path) for path in paths], is_alone=len(paths) == 1)
+    parts, findings = arranged(
+        [part_of(path, PlanHeader, PLAN_SCHEMA_VERSION, "plans") for path in paths], is_alone=len(paths) == 1
+    )
     if not parts:
         raise TraceError(f"{paths[0]}: it is no recording of plans, or was cut in its first moment")
     num_plans = 0
     for part in parts:
-        records = (entry for entry in _entries(part.path) if isinstance(entry, PlanRecord))
-        for number, record in enumerate(records, 1):
+        for number, record in enumerate(_entries(part.path), 1):
             num_plans += 1
             made = planner(record.observed, record.now_s, record.policy)
             computed = tuple(map(action_fields, made))
@@ -111,42 +112,9 @@ def facts(verdict: PlansVerdict) -> dict[str, Any]:
     }
 
 
-def _part_of(path: Path) -> Part:
-    """The file as a part of its recording. Nothing says that it was closed: it is whole where a plan ends it."""
-    header: PlanHeader | None = None
-    is_cut = False
-    for entry in _entries(path):
-        header = entry if isinstance(entry, PlanHeader) else header
-        is_cut = entry is None
-    num_bytes = path.stat().st_size
-    if header is None:
-        return Part(path, "", 0, num_bytes)
-    return Part(path, header.run, header.file, num_bytes, header.gap, not is_cut)
-
-
-def _entries(path: Path) -> Iterator[PlanHeader | PlanRecord | None]:
-    """The header and every plan of a file; None: it is cut here."""
+def _entries(path: Path) -> Iterator[PlanRecord]:
+    """Every plan of a file."""
     decode = msgspec.json.Decoder(PlanRecord).decode
-    has_header = False
-    for frame in read_frames(path):
-        *lines, rest = frame.data.split(b"\n")
-        for number, line in enumerate(lines, 1):
-            try:
-                yield decode(line) if has_header else _header_of(path, line)
-            except msgspec.MsgspecError as error:
-                raise TraceError(
-                    f"{path}: line {number} of the frame at byte {frame.offset} is no plan of ours: {error}"
-                ) from None
-            has_header = True
-        if rest or not frame.is_whole:
-            yield None
-
-
-def _header_of(path: Path, line: bytes) -> PlanHeader:
-    header = msgspec.json.decode(line, type=PlanHeader)
-    if header.schema > PLAN_SCHEMA_VERSION:
-        raise TraceError(
-            f"{path}: recorded by lockstep {header.lockstep} in version {header.schema} of the format; "
-            f"this one reads up to {PLAN_SCHEMA_VERSION}"
-        )
-    return header
+    for line in lines_of(path):
+        if line is not None and line.number > 1:
+            yield line.decoded(decode, "plan")

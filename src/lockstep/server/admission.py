@@ -90,6 +90,7 @@ class AdmissionMiddleware:
                 code="too_many_requests",
                 headers={"Retry-After": str(BUSY_RETRY_S)},
             )
+        self._limits.share(serving.cluster.num_gateways, self._now_s())
         return self._limits.admit(context.tenant, self._now_s())
 
     async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,6 +123,12 @@ class TokenBucket:
         self._fill(now_s)
         self._level -= amount
 
+    def resize(self, capacity: float, now_s: float) -> None:
+        """Fill at another rate from now on, and hold no more than a minute's worth of that."""
+        self._fill(now_s)
+        self._capacity = capacity
+        self._level = min(capacity, self._level)
+
     def _fill(self, now_s: float) -> None:
         gained = (now_s - self._filled_s) * self._capacity / MINUTE_S
         self._level = min(self._capacity, self._level + gained)
@@ -141,6 +148,21 @@ class RateLimits:
         self._requests_per_minute = requests_per_minute
         self._tokens_per_minute = tokens_per_minute
         self._buckets: dict[str, _Buckets] = {}
+        self._num_sharing = 1
+
+    def share(self, num: int, now_s: float) -> None:
+        """Give of each limit one part in so many, as so many gateways hold it together."""
+        if num == self._num_sharing:
+            return
+        self._num_sharing = num
+        for buckets in self._buckets.values():
+            self._resize(buckets, now_s)
+
+    def _resize(self, buckets: _Buckets, now_s: float) -> None:
+        limits = (self._requests_per_minute, self._tokens_per_minute)
+        for bucket, limit in zip((buckets.requests, buckets.tokens), limits, strict=True):
+            if bucket is not None and limit is not None:
+                bucket.resize(limit / self._num_sharing, now_s)
 
     def admit(self, tenant: str, now_s: float) -> HttpError | None:
         """Take one request; or the refusal, if the tenant's requests or tokens of the last minute are too many."""
@@ -168,6 +190,7 @@ class RateLimits:
         if buckets is None:
             limits = (self._requests_per_minute, self._tokens_per_minute)
             buckets = _Buckets(*(None if limit is None else TokenBucket(limit, now_s) for limit in limits))
+            self._resize(buckets, now_s)
             self._buckets[tenant] = buckets
         return buckets
 
@@ -194,7 +217,7 @@ _READING = ("GET", "HEAD", "OPTIONS")
 _BEARER = b"bearer "
 _ADMIN = "admin-"
 _OPERATED = re.compile(
-    r"/v1/(cluster|figures|logs|manifest|events|sessions(/.*)?|models/.+/(load|unload))|/reset_prefix_cache|/debug/.*"
+    r"/v1/(cluster(/hosts/.*)?|figures|logs|manifest|events|sessions(/.*)?|models/.+/(load|unload))|/reset_prefix_cache|/debug/.*"
 )
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from lockstep.cluster.base import ModelCard
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.figures import DEFAULT_WINDOW_S, MAX_WINDOW_S, Figures
-from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, Replaced, SessionSnapshot
+from lockstep.cluster.snapshot import ClusterSnapshot, HostSnapshot, ModelSnapshot, Replaced, SessionSnapshot
 from lockstep.errors import (
     InvalidJsonError,
     InvalidParameterError,
@@ -116,6 +116,19 @@ async def retrieve_cluster(request: Request) -> Response:
     await cluster.locate_sessions(LOCATE_LIMIT_S)
     snapshot = cluster.snapshot()
     return _json(replace(snapshot, sessions=tuple(_own(request, snapshot.sessions))))
+
+
+@router.post("/cluster/hosts/{name:path}/drain", responses=described(HostSnapshot), operation_id="drain_host")
+async def drain_host(name: str, request: Request) -> Response:
+    """Have a host's replicas leave it, so that it can be stopped; `name` may be an address that no other host has.
+    Answers when that is decided: it is done when the host has no replicas any more."""
+    return await _drained(name, True, request)
+
+
+@router.delete("/cluster/hosts/{name:path}/drain", responses=described(HostSnapshot), operation_id="undrain_host")
+async def undrain_host(name: str, request: Request) -> Response:
+    """Let a host that was drained have replicas again."""
+    return await _drained(name, False, request)
 
 
 @router.get("/figures", responses=described(Figures), operation_id="retrieve_figures")
@@ -292,6 +305,13 @@ async def _loading(what: str) -> AsyncIterator[None]:
         raise
     except LockstepError as error:
         raise NotLoadableError(f"{what}: {error}") from error
+
+
+async def _drained(name: str, is_drained: bool, request: Request) -> Response:
+    cluster = _manifested(request)
+    found = await cluster.drain_host(name, is_drained)
+    host = next(host for host in cluster.snapshot().hosts if host.name == found)
+    return _json(replace(host, is_drained=is_drained))  # the owner knows it already, whoever has heard of it since
 
 
 def _model(cluster: Cluster, name: str) -> ModelSnapshot | None:

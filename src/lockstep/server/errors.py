@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from lockstep.errors import (
     ChatTemplateError,
     DeadlineError,
+    HostNotFoundError,
     InvalidJsonError,
     InvalidParameterError,
     ManifestError,
@@ -130,6 +131,7 @@ _KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (ModelNotFoundError, 404, "model_not_found"),
     (ResponseNotFoundError, 404, "response_not_found"),
     (SessionNotFoundError, 404, "session_not_found"),
+    (HostNotFoundError, 404, "host_not_found"),
     (NoManifestError, 404, "no_manifest"),
     (NotLoadableError, 422, "not_loadable"),
     (ManifestError, 400, "invalid_manifest"),

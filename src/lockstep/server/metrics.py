@@ -20,10 +20,11 @@ from prometheus_client.registry import Collector
 
 from lockstep.cluster.breaker import BreakerState
 from lockstep.cluster.cluster import Cluster
-from lockstep.cluster.snapshot import RemoteSnapshot
+from lockstep.cluster.snapshot import HostSnapshot, PlaceSnapshot, RemoteSnapshot
 from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
 from lockstep.errors import UnavailableError
+from lockstep.hosts.values import PlaceState
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import RequestContext
 from lockstep.server.serving import serving_of
@@ -220,6 +221,28 @@ STORE_FAMILIES: tuple[tuple[str, FamilyOf, str], ...] = (
     ("num_checked", CounterMetricFamily, "KV blocks that came back and were computed again, to be compared."),
 )
 MODEL = ("model_name",)
+REPLICA = (*MODEL, "replica")
+Fields = Mapping[str, tuple[str, str]]
+"""Fields of a snapshot and their help, by name of the metric."""
+OF_HOST: Fields = {
+    "there": ("is_there", "1 while a host is there, 0 when it is lost."),
+    "drained": ("is_drained", "1 while a host gets no replicas."),
+    "replicas": ("num_replicas", "Replicas on a host, those that leave it included."),
+}
+RESOURCES: Fields = {
+    "resources": ("resources", "Resources of a host; memory in bytes."),
+    "resources_free": ("free", "Resources of a host that nobody has."),
+}
+OF_PLACE: Fields = {
+    "running": ("num_running", "Requests of this gateway that are under way at a replica."),
+    "cached_blocks": ("num_cached_blocks", "KV blocks that a replica can find again, as far as it told this gateway."),
+}
+COUNTED_OF_PLACE: Fields = {
+    "retried": ("num_retried", "Requests that another replica answered, as this was lost before their first token."),
+    "starts": ("num_starts", "Workers that were started for a replica."),
+    "losses": ("num_away", "Times that a replica was lost, or left its host, after it had been there."),
+    "away_seconds": ("away_s", "Time without a replica, since it was there first."),
+}
 
 
 def cluster_families(cluster: Cluster, prefix: str) -> Iterator[Metric]:
@@ -251,6 +274,8 @@ def cluster_families(cluster: Cluster, prefix: str) -> Iterator[Metric]:
         yield _family(gauge, f"{prefix}_model_{name}", text, MODEL, samples)
     if snapshot.remotes:
         yield from _remote_families(snapshot.remotes, f"{prefix}_remote")
+    yield from host_families(snapshot.hosts, prefix)
+    yield from place_families(snapshot.places, prefix)
 
 
 def _store_families(tiers: Mapping[str, TierStats], prefix: str) -> Iterator[Metric]:
@@ -274,6 +299,43 @@ def _remote_families(remotes: Sequence[RemoteSnapshot], prefix: str) -> Iterator
     for remote in remotes:
         first_byte.add_metric((remote.model,), cumulative(remote.first_byte_s), remote.first_byte_s.sum)
     yield first_byte
+
+
+def host_families(hosts: Sequence[HostSnapshot], prefix: str) -> Iterator[Metric]:
+    """Families of the hosts that replicas may be placed on; none where there are no hosts. Of several with one name the
+    one that is there counts: the others were lost before it came."""
+    if not hosts:
+        return
+    known = {host.name: host for host in sorted(hosts, key=lambda host: host.is_there)}.values()
+    for name, (field, text) in OF_HOST.items():
+        samples = [((host.name,), float(getattr(host, field))) for host in known]
+        yield _family(GaugeMetricFamily, f"{prefix}_host_{name}", text, ("host",), samples)
+    for name, (field, text) in RESOURCES.items():
+        amounts = [((host.name, of), amount) for host in known for of, amount in sorted(getattr(host, field).items())]
+        yield _family(GaugeMetricFamily, f"{prefix}_host_{name}", text, ("host", "resource"), amounts)
+
+
+def place_families(places: Sequence[PlaceSnapshot], prefix: str) -> Iterator[Metric]:
+    """Families of replicas on hosts; none where there are no hosts. Counters go on where a replica is placed again, so
+    that they have no host: ``replica_state`` tells it."""
+    if not places:
+        return
+    stay_last = sorted(places, key=lambda place: place.state != PlaceState.LEAVING)
+    known: dict[tuple[str, ...], PlaceSnapshot]
+    known = {(each.group, str(each.number)): each for each in stay_last}  # a group that goes may have the same model
+    here = [((*names, place.host), place) for names, place in known.items()]
+    states = [((*names, each), float(place.state == each)) for names, place in here for each in PlaceState]
+    text = "1 for the state of a replica."
+    yield _family(GaugeMetricFamily, f"{prefix}_replica_state", text, (*REPLICA, "host", "state"), states)
+    for name, (field, text) in OF_PLACE.items():
+        samples = [(names, float(getattr(place, field))) for names, place in here]
+        yield _family(GaugeMetricFamily, f"{prefix}_replica_{name}", text, (*REPLICA, "host"), samples)
+    routed = [((*names, why), count) for names, place in known.items() for why, count in sorted(place.routed.items())]
+    text = "Requests that a replica was given, by why."
+    yield _family(CounterMetricFamily, f"{prefix}_replica_routed", text, (*REPLICA, "why"), routed)
+    for name, (field, text) in COUNTED_OF_PLACE.items():
+        samples = [(names, float(getattr(place, field))) for names, place in known.items()]
+        yield _family(CounterMetricFamily, f"{prefix}_replica_{name}", text, REPLICA, samples)
 
 
 def cumulative(histogram: HistogramSnapshot) -> list[tuple[str, float]]:

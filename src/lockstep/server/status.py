@@ -23,7 +23,7 @@ from lockstep.server.serving import Serving, serving_of
 from lockstep.vendored import read_vendored
 from lockstep.version import __version__
 
-DASHBOARD = ("page.html", "dashboard.css", "dashboard.js", "forms.js")
+DASHBOARD = ("page.html", "dashboard.css", "dashboard.js", "hosts.js", "forms.js")
 """Files that the dashboard is made of."""
 RETRY_AFTER_S = "2"
 """What is not ready is worth asking again after this."""

@@ -1,9 +1,10 @@
-"""Process of a device worker: ``python -m lockstep.worker.child FD PARENT_PID LOG_FORMAT LOG_LEVEL TRACE``.
+"""Process of a device worker: ``python -m lockstep.worker.child FD PARENT_PID LOG_FORMAT LOG_LEVEL TRACE LISTEN KV``.
 
-FD is one end of a socket pair, TRACE the JSON of what is recorded, or empty. The process ends with its parent: at the
-end of the stream, and on Linux by a signal even where it is stuck in native code. Signals of the terminal are the
-parent's to decide on. What is heavy is imported only when all this is settled, and nothing is opened before the parent
-speaks: a process may be started ahead of who needs it, and in vain.
+FD is one end of a socket pair; TRACE is the JSON of what is recorded, LISTEN that of where gateways may come to over a
+network, KV that of where KV events are published, or empty. The process ends with its parent: at the end of the stream,
+and on Linux by a signal even where it is stuck in native code. Signals of the terminal are the parent's to decide on.
+What is heavy is imported only when all this is settled, and nothing is opened before the parent speaks: a process may
+be started ahead of who needs it, and in vain.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from lockstep.errors import UsageError
 from lockstep.worker.lifeline import die_with_parent
 from lockstep.worker.logs import LogFormat, log_to_stderr
 
 if TYPE_CHECKING:
     from lockstep.worker.device import DeviceWorker
+    from lockstep.worker.flight.options import TraceOptions
+    from lockstep.worker.kv_events import KVEventsOptions
     from lockstep.worker.wire import Outbox
 
 log = logging.getLogger(__name__)
@@ -33,7 +37,9 @@ STOP_LIMIT_S = 4.0
 _READ_BYTES = 1 << 18
 
 
-def main(fd: int, parent_pid: int, log_format: LogFormat, log_level: str, trace: str) -> None:
+def main(
+    fd: int, parent_pid: int, log_format: LogFormat, log_level: str, trace: str, listen: str, kv_events: str
+) -> None:
     """Serve until told to stop or left alone; ends the process."""
     gc.disable()  # imports make much and leave nothing behind: looking for it takes a tenth of their time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -46,6 +52,7 @@ def main(fd: int, parent_pid: int, log_format: LogFormat, log_level: str, trace:
 
     from lockstep.worker.device import DeviceWorker
     from lockstep.worker.flight.options import TraceOptions
+    from lockstep.worker.kv_events import KVEventsOptions
     from lockstep.worker.wire import Outbox
 
     gc.freeze()  # modules stay, so no later collection walks over them
@@ -53,7 +60,12 @@ def main(fd: int, parent_pid: int, log_format: LogFormat, log_level: str, trace:
     if not sock.recv(1, socket.MSG_PEEK):  # nobody ever spoke to it: nothing is opened, recorded or written
         _exit(0)
     outbox = Outbox(sock)
-    worker = DeviceWorker(outbox.post, trace=msgspec.json.decode(trace, type=TraceOptions) if trace else None)
+    options = msgspec.json.decode(trace, type=TraceOptions) if trace else None
+    events = msgspec.json.decode(kv_events, type=KVEventsOptions) if kv_events else None
+    if listen:
+        worker = _listening(listen, outbox, options, events)
+    else:
+        worker = DeviceWorker(outbox.post, trace=options, kv_events=events)
     steps = threading.Thread(target=_run, args=(worker, outbox), name="lockstep-steps", daemon=True)
     steps.start()
     try:
@@ -72,6 +84,35 @@ def _run(worker: DeviceWorker, outbox: Outbox) -> None:
     except Exception:  # it has been logged, and everybody was told
         outbox.flush(STOP_LIMIT_S)
         _exit(EXIT_BROKEN)
+
+
+def _listening(
+    listen: str, outbox: Outbox, trace: TraceOptions | None, kv_events: KVEventsOptions | None
+) -> DeviceWorker:
+    """A worker that gateways may come to over a network as well; where that cannot be, the owner is told why."""
+    import msgspec
+
+    from lockstep.worker.device import DeviceWorker
+    from lockstep.worker.guests import Guests, ListenOptions, addressed
+    from lockstep.worker.messages import Command, Event, Listening
+
+    def obey(command: Command) -> None:
+        worker.handle(command)
+
+    def emit(event: Event) -> None:
+        for number, each in addressed(event, ()):
+            if number == 0:
+                outbox.post(each)
+        guests.tell(event)
+
+    try:
+        guests = Guests(msgspec.json.decode(listen, type=ListenOptions), obey)
+        worker = DeviceWorker(emit, trace=trace, tells_contents=True, kv_events=kv_events)
+        outbox.post(Listening(*guests.start()))
+    except UsageError as error:
+        outbox.post(Listening("", 0, str(error)))
+        return DeviceWorker(outbox.post, trace=trace, kv_events=kv_events)
+    return worker
 
 
 def _receive(sock: socket.socket, worker: DeviceWorker, outbox: Outbox) -> bool:
@@ -103,4 +144,4 @@ def _exit(code: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), "json" if sys.argv[3] == "json" else "text", sys.argv[4], sys.argv[5])
+    main(int(sys.argv[1]), int(sys.argv[2]), "json" if sys.argv[3] == "json" else "text", *sys.argv[4:])

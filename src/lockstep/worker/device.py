@@ -1,8 +1,8 @@
 """Device worker: one device, its replicas, and one loop that hands out their steps.
 
-Four kinds of threads meet here. The receiving thread calls `handle`: it checks and queues requests, and answers what
-must be answered while a step runs. The step thread runs `run`. One loading thread opens replicas while others serve;
-few preparing threads build grammars.
+Four kinds of threads meet here. A receiving thread calls `handle`: it checks and queues requests, and answers what must
+be answered while a step runs; where gateways come over a network there are two. The step thread runs `run`. One loading
+thread opens replicas while others serve; few preparing threads build grammars.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lockstep.errors import (
 )
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.kv_events import KVEventPublisher, KVEventsOptions
 from lockstep.worker.messages import (
     Abort,
     Answered,
@@ -76,10 +77,22 @@ class DeviceWorker:
         emit: where events go.
         clock: measures steps.
         trace: what is recorded of them; None: nothing.
+        tells_contents: whether events say what each prefix cache holds.
+        kv_events: where the same is published in vLLM's shape; None: nowhere.
     """
 
-    def __init__(self, emit: Emit, clock: Clock | None = None, trace: TraceOptions | None = None) -> None:
+    def __init__(
+        self,
+        emit: Emit,
+        clock: Clock | None = None,
+        trace: TraceOptions | None = None,
+        *,
+        tells_contents: bool = False,
+        kv_events: KVEventsOptions | None = None,
+    ) -> None:
         self._emit = emit
+        self._publisher = None if kv_events is None else KVEventPublisher(kv_events)
+        self._tells_contents = tells_contents
         self._registry = ReplicaRegistry()
         self._scheduler = DeviceScheduler()
         self._recorder = None if trace is None else _recorder(trace, self._scheduler)
@@ -90,6 +103,7 @@ class DeviceWorker:
             clock or SystemClock(),
             self._recorder,
             lambda: self._admission.num_preparing,
+            tells_contents,
         )
         self._admission = RequestAdmission(self._registry, emit, self._steps.call)
         self._loads = ThreadPoolExecutor(1, "lockstep-load")
@@ -193,7 +207,7 @@ class DeviceWorker:
         try:
             steps, key = self._steps, load.replica
             replica, loaded = open_replica(
-                load, report, steps.on_session, self._recorder, self._store, lambda: steps.call(key)
+                load, report, steps.on_session, self._recorder, self._store, lambda: steps.call(key), self._publisher
             )
         except Exception as error:
             self._registry.release(load.replica)
@@ -202,6 +216,8 @@ class DeviceWorker:
                 error = ExecutorError(f"{load.source}: loading failed: {error!r}")
             self._emit(LoadFailed(load.replica, error))
             return
+        if self._tells_contents:
+            replica.engine.scheduler.follow_contents()
         if stored := replica.engine.sessions.stored():  # before anybody may ask it, so that later changes come later
             self._emit(SessionsChanged(key, list(stored)))
         if self._registry.add(replica):
@@ -221,6 +237,8 @@ class DeviceWorker:
             self._steps.run()
         finally:
             self.stop()
+            if self._publisher is not None:
+                self._publisher.close()
             if self._store is not None:
                 self._store.close(FLUSH_LIMIT_S)
 

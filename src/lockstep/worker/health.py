@@ -21,6 +21,8 @@ MAX_STEP_S = 600.0
 """After so long most clients have given up waiting."""
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
+MAX_LINK_DELAY_S = 1.0
+"""For a link to a worker that others own, which costs nobody much to try."""
 HEALTHY_S = 60.0
 """A worker that served so long had no part in the deaths before it."""
 PROCESS_START_S = 1.0
@@ -115,9 +117,14 @@ class Pulse:
 
 
 class Restarts:
-    """Schedule of restarts: the first death is answered at once, each that follows soon after doubles the wait."""
+    """Schedule of restarts: the first death is answered at once, each that follows soon after doubles the wait.
 
-    def __init__(self) -> None:
+    Args:
+        is_link: whether links are tried again, and not processes started.
+    """
+
+    def __init__(self, *, is_link: bool = False) -> None:
+        self._is_link = is_link
         self._num_deaths = 0
         self._up_since_s: float | None = None
         self.start_at_s = 0.0
@@ -149,7 +156,8 @@ class Restarts:
             self._num_deaths = 0
         self._up_since_s = None
         self._num_deaths += 1
-        return 0.0 if self._num_deaths == 1 else backoff_s(self._num_deaths - 1, FIRST_DELAY_S, MAX_DELAY_S)
+        most_s = MAX_LINK_DELAY_S if self._is_link else MAX_DELAY_S
+        return 0.0 if self._num_deaths == 1 else backoff_s(self._num_deaths - 1, FIRST_DELAY_S, most_s)
 
 
 def backoff_s(num_failures: int, first_s: float, most_s: float) -> float:

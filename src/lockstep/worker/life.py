@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from lockstep.engine.options import Progress
-from lockstep.errors import LockstepError, WorkerLostError
+from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.worker.health import ASK_INTERVAL_S, Pulse, Restarts
 from lockstep.worker.link import Link, WorkerOptions, open_link
 from lockstep.worker.messages import (
@@ -29,6 +29,7 @@ from lockstep.worker.messages import (
     Loading,
     Unload,
     Unloaded,
+    Welcome,
 )
 from lockstep.worker.pending import resolve
 
@@ -121,7 +122,9 @@ class Life:
         self.link: Link | None = None
         """None: there is no worker now."""
         self.pulse = Pulse(options.health, time.monotonic())
-        self.restarts = Restarts()
+        self._first_id = 0
+        """Of our ids for the present worker."""
+        self.restarts = Restarts(is_link=options.kind == "network")
         self._hang = ""
         """How the worker hangs that is being killed for it; empty: none is."""
         self._asking: asyncio.Task[None] | None = None
@@ -133,7 +136,12 @@ class Life:
         Raises:
             UsageError, ExecutorError: no process can be started.
         """
-        await self._start_link()
+        try:
+            await self._start_link()
+        except UnavailableError as error:  # on a network: it is not there yet, or not any more
+            log.warning("%s; it is tried again", error)
+            self.restarts.schedule(time.monotonic(), 0.0)
+            self._returning = asyncio.get_running_loop().create_task(self._come_back(0.0))
         self._asking = asyncio.get_running_loop().create_task(self._ask_health())
 
     async def end(self, error: LockstepError) -> Link | None:
@@ -196,6 +204,8 @@ class Life:
     def _replica_event(self, event: Loading | Loaded | LoadFailed | Unloaded) -> None:
         """Take over what the worker says of a replica; of a load that nobody waits for any more, nothing."""
         replica = self._replicas.get(event.replica)
+        if replica is None and isinstance(event, Loaded) and self._options.kind == "network":
+            replica = self.begin_load(event.replica, None)  # its owner had it loaded
         if replica is None:
             return
         is_wanted = replica.state in (LoadState.QUEUED, LoadState.LOADING)
@@ -241,6 +251,11 @@ class Life:
                 self.pulse.reported(report, time.monotonic())
             case Loading() | Loaded() | LoadFailed() | Unloaded():
                 self._replica_event(event)
+                if self._options.kind == "network":
+                    self._on_event(event)
+            case Welcome(first_id):
+                self._first_id = first_id
+                self._on_event(event)
             case _:
                 self._on_event(event)
 
@@ -288,20 +303,20 @@ class Life:
     async def _ask_health(self) -> None:
         while True:
             if self.link is not None:
-                self.link.send(Ask(0, AskHealth()))
+                self.link.send(Ask(self._first_id, AskHealth()))
                 self.pulse.count_question()
                 self._kill_if_hanging(self.link)
             await asyncio.sleep(ASK_INTERVAL_S)
 
     def _kill_if_hanging(self, link: Link) -> None:
-        if self._hang or link.pid is None:
+        if self._hang or self._options.kind == "thread":
             return
         self._hang = self.pulse.hang(is_loading=self.num_loading > 0)
         if not self._hang:
             return
         log.error(
-            "the device worker (process %d) hangs, %s, and is killed; %s; it has %s loaded and %d loads under way",
-            link.pid,
+            "the device worker (%s) hangs, %s, and is given up; %s; it has %s loaded and %d loads under way",
+            link.name,
             self._hang,
             self.pulse.last_words,
             ", ".join(loaded.name for loaded in self._loaded) or "nothing",

@@ -23,10 +23,13 @@ import msgspec
 
 from lockstep.errors import ExecutorError, InvalidParameterError, QueueFullError, UsageError
 from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.guests import ListenOptions
 from lockstep.worker.health import HealthLimits
+from lockstep.worker.kv_events import KVEventsOptions
 from lockstep.worker.lifeline import signal_name
 from lockstep.worker.logs import LogFormat
-from lockstep.worker.messages import Command, Event, Stop, Submit, TrialOptions
+from lockstep.worker.messages import Command, Event, Handler, Stop, Submit, TrialOptions
+from lockstep.worker.network import WorkerAddress
 from lockstep.worker.wire import FrameReader, command_encoder, event_decoder, framed
 
 log = logging.getLogger(__name__)
@@ -45,22 +48,17 @@ JOIN_LIMIT_S = 10.0
 _POLL_INTERVAL_S = 0.005
 
 
-class Handler(Protocol):
-    """Receiver of what a link brings, called on the event loop that opened it."""
-
-    def received(self, event: Event) -> None: ...
-
-    def lost(self, reason: str) -> None:
-        """The worker is gone, and not because the link was closed; called once."""
-        ...
-
-
 class Link(Protocol):
     """One running device worker. Used from one event loop."""
 
     @property
     def pid(self) -> int | None:
         """Id of the worker's process; None: it is a thread of this one."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The worker, in words for the log."""
         ...
 
     def send(self, command: Command) -> None:
@@ -85,8 +83,12 @@ class Link(Protocol):
 class WorkerOptions:
     """Options of a device worker: thread or process, health, logs, recording."""
 
-    kind: Literal["thread", "process"] = "thread"
-    """``process`` for servers: a native crash then ends requests, and not the server."""
+    kind: Literal["thread", "process", "network"] = "thread"
+    """``process`` for servers: a native crash then ends requests, and not the server. ``network``: a worker that
+    somebody else has started, at ``address``."""
+    address: WorkerAddress | None = None
+    listen: ListenOptions | None = None
+    """Where a worker process listens for gateways on a network as well."""
     health: HealthLimits = field(default_factory=HealthLimits)
     trial: TrialOptions = field(default_factory=TrialOptions)
     """Only a worker process tries what it does not know: who chose threads has chosen to share their fate."""
@@ -95,6 +97,8 @@ class WorkerOptions:
     """Of the worker process, which logs to standard error."""
     trace: TraceOptions | None = None
     """What is recorded; None: nothing."""
+    kv_events: KVEventsOptions | None = None
+    """Where KV events are published; None: nowhere."""
     stream_interval_s: float = 0.0
     """What streams get within less than this comes to their readers at once, except their first tokens and ends."""
     ahead: SpawnedWorker | None = None
@@ -106,14 +110,21 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
     """Start a device worker, with nothing loaded.
 
     Raises:
-        UsageError: this system cannot hand a socket to a process.
+        UsageError: this system cannot hand a socket to a process, or a worker on a network does not believe us.
         ExecutorError: no process can be started.
+        UnavailableError: nobody listens at the address.
     """
     if options.kind == "thread":
-        return ThreadLink(handler, options.trace)
+        return ThreadLink(handler, options.trace, options.kv_events)
+    if options.kind == "network":
+        from lockstep.worker.network import NetworkLink
+
+        assert options.address is not None, "a worker on a network has an address"
+        return await NetworkLink.open(handler, options.address)
     spawned = options.ahead
     if spawned is None or not spawned.is_free:
-        spawned = SpawnedWorker(options.log_format, options.log_level, options.trace)
+        logs = options.log_format, options.log_level
+        spawned = SpawnedWorker(*logs, options.trace, options.listen, options.kv_events)
     return await ProcessLink.open(handler, spawned)
 
 
@@ -123,7 +134,14 @@ class SpawnedWorker:
     To be started on a thread that lives as long as the worker shall: on Linux the child ends with it.
     """
 
-    def __init__(self, log_format: LogFormat, log_level: str, trace: TraceOptions | None = None) -> None:
+    def __init__(
+        self,
+        log_format: LogFormat,
+        log_level: str,
+        trace: TraceOptions | None = None,
+        listen: ListenOptions | None = None,
+        kv_events: KVEventsOptions | None = None,
+    ) -> None:
         """Start the process.
 
         Raises:
@@ -139,7 +157,9 @@ class SpawnedWorker:
         with theirs:
             fd = theirs.fileno()
             command = [sys.executable, "-P", "-m", MODULE, str(fd), str(os.getpid()), log_format, log_level]
-            command.append("" if trace is None else msgspec.json.encode(trace).decode())
+            command += [
+                "" if each is None else msgspec.json.encode(each).decode() for each in (trace, listen, kv_events)
+            ]
             try:  # what it prints is no answer of ours: standard output goes where errors go
                 self._process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2)
             except OSError as error:
@@ -166,6 +186,7 @@ class ProcessLink(asyncio.Protocol):
     """`Link` to a child process, over a socket pair. Made by `open`."""
 
     def __init__(self, handler: Handler, process: subprocess.Popen[bytes]) -> None:
+        self.name = f"process {process.pid}"
         self._handler = handler
         self._process = process
         self._reader = FrameReader()
@@ -259,14 +280,17 @@ class ThreadLink:
     """`Link` to a device worker in threads of this process. Make it inside a running event loop."""
 
     pid = None
+    name = "a thread"
 
-    def __init__(self, handler: Handler, trace: TraceOptions | None = None) -> None:
+    def __init__(
+        self, handler: Handler, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
+    ) -> None:
         from lockstep.worker.device import DeviceWorker  # engines are imported by whoever runs one
 
         self._loop = asyncio.get_running_loop()
         self._handler = handler
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._worker = DeviceWorker(lambda event: self._tell(handler.received, event), trace=trace)
+        self._worker = DeviceWorker(lambda event: self._tell(handler.received, event), trace=trace, kv_events=kv_events)
         self._steps = threading.Thread(target=self._run, name="lockstep-steps", daemon=True)
         self._steps.start()
         threading.Thread(target=self._receive, name="lockstep-receive", daemon=True).start()

@@ -6,10 +6,13 @@ Request ids and ask ids are the sender's. The order of a replica's events is the
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.core.policy import SchedulerConfig
+from lockstep.core.prefix import ContentNews
 from lockstep.core.request import Priority
 from lockstep.engine.kv_store import KeptSession
 from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
@@ -22,6 +25,8 @@ from lockstep.errors import LockstepError
 from lockstep.executors.base import Geometry
 from lockstep.executors.probe import ProbeReport
 
+GUEST_IDS = 1 << 40
+"""Ids of one link over a network: those of the n-th begin at n times this, so that an id says whose it is."""
 DEFAULT_TRIAL_LIMIT_S = 1800.0
 """A trial reads, builds and compiles the model: minutes for large ones, on slow disks."""
 
@@ -307,6 +312,29 @@ class Outputs(_Event, frozen=True):
     """Reasons why others wait, now and then."""
 
 
+class Welcome(_Event, frozen=True):
+    """First event of a link over a network. What is loaded follows, each as if it had just come."""
+
+    first_id: int
+    """Of the ids for requests and questions on this link; there are `GUEST_IDS` of them."""
+
+
+class ContentsChanged(_Event, frozen=True):
+    """To guests: contents that a replica's prefix cache holds from now on, or no longer, in their order."""
+
+    replica: str
+    news: list[ContentNews]
+
+
+class Listening(_Event, frozen=True):
+    """To the owner: where the worker listens for gateways on a network."""
+
+    host: str
+    port: int
+    fault: str = ""
+    """Why it does not; empty: it does."""
+
+
 class Refused(_Event, frozen=True):
     """A request that the engine never saw."""
 
@@ -332,4 +360,27 @@ class SessionsChanged(_Event, frozen=True):
     changes: list[SessionChange]
 
 
-Event = Loading | Loaded | LoadFailed | Unloaded | Outputs | Refused | Answered | SessionsChanged | KVRejected
+Event = (
+    Loading
+    | Loaded
+    | LoadFailed
+    | Unloaded
+    | Outputs
+    | ContentsChanged
+    | Listening
+    | Welcome
+    | Refused
+    | Answered
+    | SessionsChanged
+    | KVRejected
+)
+
+
+class Handler(Protocol):
+    """Receiver of what a link brings, called on the event loop that opened it."""
+
+    def received(self, event: Event) -> None: ...
+
+    def lost(self, reason: str) -> None:
+        """The worker is gone, and not because the link was closed; called once."""
+        ...

@@ -45,6 +45,10 @@ class PendingRequests:
     def next_id(self) -> int:
         return next(self._ids)
 
+    def count_from(self, first_id: int) -> None:
+        """Take ids from here on: those that a worker gave to a link."""
+        self._ids = itertools.count(first_id)
+
     # -- requests -------------------------------------------------------------------------------------------------
 
     def open(self, replica: str) -> Mailbox:

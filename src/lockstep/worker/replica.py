@@ -19,6 +19,7 @@ from lockstep.worker.preflight import try_unknown
 
 if TYPE_CHECKING:
     from lockstep.worker.flight.recorder import EngineRecorder, Recorder
+    from lockstep.worker.kv_events import KVEventPublisher, KVEventSource
 
 
 MIN_PROGRESS_INTERVAL_S = 0.1
@@ -32,6 +33,8 @@ class Replica:
     key: str
     engine: Engine
     recorder: EngineRecorder | None = None
+    kv_events: KVEventSource | None = None
+    """Of its cache, where somebody publishes them."""
 
     def metrics(self) -> MetricsSnapshot:
         """The engine's metrics; whether it is recorded, and what its recording lacks."""
@@ -52,6 +55,7 @@ def open_replica(
     recorder: Recorder | None = None,
     store: KVStore | None = None,
     wake: Callable[[], None] | None = None,
+    publisher: KVEventPublisher | None = None,
 ) -> tuple[Replica, Loaded]:
     """Try the artifact where it is unknown, then load it here.
 
@@ -60,6 +64,7 @@ def open_replica(
         recorder: of the device, where it has one.
         store: of the device, where it has one.
         wake: called by any thread when the engine has got something to do by itself.
+        publisher: of KV events, where the device has one.
 
     Raises:
         LockstepError: it cannot be loaded; the message says why.
@@ -77,8 +82,11 @@ def open_replica(
         kv_class=load.priority,
         wake=wake,
     )
+    kv_events = None if publisher is None else publisher.source(model.name, config.block_size)
+    if kv_events is not None:
+        engine.follow(kv_events)
     executor = model.executor
-    return Replica(load.replica, engine, own_recorder), Loaded(
+    return Replica(load.replica, engine, own_recorder, kv_events), Loaded(
         load.replica,
         model.name,
         model.fingerprint,

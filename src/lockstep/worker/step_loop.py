@@ -27,6 +27,7 @@ from lockstep.worker.messages import (
     AskSessions,
     Check,
     Checked,
+    ContentsChanged,
     EndSession,
     Event,
     Outputs,
@@ -67,6 +68,7 @@ class StepLoop:
         clock: measures steps.
         recorder: of the device, where it has one.
         num_preparing: how many requests no engine has yet.
+        tells_contents: whether events say what each prefix cache holds.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class StepLoop:
         clock: Clock,
         recorder: Recorder | None,
         num_preparing: Callable[[], int],
+        tells_contents: bool = False,
     ) -> None:
         self._emit = emit
         self._registry = registry
@@ -84,6 +87,7 @@ class StepLoop:
         self._now_s = clock.now_s
         self._recorder = recorder
         self._num_preparing = num_preparing
+        self._tells_contents = tells_contents
         self._orders: deque[Order] = deque()
         """As many as were asked; each is answered once."""
         self._called: deque[str] = deque()
@@ -214,7 +218,13 @@ class StepLoop:
         return self.sampler.report(key, plan, duration_s, now_s)
 
     def _publish(self, replica: Replica, step: StepReport | None = None) -> None:
-        """Emit one event for all that a step brought, and one for what it meant to its replica's sessions."""
+        """Emit one event for all that a step brought, one for what it meant to its replica's sessions, and before them
+        one for its cache, so that whoever hears an answer's end knows where its blocks are."""
+        news = replica.engine.scheduler.drain_contents()
+        if news and self._tells_contents:
+            self._emit(ContentsChanged(replica.key, list(news)))
+        if replica.kv_events is not None:
+            replica.kv_events.changed(news)
         accepted, outputs, started, waits = replica.engine.take()
         if accepted or outputs or step is not None or started or waits:
             self._emit(Outputs(accepted, outputs, step, started, waits))
@@ -237,9 +247,10 @@ class StepLoop:
             case Check():
                 return self._checked()
             case ResetPrefixCache():
-                return PrefixCacheReset(
-                    sum(replica.engine.scheduler.reset_prefix_cache() for replica in replicas.values())
-                )
+                num_blocks = sum(replica.engine.scheduler.reset_prefix_cache() for replica in replicas.values())
+                for replica in replicas.values():
+                    self._publish(replica)
+                return PrefixCacheReset(num_blocks)
             case AskSessions():
                 return SessionsReport({key: replica.engine.session_reports() for key, replica in replicas.items()})
             case Sweep() | EndSession():
@@ -283,6 +294,8 @@ class StepLoop:
         replica.engine.abort_all()
         replica.engine.sessions.end(reason="unloaded")
         self._publish(replica)
+        if replica.kv_events is not None:
+            replica.kv_events.closed()
         if self._recorder is not None:
             self._recorder.closed(replica.key)
 

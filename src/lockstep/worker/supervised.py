@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -34,10 +35,12 @@ from lockstep.worker.messages import (
     AskSessions,
     Check,
     Checked,
+    ContentsChanged,
     EndSession,
     Event,
     KeptReport,
     KVRejected,
+    Listening,
     Load,
     Loaded,
     MetricsReport,
@@ -55,15 +58,17 @@ from lockstep.worker.messages import (
     Submit,
     Sweep,
     TrialOptions,
+    Unloaded,
     WatchSteps,
+    Welcome,
 )
 from lockstep.worker.pending import Mailbox, PendingRequests
 
 log = logging.getLogger(__name__)
 
 Report = TypeVar("Report", bound=Answer)
-Notice = SessionsChanged | KVRejected | StepReport | Lost | Back
-"""What a worker and its life bring unasked."""
+Notice = SessionsChanged | ContentsChanged | KVRejected | StepReport | Loaded | Unloaded | Lost | Back
+"""What a worker and its life bring unasked; replicas that come and go by themselves, where others own the worker."""
 ANSWER_LIMIT_S = 5.0
 """For what is answered without waiting for a step."""
 CHECK_LIMIT_S = 60.0
@@ -82,6 +87,8 @@ class SupervisedWorker:
         self._notify = notify or (lambda notice: None)
         self._watched_per_s = 0.0
         self._store: OpenStore | None = None
+        self.listening: Listening | None = None
+        """Where the present worker listens for gateways, by its own word."""
         self.kv_tiers: Mapping[str, TierStats] = {}
         """Tiers of the KV store, host and disk, as of the last metrics."""
         self._open = PendingRequests(options.stream_interval_s)
@@ -226,6 +233,15 @@ class SupervisedWorker:
         if self._open.leave(mailbox):
             self._life.send(Abort(mailbox.replica, (mailbox.request_id,)))
 
+    @contextmanager
+    def asked(self, replica: str, request: GenerationRequest) -> Iterator[Mailbox]:
+        """The mailbox of a request for a block, as `submit`; leaving the block early aborts it."""
+        mailbox = self.submit(replica, request)
+        try:
+            yield mailbox
+        finally:
+            self.leave(mailbox)
+
     def abort_all(self, error: LockstepError, of_replica: str | None = None) -> None:
         """End every open request, or every one of a replica, with this error."""
         by_replica: dict[str, list[int]] = {}
@@ -312,15 +328,19 @@ class SupervisedWorker:
                 self._open.outputs(event)
                 if event.step is not None:
                     self._notify(event.step)
-            case SessionsChanged() | KVRejected():
+            case SessionsChanged() | ContentsChanged() | KVRejected() | Loaded() | Unloaded():
                 self._notify(event)
             case Answered():
                 self._open.answered(event)
             case Refused():
                 self._open.refused(event)
+            case Welcome(first_id):
+                self._open.count_from(first_id)
+            case Listening():
+                self.listening = event
 
     def _lost(self, reason: str) -> None:
-        self._reason = reason
+        self._reason, self.listening = reason, None
         self._open.end(self._life.lost_error(reason, "answered; send the request again"))
         self._notify(Lost(reason))
 

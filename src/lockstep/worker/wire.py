@@ -26,6 +26,10 @@ HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 30
 """The largest messages are vocabularies (megabytes) and long prompts."""
 _PLAIN = (str, int, float, bool, type(None))
+_ERRORS = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, LockstepError)
+}
+"""Those that a message may name."""
 
 
 def command_encoder() -> msgspec.msgpack.Encoder:
@@ -106,7 +110,7 @@ class FrameReader:
 
 def _encode(value: object) -> object:
     if isinstance(value, LockstepError):
-        known = next(kind for kind in type(value).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        known = next(kind for kind in type(value).__mro__ if _ERRORS.get(kind.__name__) is kind)
         attributes = {key: held if isinstance(held, _PLAIN) else str(held) for key, held in vars(value).items()}
         return known.__name__, str(value), attributes
     if isinstance(value, np.ndarray):
@@ -118,8 +122,8 @@ def _encode(value: object) -> object:
 
 def _decode(kind: type, value: Any) -> object:
     if kind is LockstepError:
-        name, message, attributes = value
-        known = getattr(errors, name)
+        name, message, attributes = msgspec.convert(value, tuple[str, str, dict[str, str | int | float | bool | None]])
+        known = _ERRORS.get(name, LockstepError)
         error = known.__new__(known, message)
         vars(error).update(attributes)
         return error

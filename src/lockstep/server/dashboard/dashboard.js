@@ -353,6 +353,7 @@ async function poll() {
         later("budgets", showBudgets());
         later("cluster", showCluster());
         showModels();
+        showHosts();
         live("live", "good");
       } else if (!cluster) {
         byId("key").hidden = false;
@@ -371,7 +372,7 @@ async function poll() {
   }
   timer = setTimeout(poll, POLL_MS);
 }
-const CHANGES = new Set(["tier_changed", "manifest_replaced", "worker_restarted"]);
+const CHANGES = new Set(["tier_changed", "manifest_replaced", "worker_restarted", "replica_lost"]);
 /** After such an event: what it changed is shown soon, and however many come, twice a second at most. */
 function soon() {
   if (soon.timer) return;

@@ -7,8 +7,8 @@ of either. A recording with content also holds enough to compute it again, and n
   file 32 random bytes of this recording, which nobody keeps. The key is BLAKE2b-256 of it. Its name, which is all that
   is written of it, is the digest of nothing: equal names, comparable digests.
 - A *digest* is BLAKE2b-64 with that key, and as its person what it is of: ``key``, ``prompt``, ``parameters``,
-  ``tokens`` or ``vector``. Without the key nobody can guess a prompt and look for its digest. Two things that differ
-  have equal digests once in 2**64.
+  ``tokens``, ``vector`` or ``session``. Without the key nobody can guess a prompt and look for its digest. Two things
+  that differ have equal digests once in 2**64.
 - Tokens are unsigned numbers of four bytes, vectors floats of four bytes, both little-endian.
 - Parameters are msgpack, keys text and sorted: an array of what the request named of `SamplingParams`, and its pooling
   or nil. That is all of a request that decides its model's output beside the prompt, but for the seed, which is drawn
@@ -60,6 +60,9 @@ class Digests:
             return self._digest(b"tokens", _packed(generation.tokens[generation.prompt_len :]))
         vector = generation.embedding()
         return self._digest(b"vector", b"" if vector is None else vector.astype("<f4").tobytes())
+
+    def session(self, name: str) -> str:
+        return self._digest(b"session", name.encode(errors="surrogatepass")).hex()
 
     def _digest(self, person: bytes, data: bytes) -> bytes:
         return blake2b(data, digest_size=DIGEST_BYTES, key=self._key, person=person).digest()

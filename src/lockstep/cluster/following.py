@@ -1,0 +1,199 @@
+"""A gateway's side of a cluster on several hosts: it reports what it sees, and follows the owner's word.
+
+Requests never wait for the owner: it says where replicas are, and the links to them are the gateway's own. While nobody
+owns the cluster, the last word holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from lockstep.cluster.planner import Action, Observed, Phase, PlanPolicy
+from lockstep.cluster.sessions import SessionNews
+from lockstep.cluster.shared_plan import Report, Word, following
+from lockstep.errors import PlacingError, UnavailableError
+from lockstep.hosts.workers import HostedWorkers
+from lockstep.version import __version__
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 1.0
+"""Between two reports where nothing changes."""
+MIN_REPORT_S = 0.02
+"""Between two reports, whatever changes."""
+AGAIN_S = 0.5
+"""Until an owner that does not answer is asked again."""
+DISMISS_LIMIT_S = 120.0
+"""For other gateways' requests to end, and for the replicas to go."""
+LEAVE_LIMIT_S = 1.0
+
+
+class OwnerLink(Protocol):
+    """`lockstep.cluster.owner.Owner`, here or elsewhere.
+
+    Raises (each method):
+        PlacingError: nobody answers.
+    """
+
+    async def join(
+        self, gateway: str, version: str, manifest: str, drained: Mapping[str, str] | None = None
+    ) -> Word: ...
+    async def follow(self, gateway: str, seen: int) -> Word | None: ...
+    async def report(self, gateway: str, report: Report) -> Sequence[SessionNews]: ...
+    async def leave(self, gateway: str) -> None: ...
+    async def begin_replace(self, gateway: str) -> None: ...
+    async def end_replace(self, gateway: str, manifest: str | None) -> int: ...
+    async def dismiss(self, key: str) -> None: ...
+    async def drain(self, name: str, is_drained: bool) -> None: ...
+
+
+class Following:
+    """One gateway's dealings with the owner. Event loop only.
+
+    Args:
+        workers: told where replicas are.
+        on_word: called with every new word, after it was taken over.
+        report: what this gateway sees now.
+        on_sessions: called with what other gateways tell of sessions.
+    """
+
+    def __init__(
+        self,
+        owner: OwnerLink,
+        workers: HostedWorkers,
+        report: Callable[[], Report],
+        on_word: Callable[[Word], None],
+        on_sessions: Callable[[Sequence[SessionNews]], None],
+    ) -> None:
+        self.gateway = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(3).hex()}"
+        self.word = Word(-1)
+        self.fault = ""
+        """Why the owner is not heard, in one sentence; empty: it is."""
+        self._owner = owner
+        self._workers = workers
+        self._report = report
+        self._on_word = on_word
+        self._on_sessions = on_sessions
+        self._manifest = ""
+        self._is_changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reported: tuple[object, ...] = ()
+
+    async def start(self, manifest: str) -> str:
+        """Join with a manifest; the one that holds, which is another one's where gateways are there already.
+
+        Raises:
+            UsageError: the cluster is of another version.
+            PlacingError, UnavailableError: the owner does not answer, or takes no more gateways.
+        """
+        self._manifest = manifest
+        self._hear(await self._owner.join(self.gateway, __version__, manifest))
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._forever(self._follow)), loop.create_task(self._forever(self._tell))]
+        return self.word.manifest
+
+    async def close(self) -> None:
+        """Follow no more, and say so."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            try:
+                async with asyncio.timeout(LEAVE_LIMIT_S):
+                    await self._owner.leave(self.gateway)
+            except (TimeoutError, PlacingError, UnavailableError):
+                pass  # it will see that nothing comes any more
+
+    def decide(self, observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, ...]:
+        """Actions by the owner's word, as `lockstep.cluster.planner.plan` decides them without one."""
+        seen = tuple(
+            (each.key, each.phase, each.num_busy > 0, each.num_waiting, each.is_pinned) for each in observed.replicas
+        )
+        if seen != self._reported:
+            self._reported = seen
+            self._is_changed.set()
+        return following(self.word, observed)
+
+    def manifest_holds(self, manifest: str) -> None:
+        """Note that this gateway serves a manifest now."""
+        self._manifest = manifest
+
+    @property
+    def newer_manifest(self) -> str:
+        """The manifest that holds where this gateway serves another one; empty: it serves what holds."""
+        return self.word.manifest if self.word.manifest not in ("", self._manifest) else ""
+
+    async def begin_replace(self) -> None:
+        """Have the right to bring a manifest in; UnavailableError: another gateway does."""
+        await self._owner.begin_replace(self.gateway)
+
+    async def end_replace(self, manifest: str | None) -> None:
+        """Have all gateways take a manifest over; None: it could not be served."""
+        if manifest is not None:
+            self._manifest = manifest
+        await self._owner.end_replace(self.gateway, manifest)
+
+    async def dismiss(self, key: str) -> None:
+        """Have a group unloaded on all hosts; returns when it is gone."""
+        self._is_changed.set()  # this gateway holds it no more
+        await self._owner.dismiss(key)
+        try:
+            async with asyncio.timeout(DISMISS_LIMIT_S):
+                while self.word.phases.get(key) in (Phase.RESIDENT, Phase.UNLOADING):
+                    await asyncio.sleep(MIN_REPORT_S)
+        except TimeoutError:
+            raise UnavailableError("other gateways still use the model; it goes when they have ended") from None
+
+    async def drain(self, name: str, is_drained: bool) -> None:
+        """Have a host give its replicas to others; HostNotFoundError: there is none of that name."""
+        await self._owner.drain(name, is_drained)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    async def _forever(self, turn: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            try:
+                await turn()
+                self.fault = ""
+            except (PlacingError, UnavailableError) as error:
+                if not self.fault:
+                    log.warning("the cluster's owner is not heard, what is placed answers on: %s", error)
+                self.fault = str(error)
+                await asyncio.sleep(AGAIN_S)
+            except Exception:  # whatever it is, nobody else would ever follow
+                log.exception("a defect over following the owner's word")
+                await asyncio.sleep(AGAIN_S)
+
+    async def _follow(self) -> None:
+        word = await self._owner.follow(self.gateway, self.word.version)
+        if word is None:  # it is another owner, or has thought us gone
+            drained = {host.node_id: host.name for host in self.word.hosts if host.is_drained}
+            word = await self._owner.join(self.gateway, __version__, self._manifest, drained)
+            self._is_changed.set()
+        if word != self.word or self.newer_manifest:
+            self._hear(word)
+
+    async def _tell(self) -> None:
+        if news := await self._owner.report(self.gateway, self._report()):
+            self._on_sessions(news)
+        await asyncio.sleep(MIN_REPORT_S)
+        try:
+            async with asyncio.timeout(REPORT_S):
+                await self._is_changed.wait()
+        except TimeoutError:
+            pass
+        self._is_changed.clear()
+
+    def _hear(self, word: Word) -> None:
+        self.word = word
+        self._workers.trouble = ""
+        self._workers.told(word.places)
+        for key in tuple(self._workers.groups):
+            if word.phases.get(key, Phase.ABSENT) in (Phase.ABSENT, Phase.UNLOADING):
+                self._workers.give_up(key)
+        self._on_word(word)

@@ -1,0 +1,237 @@
+"""Models of a manifest on several hosts: what a gateway reports of them, and what follows from the owner's word."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from lockstep.cluster.following import Following, OwnerLink
+from lockstep.cluster.manifest import Hosts, Manifest
+from lockstep.cluster.manifest_file import dump
+from lockstep.cluster.owner import Owner
+from lockstep.cluster.planner import Action, Observed, PlanPolicy
+from lockstep.cluster.replica_state import ReplicaState
+from lockstep.cluster.sessions import SessionNews, Sessions
+from lockstep.cluster.shared_plan import Report, Wish, Word
+from lockstep.cluster.snapshot import HostSnapshot, PlaceSnapshot
+from lockstep.engine.kv_tiers import KVStoreOptions
+from lockstep.hosts.group import RouteWatcher
+from lockstep.hosts.values import Demand, GroupOptions, LinkOptions
+from lockstep.hosts.workers import GroupLost, HostedWorkers
+from lockstep.worker.guests import read_secret
+from lockstep.worker.link import WorkerOptions
+from lockstep.worker.supervised import Notice
+
+log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from lockstep.cluster.models import ModelSet
+    from lockstep.cluster.replicas import Replicas
+
+Close = Callable[[], Awaitable[None]]
+OpenOwner = Callable[[str, str, LinkOptions, WorkerOptions, KVStoreOptions], Awaitable[tuple[OwnerLink, Close]]]
+"""Finds or starts the owner of a cluster, and says how to leave it: the cluster's name, where Ray is, how links are
+believed, how workers run, and where they keep KV."""
+
+
+async def ray_owner(
+    cluster: str, ray: str, link: LinkOptions, worker: WorkerOptions, kv: KVStoreOptions
+) -> tuple[OwnerLink, Close]:
+    """The owner as an actor of Ray's.
+
+    Raises:
+        PlacingError: Ray is not installed, or cannot be reached.
+    """
+    from lockstep.hosts.ray_runtime import OWNER, ReplicaOptions, connect
+
+    worker = replace(worker, ahead=None)  # a process of this machine
+    runtime = await connect(ray, cluster, ReplicaOptions(link, worker, kv))
+    owner: Any = await runtime.named(OWNER, Owner, runtime, worker.trace)
+    return owner, runtime.close
+
+
+class Hosting:
+    """One gateway's models on several hosts. Event loop only.
+
+    Args:
+        manifest: what will be served at first; it has hosts.
+        models: those that there are.
+        notify: told what workers say of sessions, and of groups that are lost.
+        on_word: called with every new word of the owner.
+        sessions: of all models, which others are told of.
+        routes: told every choice among replicas.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        worker: WorkerOptions,
+        kv: KVStoreOptions,
+        policy: PlanPolicy,
+        models: Callable[[], ModelSet],
+        notify: Callable[[Notice | GroupLost], None],
+        on_word: Callable[[Word], None],
+        sessions: Sessions,
+        open_owner: OpenOwner = ray_owner,
+        routes: RouteWatcher | None = None,
+    ) -> None:
+        assert manifest.hosts is not None, "who has none runs here"
+        hosts = manifest.hosts
+        self._manifest = manifest
+        self._worker = worker
+        self._kv = kv
+        self._policy = policy
+        self._models = models
+        self._on_word = on_word
+        self._sessions = sessions
+        self._open_owner = open_owner
+        self._link = link_of(hosts)
+        self.workers = HostedWorkers(
+            self._link,
+            self._options_of,
+            notify,
+            routes,
+            worker.stream_interval_s,
+        )
+        self.replicas: Replicas | None = None
+        """The shell that follows; set by who makes it, before `start`."""
+        self._following: Following | None = None
+        self._leave: Close | None = None
+
+    async def start(self) -> str:
+        """Join the cluster; the manifest that holds.
+
+        Raises:
+            UsageError, PlacingError: there is no owner, and none can be started.
+        """
+        hosts = self._manifest.hosts
+        assert hosts is not None, "as at first"
+        check_secret_file(hosts.secret)
+        name, options = self._manifest.cluster, (self._link, self._worker, self._kv)
+        owner, self._leave = await self._open_owner(name, hosts.ray, *options)
+        self._following = Following(owner, self.workers, self._report, self._on_word, self._hear_sessions)
+        return await self._following.start(dump(self._manifest))
+
+    async def close(self) -> None:
+        """Follow no more; what is placed stays."""
+        if self._following is not None:
+            await self._following.close()
+        if self._leave is not None:
+            await self._leave()
+
+    @property
+    def following(self) -> Following:
+        assert self._following is not None, "it was started"
+        return self._following
+
+    @property
+    def word(self) -> Word:
+        """The owner's last word; an empty one before the first."""
+        return Word(-1) if self._following is None else self._following.word
+
+    def decide(self, observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, ...]:
+        """Actions by the owner's word."""
+        return () if self._following is None else self._following.decide(observed, now_s, policy)
+
+    async def drain(self, name: str, is_drained: bool) -> None:
+        """Have a host give its replicas to others, and take none; or let it have some again.
+
+        Raises:
+            HostNotFoundError: there is none of that name.
+        """
+        await self.following.drain(name, is_drained)
+
+    # -- what is reported -------------------------------------------------------------------------------------------
+
+    def _report(self) -> Report:
+        assert self.replicas is not None, "set before it was started"
+        now_s = time.monotonic()
+        wishes = tuple(Wish(self._demand(each), each.observed(now_s)) for each in self.replicas.all())
+        num_open = {
+            (key, member.number): num
+            for key, group in self.workers.groups.items()
+            for member in group.members
+            if (num := group.num_open(member.number))
+        }
+        sessions = self._sessions.news(now_s)
+        return Report(now_s, wishes, self.replicas.budget_bytes, self._policy, num_open, sessions, self.word.version)
+
+    def _hear_sessions(self, news: Sequence[SessionNews]) -> None:
+        self._sessions.hear(news, time.monotonic())
+
+    def _demand(self, replica: ReplicaState) -> Demand:
+        spec, wanted = replica.spec, replica.spec.group
+        source = spec.source
+        if "://" not in source and Path(source).expanduser().exists():  # as all hosts call it
+            source = str(Path(source).expanduser().absolute())
+        return Demand(spec.key, source, spec.options, replica.priority, wanted.num, wanted.resources, wanted.spread)
+
+    def _ids_on(self, key: str) -> Sequence[str]:
+        by_id = self._models().by_id
+        return [id_ for id_, model in by_id.items() if model.replica is not None and model.replica.key == key]
+
+    def _options_of(self, key: str) -> GroupOptions:
+        assert self.replicas is not None, "set before it was started"
+        return next(replica.spec.group for replica in self.replicas.all() if replica.key == key)
+
+    # -- what is seen of it -------------------------------------------------------------------------------------------
+
+    def hosts(self) -> tuple[HostSnapshot, ...]:
+        """All hosts, by the owner's word."""
+        word = self.word
+        return tuple(HostSnapshot.of(host, word.places) for host in word.hosts)
+
+    def places(self) -> tuple[PlaceSnapshot, ...]:
+        """All replicas, by the owner's word and as this gateway uses them."""
+        now_s, found = time.monotonic(), []
+        for place in self.word.places:
+            models, group = self._ids_on(place.key), self.workers.groups.get(place.key)
+            if group is None or place.number >= len(group.members):
+                found.append(PlaceSnapshot.of(place, models))
+                continue
+            number, balancer = place.number, group.balancer
+            trouble = group.trouble(group.members[number])
+            found.append(
+                PlaceSnapshot.of(
+                    place if place.reason or not trouble else msgspec.structs.replace(place, reason=trouble),
+                    models,
+                    group.members[number].use,
+                    now_s=now_s,
+                    num_running=group.num_open(number),
+                    num_cached_blocks=balancer.num_held(number),
+                )
+            )
+        return tuple(found)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences on replicas that get no requests, and on an owner that is not heard."""
+        fault = "" if self._following is None else self._following.fault
+        found = [f"the cluster's owner is not heard, what is placed answers on: {fault}"] if fault else []
+        return (*found, *(place.sentence for place in self.places() if place.sentence))
+
+
+def check_secret_file(name: str) -> None:
+    """See that there is a secret; where the manifest names none and there is none yet, one is made.
+
+    Raises:
+        UsageError: there is none, or it cannot be used.
+        PlacingError: none can be made.
+    """
+    if name == Hosts().secret:
+        from lockstep.hosts.ray_connection import made_secret
+
+        path, is_new = made_secret(name)
+        if is_new:
+            log.warning("%s: made a secret for gateways and workers; copy the file to each host", path)
+    read_secret(name)
+
+
+def link_of(hosts: Hosts) -> LinkOptions:
+    """Links as a manifest wants them."""
+    return LinkOptions(hosts.secret, hosts.tls_ca, hosts.tls_cert, hosts.tls_key, hosts.allows_plain)

@@ -1,0 +1,139 @@
+"""Keys of a manifest's ``hosts:`` block: which replicas are placed where, and whom their links believe.
+
+Paths are those on every host, so nothing is looked up here; neither Ray nor the secret's file is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from lockstep.cluster.manifest import HostedReplicas, Hosts
+from lockstep.cluster.manifest_keys import (
+    Key,
+    Shape,
+    check_name,
+    flag,
+    mapping,
+    one_of,
+    read_fields,
+    size,
+    text,
+    whole,
+    written,
+)
+from lockstep.cluster.manifest_yaml import FAULTY, Place, shown
+from lockstep.cluster.quantities import size_text
+from lockstep.core.balancer import RoutingPolicy
+from lockstep.errors import ConfigError
+from lockstep.hosts.values import MAX_REPLICAS
+
+AUTO = "auto"
+MAX_AMOUNT = 1_000_000
+"""Of one resource, but for memory."""
+MIN_AMOUNT = 0.0001
+"""What Ray counts in."""
+MAX_IMBALANCE = 1_000_000
+_MEMORY = "memory"
+_KNOWN = ("CPU", "GPU", _MEMORY)
+"""Resources that Ray knows by itself, and that a replica may need."""
+_STORE = "object_store_memory"
+
+
+def _address(place: Place) -> str:
+    value = text(place)
+    if value == AUTO:
+        return value
+    try:
+        parts = urlsplit(f"//{value}")
+        is_right = parts.netloc == value and "@" not in value and bool(parts.hostname) and bool(parts.port)
+    except ValueError:
+        is_right = False
+    if not is_right:
+        hint = "; without the ray://" if value.startswith("ray://") else ""
+        raise ConfigError(f"is {shown(value)}; it must be {AUTO}, or HOST:PORT of a Ray cluster{hint}")
+    return value
+
+
+def _path(place: Place) -> str:
+    """The path of a file on every host, whatever the directory that a process there begins in."""
+    value = text(place)
+    if "${" in value:
+        raise ConfigError(f"is {shown(value)}; ${{…}} is expanded in `remote:` only, so write the path out")
+    if not value.isprintable() or not value.startswith(("/", "~/")):
+        raise ConfigError(f"is {shown(value)}; it must be the path of a file on every host, from / or ~/")
+    return value
+
+
+def _amounts(place: Place) -> Mapping[str, float]:
+    """Read ``resources:``, by name of the resource."""
+    read = {name: child.read(partial(_amount, name)) for name, child in place.entries().items()}
+    return {name: amount for name, amount in read.items() if amount is not FAULTY}
+
+
+def _amount(name: str, place: Place) -> float:
+    meant = next((known for known in _KNOWN if known.lower() == name.lower().removeprefix("num_").rstrip("s")), name)
+    if meant != name:
+        raise ConfigError(f"is an unknown resource; did you mean {meant!r}?")
+    if name == _STORE:
+        raise ConfigError("is memory that no replica uses; leave it out, or write `memory:`")
+    check_name(name, Shape.ALIAS)
+    if name == _MEMORY:
+        if not (num_bytes := size(is_budget=True)(place)):
+            raise ConfigError("is 0; leave it out where nothing is to be set aside")
+        return float(num_bytes)
+    value = place.scalar()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"is {shown(value)}; it must be a number, e.g. 2 or 0.5")
+    if not (value == 0 or MIN_AMOUNT <= value <= MAX_AMOUNT):
+        raise ConfigError(f"is {shown(value)}; it must be 0, or a number of {MIN_AMOUNT}..{MAX_AMOUNT}")
+    return value
+
+
+def _amounts_written(amounts: Mapping[str, float]) -> dict[str, Any]:
+    return {name: size_text(int(amount)) if name == _MEMORY else amount for name, amount in amounts.items()}
+
+
+REPLICAS: Mapping[str, Key] = {
+    "num": Key(whole(1, MAX_REPLICAS)),
+    "resources": Key(_amounts, write=_amounts_written),
+    "spread": Key(flag),
+}
+TLS: Mapping[str, Key] = {"ca": Key(_path, "tls_ca"), "cert": Key(_path, "tls_cert"), "key": Key(_path, "tls_key")}
+
+
+def _replicas(place: Place) -> dict[str, HostedReplicas]:
+    """Read ``replicas:``, by id of the model."""
+    read = {id_: child.read(mapping(REPLICAS)) for id_, child in place.entries().items()}
+    return {id_: HostedReplicas(**fields) for id_, fields in read.items() if fields is not FAULTY}
+
+
+def _replicas_written(replicas: Mapping[str, HostedReplicas]) -> dict[str, Any]:
+    return {id_: written(REPLICAS, demand, ("num",)) for id_, demand in replicas.items()}
+
+
+HOSTS: Mapping[str, Key] = {
+    "ray": Key(_address),
+    "replicas": Key(_replicas, write=_replicas_written),
+    "routing": Key(one_of({each.value: each for each in RoutingPolicy}), write=lambda policy: policy.value),
+    "max_imbalance": Key(whole(0, MAX_IMBALANCE)),
+    "secret": Key(_path),
+    "tls": Key(mapping(TLS, ("ca", "cert"))),
+    "allow_plain": Key(flag, "allows_plain"),
+}
+
+
+def hosts_block(place: Place) -> dict[str, Any]:
+    """Read ``hosts:`` as the well-formed fields of `Hosts`."""
+    fields = read_fields(place, HOSTS)
+    tls: dict[str, Any] = fields.pop("tls", {})
+    return fields | tls
+
+
+def hosts_written(hosts: Hosts) -> dict[str, Any]:
+    """Write ``hosts:`` as `hosts_block` reads it; never empty, as an absent block means another thing."""
+    plain = {key: how for key, how in HOSTS.items() if key != "tls"}
+    block = {**written(plain, hosts, ("ray",)), **({"tls": written(TLS, hosts)} if hosts.tls_ca else {})}
+    return {key: block[key] for key in HOSTS if key in block}

@@ -1,0 +1,495 @@
+"""Owner of a cluster on several hosts: its manifest, its one plan, and where the replicas of each group are.
+
+Gateways report what they wish and use; the owner plans with the same planner as a single machine does, has replicas
+placed, and tells all gateways. What they do with requests, they do without it: while nobody owns the cluster, what is
+placed answers on. Runs on one event loop, in a process of its own; it begins anew with what it finds placed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from lockstep.cluster.plan_recorder import PlanRecorder
+from lockstep.cluster.planner import Action, Drain, Load, Observed, Phase, PlanPolicy, Refuse, Unload, plan
+from lockstep.cluster.sessions import SessionNews
+from lockstep.cluster.shared_plan import ABSENT, GroupPhase, Report, Word, is_held, observed_by_all, unwanted
+from lockstep.errors import HostNotFoundError, UnavailableError, UsageError
+from lockstep.hosts.values import Demand, Host, Place, PlaceState, ReplicaName, Runtime, why_waiting
+from lockstep.spelling import did_you_mean
+from lockstep.version import __version__
+from lockstep.worker.flight.options import TraceOptions
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+"""Between two plans where nothing happens."""
+LOOK_S = 2.0
+"""Between two looks at all hosts, and at replicas that say nothing by themselves."""
+POLL_S = 1.0
+"""For a gateway that waits for news; then it has the same word again."""
+LEASE_S = 5.0
+"""A gateway that reports nothing for so long is gone; its requests are its clients' loss, and no reason to wait."""
+MAX_SILENT = 5
+"""Questions in a row that an actor may leave unanswered; gateways see by themselves whether a worker is there."""
+MAX_SILENT_READY = 60
+"""The same where it was ready: some two minutes."""
+PATIENCE_S = 15.0
+"""Replicas that found no room for so long are refused, with the reason; they are placed as soon as there is room."""
+ABANDONED_S = 600.0
+"""Without a gateway for so long, everything is taken away; a gateway that is started anew finds it until then."""
+DRAIN_S = 60.0
+"""For requests on a host that is drained; then they are cut."""
+MAX_UNTOLD = 1 << 14
+"""News of sessions that wait for one gateway's next report."""
+MAX_GATEWAYS = 64
+"""A worker takes no more links (`lockstep.worker.guests.MAX_GUESTS`)."""
+
+
+@dataclass(slots=True, eq=False)
+class Gateway:
+    """One gateway: its last report, and when that came."""
+
+    report: Report | None
+    heard_s: float
+    untold: deque[SessionNews] = field(default_factory=lambda: deque(maxlen=MAX_UNTOLD))
+    """Of others' sessions; beyond the bound the oldest are not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A replica that leaves its host as soon as its requests have ended."""
+
+    until_s: float
+    """It goes then, whatever it has to do."""
+    version: int
+    """Of the first word that says so: a gateway that has not heard it may send it requests."""
+
+
+@dataclass(slots=True, eq=False)
+class OwnedGroup:
+    """The replicas of one artifact: what was ordered, and what became of it."""
+
+    demand: Demand
+    state: GroupPhase = ABSENT
+    places: dict[int, Place] = field(default_factory=dict)
+    """By number: where each replica is, by the last word of its actor."""
+    silent: dict[int, int] = field(default_factory=dict)
+    """Questions in a row that a replica's actor has not answered."""
+    leaving: dict[int, Leaving] = field(default_factory=dict)
+    """Replicas that leave their host, by number."""
+    began_s: float = 0.0
+    """When it was placed."""
+    removing: asyncio.Task[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return any(place.state is PlaceState.READY for place in self.places.values())
+
+
+class Owner:
+    """The one who plans. Methods are called by gateways and by replicas' actors.
+
+    Args:
+        runtime: places replicas.
+        trace: where plans are recorded; None: they are not.
+    """
+
+    def __init__(
+        self, runtime: Runtime, trace: TraceOptions | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._runtime = runtime
+        self._clock = clock
+        self._plans = None if trace is None else PlanRecorder(trace)
+        self._gateways: dict[str, Gateway] = {}
+        self._groups: dict[str, OwnedGroup] = {}
+        self._found: dict[str, list[int]] = {}
+        """Replicas that somebody placed before, and that nobody has asked for yet."""
+        self._hosts: Sequence[Host] = ()
+        self._drained: dict[str, str] = {}
+        """Hosts that get no replicas: their names, by Ray's ids."""
+        self._drains: Mapping[str, str] = {}
+        self._refusals: dict[str, str] = {}
+        self._manifest, self._manifest_version = "", 0
+        self._replacing = ""
+        """The gateway that brings a manifest in; empty: none does."""
+        self._word = Word(0)
+        self._alone_since_s = clock()
+        """When the last gateway went."""
+        self._news = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Find what is placed, and plan from now on."""
+        for name in await self._runtime.found():
+            self._found.setdefault(name.key, []).append(name.number)
+        self._hosts = await self._runtime.hosts()
+        self._run(self._turn())
+
+    async def close(self) -> None:
+        """Plan no more; what is placed stays."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._plans is not None:
+            await asyncio.to_thread(self._plans.close)
+
+    # -- gateways ---------------------------------------------------------------------------------------------------
+
+    async def join(self, gateway: str, version: str, manifest: str, drained: Mapping[str, str] | None = None) -> Word:
+        """Let a gateway in; the word says which manifest holds: the first one's, or what replaced it.
+
+        Args:
+            drained: names of the hosts that were drained by the last word that it heard, by Ray's ids; an owner that
+                knows nothing yet takes them over.
+
+        Raises:
+            UsageError: it is of another version.
+            UnavailableError: there are too many.
+        """
+        if version != __version__:
+            raise UsageError(f"this is Lockstep {version}, and the cluster runs {__version__}; upgrade the older one")
+        if len(self._gateways) >= MAX_GATEWAYS and gateway not in self._gateways:
+            raise UnavailableError(f"{MAX_GATEWAYS} gateways are there already", retry_after_s=LEASE_S)
+        if not self._manifest:
+            self._drained = dict(drained or {})
+        if not self._manifest or not self._gateways:
+            self._manifest, self._manifest_version = manifest, self._manifest_version + 1
+        self._gateways[gateway] = Gateway(None, self._clock())
+        self._publish()
+        return self._word
+
+    async def follow(self, gateway: str, seen: int) -> Word | None:
+        """The word, as soon as it is another one than was seen, or after a while; None: who asks is to join again."""
+        if (known := self._gateways.get(gateway)) is None:
+            return None
+        known.heard_s = self._clock()
+        if self._word.version == seen:
+            news = self._news
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), POLL_S)
+        known.heard_s = self._clock()
+        return self._word
+
+    async def report(self, gateway: str, report: Report) -> tuple[SessionNews, ...]:
+        """Take over what a gateway wishes and uses; what others have told of sessions since its last report."""
+        if (known := self._gateways.get(gateway)) is None:
+            return ()
+        known.report, known.heard_s = report, self._clock()
+        for name, other in self._gateways.items():
+            if name != gateway:
+                other.untold.extend(report.sessions)
+        untold = tuple(known.untold)
+        known.untold.clear()
+        self._plan()
+        return untold
+
+    async def leave(self, gateway: str) -> None:
+        """Let a gateway go."""
+        self._gateways.pop(gateway, None)
+        self._publish()
+
+    async def begin_replace(self, gateway: str) -> None:
+        """Let one gateway bring a manifest in; UnavailableError: another one does."""
+        if self._replacing in self._gateways and self._replacing != gateway:
+            raise UnavailableError("another manifest is being brought in; try again when that is done")
+        self._replacing = gateway
+
+    async def end_replace(self, gateway: str, manifest: str | None) -> int:
+        """Have all gateways take a manifest over; None: it could not be served. Returns its version."""
+        if self._replacing == gateway:
+            self._replacing = ""
+        if manifest is not None:
+            self._manifest, self._manifest_version = manifest, self._manifest_version + 1
+            self._publish()
+        return self._manifest_version
+
+    async def dismiss(self, key: str) -> None:
+        """Begin to unload a group by hand; the word says when it is gone."""
+        if (group := self._groups.get(key)) is not None:
+            self._unload(key, group, None)
+            self._publish()
+
+    async def drain(self, name: str, is_drained: bool) -> None:
+        """Have a host give its replicas to others, and take none; or let it have some again.
+
+        Raises:
+            HostNotFoundError: no host has this name or address.
+        """
+        named = [host for host in self._hosts if name in (host.name, host.node_id, host.address)]
+        if len(named) != 1:
+            names = [host.name for host in self._hosts]
+            why = f"{len(named)} hosts are at {name}; say which by its name" if named else f"no host is called {name!r}"
+            raise HostNotFoundError("; ".join(filter(None, (why, did_you_mean(name, names)))))
+        host = named[0]
+        if is_drained:
+            self._drained[host.node_id] = host.name
+        elif self._drained.pop(host.node_id, None) is not None:
+            for key, group in self._groups.items():  # who waits for room was placed where this host is avoided
+                for number in (number for number, place in group.places.items() if place.state is PlaceState.WAITING):
+                    self._run(self._move(group, ReplicaName(key, number), f"{host.name} may have it again"))
+        self._plan()
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    async def placed(self, place: Place) -> None:
+        """Take over where a replica is, by its actor's word."""
+        group = self._groups.get(place.key)
+        if group is None or place.number >= group.demand.num:
+            return
+        if not _is_older(place, group.places.get(place.number)):
+            group.places[place.number] = place
+            self._settle(place.key, group)
+            self._plan()
+
+    def _settle(self, key: str, group: OwnedGroup) -> None:
+        """Move a group to the phase that its replicas have brought about."""
+        now_s, phase = self._clock(), group.state.phase
+        if phase is Phase.LOADING and group.is_ready:
+            group.state = GroupPhase(Phase.RESIDENT, now_s, now_s - group.began_s)
+            self._refusals.pop(key, None)
+            log.info("%s is placed: %d of %d replicas are ready", key, self._num_ready(group), group.demand.num)
+        elif phase is Phase.RESIDENT and not group.is_ready:
+            group.state = replace(group.state, phase=Phase.LOADING, since_s=now_s, makes_room_for=None)
+            group.began_s = now_s
+        if group.state.phase is Phase.LOADING:
+            self._judge(key, group, now_s)
+
+    def _judge(self, key: str, group: OwnedGroup, now_s: float) -> None:
+        """Say why a group cannot be had, if that is so."""
+        places = group.places.values()
+        failed = [place for place in places if place.state is PlaceState.FAILED]
+        if failed and len(failed) == group.demand.num:
+            self._refusals[key] = failed[0].reason
+        elif now_s - group.began_s > PATIENCE_S and not any(
+            place.state in (PlaceState.LOADING, PlaceState.STARTING) for place in places
+        ):
+            self._refusals[key] = why_waiting(group.demand, self._known_hosts)
+        else:
+            self._refusals.pop(key, None)
+
+    @staticmethod
+    def _num_ready(group: OwnedGroup) -> int:
+        return sum(place.state is PlaceState.READY for place in group.places.values())
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        look_at_s = 0.0
+        while True:
+            try:
+                now_s = self._clock()
+                if now_s >= look_at_s:
+                    look_at_s = now_s + LOOK_S
+                    await self._look()
+                self._plan()
+            except Exception:  # whatever it is, nobody else would ever plan
+                log.exception("a defect over the cluster's plan")
+            await asyncio.sleep(TICK_S)
+
+    async def _look(self) -> None:
+        """See which hosts there are, and ask replicas how they are."""
+        self._hosts = await self._runtime.hosts()
+        names = [ReplicaName(key, n) for key, group in self._groups.items() for n in range(group.demand.num)]
+        answers = await asyncio.gather(*(self._runtime.ask(name) for name in names))
+        for name, answer in zip(names, answers, strict=True):
+            group = self._groups.get(name.key)
+            if group is None or group.removing is not None:
+                continue
+            before = group.places.get(name.number)
+            group.silent[name.number] = 0 if answer is not None else group.silent.get(name.number, 0) + 1
+            if answer is not None:
+                group.places[name.number] = answer if before is None or not _is_older(answer, before) else before
+            elif before is not None and self._is_lost(before, group.silent[name.number]):
+                group.silent[name.number] = 0
+                self._run(self._move(group, name, f"it was lost on {before.host}" if before.host else before.reason))
+            self._settle(name.key, group)
+
+    def _is_lost(self, place: Place, num_silent: int) -> bool:
+        """True where a replica is to be placed anew, as its host is gone, or its actor silent for long. One that waits
+        for room says nothing; one that was ready may well answer requests, whatever keeps its actor from speaking."""
+        if place.state is PlaceState.WAITING:
+            return False
+        is_host_there = any(host.node_id == place.node_id and host.is_there for host in self._hosts)
+        most = MAX_SILENT_READY if place.state in (PlaceState.READY, PlaceState.LEAVING) else MAX_SILENT
+        return (bool(place.node_id) and not is_host_there) or num_silent > most
+
+    def _plan(self) -> None:
+        """Plan, and carry it out."""
+        now_s = self._clock()
+        for name in [name for name, each in self._gateways.items() if now_s - each.heard_s > LEASE_S]:
+            log.warning("gateway %s says nothing any more", name)
+            del self._gateways[name]
+        if self._gateways:
+            self._alone_since_s = now_s
+        elif now_s - self._alone_since_s > ABANDONED_S:
+            self._abandon()
+        reports = [each.report for each in self._gateways.values() if each.report is not None]
+        for key in unwanted(self._groups, reports):
+            self._unload(key, self._groups[key], None)
+        for key, group in self._groups.items():
+            if group.state.phase is Phase.UNLOADING and group.removing is None and not is_held(key, reports):
+                group.removing = self._run(self._remove(key, group))
+        self._move_off_drained(reports, now_s)
+        if reports:
+            self._carry_out(reports, now_s)
+        self._publish()
+
+    def _abandon(self) -> None:
+        """Nobody has come back: take everything away."""
+        for key, group in self._groups.items():
+            self._unload(key, group, None)
+        for key, numbers in self._found.items():
+            for number in numbers:
+                self._run(self._runtime.remove(ReplicaName(key, number)))
+        self._found = {}
+
+    def _carry_out(self, reports: Sequence[Report], now_s: float) -> None:
+        demands = {wish.demand.key: wish.demand for report in reports for wish in report.wishes}
+        self._adopt(demands, now_s)
+        groups = {key: group.state for key, group in self._groups.items()}
+        observed, policy = observed_by_all(groups, reports, now_s), reports[0].policy
+        actions = plan(observed, now_s, policy)
+        self._record(observed, now_s, policy, actions)
+        drains: dict[str, str] = {}
+        refused: dict[str, str] = {}
+        for action in actions:
+            match action:
+                case Load(key):
+                    self._load(demands[key], now_s)
+                case Unload(key, _, makes_room_for):
+                    self._unload(key, self._groups[key], makes_room_for)
+                case Drain(key, makes_room_for):
+                    drains[key] = makes_room_for
+                case Refuse(key, why):
+                    refused[key] = why
+        for key, group in self._groups.items():
+            if group.state.phase is Phase.RESIDENT:
+                group.state = replace(group.state, makes_room_for=drains.get(key))
+        self._drains = drains
+        kept = {key: why for key, why in self._refusals.items() if key in self._groups}
+        self._refusals = kept | refused
+
+    def _record(self, observed: Observed, now_s: float, policy: PlanPolicy, actions: tuple[Action, ...]) -> None:
+        if self._plans is not None:
+            self._plans.planned(observed, now_s, policy, actions)
+
+    def _adopt(self, demands: Mapping[str, Demand], now_s: float) -> None:
+        """Take over what was placed before this owner began; what nobody wants any more is removed."""
+        ordered = {key: self._found[key] for key in demands if key in self._found} | self._found
+        for key, numbers in ordered.items():
+            if key in demands and key not in self._groups:
+                group = OwnedGroup(demands[key], GroupPhase(Phase.LOADING, now_s), began_s=now_s)
+                self._groups[key] = group
+                for number in range(group.demand.num):
+                    if number not in numbers:
+                        self._run(self._runtime.place(group.demand, number, tuple(self._drained)))
+            for number in numbers:
+                if key not in demands or number >= demands[key].num:
+                    self._run(self._runtime.remove(ReplicaName(key, number)))
+        self._found = {}
+
+    def _load(self, demand: Demand, now_s: float) -> None:
+        group = OwnedGroup(demand, GroupPhase(Phase.LOADING, now_s), began_s=now_s)
+        self._groups[demand.key] = group
+        for number in range(demand.num):
+            group.places[number] = Place(demand.key, number, PlaceState.WAITING)
+            self._run(self._runtime.place(demand, number, tuple(self._drained)))
+
+    def _unload(self, key: str, group: OwnedGroup, makes_room_for: str | None) -> None:
+        if group.state.phase in (Phase.LOADING, Phase.RESIDENT):
+            group.state = replace(
+                group.state, phase=Phase.UNLOADING, since_s=self._clock(), makes_room_for=makes_room_for
+            )
+
+    async def _remove(self, key: str, group: OwnedGroup) -> None:
+        names = [ReplicaName(key, number) for number in range(group.demand.num)]
+        await asyncio.gather(*(self._runtime.remove(name) for name in names), return_exceptions=True)
+        if self._groups.get(key) is group:
+            del self._groups[key]
+        self._plan()
+
+    def _move_off_drained(self, reports: Sequence[Report], now_s: float) -> None:
+        """Move replicas away from drained hosts, each as soon as its requests have ended."""
+        for key, group in self._groups.items():
+            for number, place in group.places.items():
+                if place.node_id not in self._drained or not place.node_id:
+                    continue
+                leaving = group.leaving.setdefault(number, Leaving(now_s + DRAIN_S, self._word.version + 1))
+                is_used = place.state is PlaceState.READY and any(
+                    report.seen < leaving.version or report.num_open.get((key, number), 0) for report in reports
+                )
+                if now_s >= leaving.until_s or not is_used:
+                    self._run(self._move(group, ReplicaName(key, number), f"it moves away from {place.host}"))
+
+    async def _move(self, group: OwnedGroup, name: ReplicaName, reason: str) -> None:
+        group.places[name.number] = Place(*name, PlaceState.STARTING, reason)
+        group.leaving.pop(name.number, None)
+        await self._runtime.remove(name)
+        if self._groups.get(name.key) is group and group.state.phase is not Phase.UNLOADING:
+            group.places[name.number] = Place(*name, PlaceState.WAITING)  # for room, until its actor says more
+            await self._runtime.place(group.demand, name.number, tuple(self._drained))
+
+    # -- the word -----------------------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Tell all gateways, if anything is other than what they know."""
+        word = replace(
+            self._word,
+            manifest=self._manifest,
+            manifest_version=self._manifest_version,
+            phases={key: group.state.phase for key, group in self._groups.items()},
+            drains=dict(self._drains),
+            refusals=dict(self._refusals),
+            places=tuple(
+                self._shown(key, group, number)
+                for key, group in self._groups.items()
+                for number in range(group.demand.num)
+            ),
+            hosts=self._known_hosts,
+            num_gateways=max(1, len(self._gateways)),
+        )
+        if word != self._word:
+            self._word = replace(word, version=self._word.version + 1)
+            news, self._news = self._news, asyncio.Event()
+            news.set()
+
+    def _shown(self, key: str, group: OwnedGroup, number: int) -> Place:
+        place = group.places.get(number) or Place(key, number, PlaceState.WAITING)
+        if place.state is PlaceState.READY and number in group.leaving:
+            return msgspec.structs.replace(place, state=PlaceState.LEAVING, reason=f"{place.host} is being drained")
+        if place.state is PlaceState.WAITING:
+            return msgspec.structs.replace(place, reason=why_waiting(group.demand, self._known_hosts))
+        return place
+
+    @property
+    def _known_hosts(self) -> tuple[Host, ...]:
+        """Hosts as the runtime has seen them last, and whether they are drained."""
+        return tuple(msgspec.structs.replace(each, is_drained=each.node_id in self._drained) for each in self._hosts)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """Whatever failed, the plan goes on, and what is missing is seen."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("replicas are not placed as they should be: %s", error, exc_info=error)
+
+
+def _is_older(place: Place, known: Place | None) -> bool:
+    """True where the same actor has said something since then."""
+    is_same = known is not None and (place.node_id, place.actor_pid) == (known.node_id, known.actor_pid)
+    return known is not None and is_same and place.version < known.version

@@ -1,0 +1,382 @@
+"""Groups: the replicas of one artifact on several workers, of which the balancer chooses one for each request.
+
+A request whose worker is lost before its first token goes to another replica, once; after it, it ends with the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lockstep.core.balancer import Balancer, Choice, RoutingPolicy
+from lockstep.core.prefix import ContentNews, block_hashes, namespace_of
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
+from lockstep.errors import LockstepError, WorkerLostError
+from lockstep.hosts.values import LinkOptions, Place, PlaceState, ReplicaUse
+from lockstep.worker.health import HealthLimits
+from lockstep.worker.life import Lost
+from lockstep.worker.link import WorkerOptions
+from lockstep.worker.messages import ContentsChanged, Loaded, Unloaded
+from lockstep.worker.network import WorkerAddress
+from lockstep.worker.pending import Mailbox
+from lockstep.worker.progress import CallStation
+from lockstep.worker.supervised import Notice, SupervisedWorker
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+SILENCE_S = 10.0
+"""A worker on a network that says nothing for so long is as good as lost; its health is asked for every second, and it
+loads nothing while it serves."""
+ANSWER_S = 4.0
+"""Silent for so long, it gets no new requests."""
+
+
+class RouteWatcher(Protocol):
+    """Told all that a group's balancer is told and decides, in order; `lockstep.cluster.route_recorder` records it."""
+
+    def opened(self, group: str, num_replicas: int, policy: RoutingPolicy, max_imbalance: int) -> None: ...
+    def admitted(self, group: str, replica: int) -> None: ...
+    def withdrawn(self, group: str, replica: int, is_lost: bool) -> None: ...
+    def learned(self, group: str, replica: int, news: Sequence[ContentNews]) -> None: ...
+    def ended(self, group: str, replica: int) -> None: ...
+    def chosen(self, group: str, hashes: Sequence[bytes], session: str | None, choice: Choice | None) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One replica of a group: where it is, and what is known of it."""
+
+    number: int
+    place: Place | None = None
+    """By the owner's last word; None: it has not spoken of it."""
+    worker: SupervisedWorker | None = None
+    """The link to where it is; None: it is nowhere."""
+    loaded: Loaded | None = None
+    fault: str = ""
+    """Why it gets nothing although it is there; empty: it does."""
+    num_lives: int = 0
+    """Workers that were lost under it: requests that were open at one of them are not open any more."""
+    use: ReplicaUse = field(default_factory=ReplicaUse)
+
+
+class Group:
+    """The replicas of one artifact, as one gateway has them. Event loop only.
+
+    Args:
+        key: of the replica, at the planner and at each worker.
+        on_change: called when the group has its first replica, or has lost its last.
+        notify: told what workers say of sessions.
+        routes: told every choice and what it was made of; None: nobody.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        link: LinkOptions,
+        balancer: Balancer,
+        on_change: Callable[[Group], None],
+        notify: Callable[[Notice], None],
+        routes: RouteWatcher | None = None,
+        stream_interval_s: float = 0.0,
+    ) -> None:
+        self.key = key
+        self.balancer = balancer
+        self.members = tuple(Member(number) for number in range(balancer.num_replicas))
+        self.loaded: Loaded | None = None
+        """Whose artifact and environment all replicas must have: the first that came."""
+        self._link = link
+        self._on_change = on_change
+        self._notify = notify
+        self._routes = routes
+        self._stream_interval_s = stream_interval_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        if routes is not None:
+            routes.opened(key, balancer.num_replicas, balancer.policy, balancer.max_imbalance)
+        for member in self.members:
+            self._withdraw(member, is_lost=False)
+
+    # -- where replicas are ----------------------------------------------------------------------------------------
+
+    def moved(self, place: Place) -> None:
+        """Take over where a replica is, by the owner's word; one that could not be reached is tried again."""
+        member = self.members[place.number]
+        before, member.place = member.place, place
+        is_there = place.state in (PlaceState.READY, PlaceState.LEAVING) and place.port
+        if member.worker is not None and before is not None and (not is_there or _where(before) != _where(place)):
+            self._leave(member)
+        if is_there and member.worker is None:
+            self._reach(member, place)
+        if place.state is PlaceState.LEAVING:
+            self._withdraw(member, is_lost=False)
+        elif member.loaded is not None and not member.fault:
+            self._admit(member)
+
+    def _reach(self, member: Member, place: Place) -> None:
+        link = self._link
+        options = WorkerOptions(
+            "network",
+            address=WorkerAddress(place.address, place.port, link.secret_file, link.tls_ca, link.allows_plain),
+            health=HealthLimits(answer_s=ANSWER_S, silence_s=SILENCE_S, load_s=SILENCE_S),
+            stream_interval_s=self._stream_interval_s,
+        )
+        worker = SupervisedWorker(options, lambda notice: self._noticed(member, worker, notice))
+        member.worker = worker
+        self._run(self._greet(member, worker))
+
+    async def _greet(self, member: Member, worker: SupervisedWorker) -> None:
+        try:
+            await worker.start()
+        except LockstepError as error:
+            if member.fault != str(error):
+                log.error("%s#%d gets no requests: %s", self.key, member.number, error)
+            if member.worker is worker:
+                member.worker, member.fault = None, str(error)
+            await worker.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _leave(self, member: Member) -> None:
+        """Hang up on a replica that is not where it was."""
+        worker, member.worker = member.worker, None
+        self._went(member)
+        if worker is not None:
+            self._run(worker.close())
+
+    async def close(self) -> None:
+        """Close the links; the workers go on."""
+        for member in self.members:
+            self._leave(member)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def is_there(self) -> bool:
+        """True while any replica gets requests."""
+        return any(self.balancer.is_there(member.number) for member in self.members)
+
+    def num_open(self, number: int) -> int:
+        """Requests that are open at a replica."""
+        worker = self.members[number].worker
+        return 0 if worker is None else worker.num_open
+
+    def trouble(self, member: Member) -> str:
+        """The reason why a replica gets no requests, in one sentence; empty: it does."""
+        if self.balancer.is_there(member.number):
+            return ""
+        place = member.place
+        if member.fault:
+            return member.fault
+        if place is not None and (place.reason or place.state is not PlaceState.READY):
+            return place.reason or place.state.value
+        if member.worker is not None and member.worker.is_up:
+            return member.worker.trouble or "its worker says nothing of it"
+        return "there is no link to its worker now"
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> HostedMailbox:
+        """Send a tokenised request to the replica that the balancer chooses.
+
+        Raises:
+            WorkerLostError: none is there.
+            QueueFullError, InvalidParameterError: as `SupervisedWorker.submit`.
+        """
+        hashes: tuple[bytes, ...] = ()
+        if self.loaded is not None and self.balancer.policy is RoutingPolicy.PREFIX and request.pooling is None:
+            namespace = namespace_of(self.loaded.fingerprint, request.cache_salt)
+            ids: tuple[int, ...] = request.prompt  # type: ignore[assignment]  # tokens by now
+            hashes = block_hashes(namespace, ids, self.loaded.config.block_size)
+        mailbox = HostedMailbox(self, request, hashes)
+        try:
+            mailbox.send()
+        except WorkerLostError:
+            mailbox.send_again()
+        return mailbox
+
+    def choose(self, hashes: tuple[bytes, ...], session: str | None) -> Member:
+        """The replica of a request; WorkerLostError: none is there."""
+        choice = self.balancer.choose(hashes, session)
+        if self._routes is not None:
+            self._routes.chosen(self.key, hashes, session, choice)
+        if choice is None:
+            gone = "no replica of the model is there; send the request again"
+            raise WorkerLostError(gone, retry_after_s=RETRY_AFTER_S)
+        member = self.members[choice.replica]
+        member.use.routed[choice.why] += 1
+        return member
+
+    def ended(self, member: Member, life: int) -> None:
+        """Note the end of a request that a replica was given in one of its lives."""
+        if member.num_lives == life:
+            self.balancer.ended(member.number)
+            if self._routes is not None:
+                self._routes.ended(self.key, member.number)
+
+    # -- what workers say -------------------------------------------------------------------------------------------
+
+    def _noticed(self, member: Member, worker: SupervisedWorker, notice: Notice) -> None:
+        if member.worker is not worker:
+            return  # it was left already
+        match notice:
+            case Loaded(key) if key == self.key:
+                self._came(member, notice)
+            case Unloaded(key) if key == self.key:
+                self._went(member)
+            case Lost():
+                self._went(member)
+            case ContentsChanged(key, news) if key == self.key:
+                self.balancer.learn(member.number, news)
+                if self._routes is not None:
+                    self._routes.learned(self.key, member.number, news)
+            case Loaded() | Unloaded() | ContentsChanged():
+                pass  # of other groups' replicas there
+            case _:
+                self._notify(notice)
+
+    def _came(self, member: Member, loaded: Loaded) -> None:
+        member.loaded = loaded
+        if self.loaded is None or not self.is_there:
+            self.loaded = loaded
+        member.fault = difference(self.loaded, loaded)
+        if member.fault:
+            log.error("%s#%d gets no requests: %s", self.key, member.number, member.fault)
+        elif member.place is None or member.place.state is not PlaceState.LEAVING:
+            self._admit(member)
+
+    def _went(self, member: Member) -> None:
+        if member.worker is None and member.loaded is None and not self.balancer.is_there(member.number):
+            return
+        member.loaded = None
+        member.num_lives += 1
+        self._withdraw(member, is_lost=True)
+
+    def _admit(self, member: Member) -> None:
+        if self.balancer.is_there(member.number):
+            return
+        was_there = self.is_there
+        member.use.came(time.monotonic())
+        self.balancer.admit(member.number)
+        if self._routes is not None:
+            self._routes.admitted(self.key, member.number)
+        if not was_there:
+            self._on_change(self)
+
+    def _withdraw(self, member: Member, is_lost: bool) -> None:
+        was_there = self.is_there
+        if member.place is not None and self.balancer.is_there(member.number):
+            member.use.went(time.monotonic())
+        self.balancer.withdraw(member.number, is_lost)
+        if self._routes is not None:
+            self._routes.withdrawn(self.key, member.number, is_lost)
+        if was_there and not self.is_there:
+            self._on_change(self)
+
+
+class HostedMailbox:
+    """Mailbox of one request of a group, as `lockstep.worker.pending.Mailbox` is of one at a worker."""
+
+    __slots__ = (
+        "_group",
+        "_has_tokens",
+        "_hashes",
+        "_is_second",
+        "_life",
+        "_member",
+        "_request",
+        "_station",
+        "_there",
+        "_worker",
+    )
+
+    def __init__(self, group: Group, request: GenerationRequest, hashes: tuple[bytes, ...]) -> None:
+        self._group = group
+        self._request = request
+        self._hashes = hashes
+        self._member: Member | None = None
+        self._worker: SupervisedWorker | None = None
+        self._there: Mailbox | None = None
+        """The mailbox at the worker that answers now; None: none does."""
+        self._life = 0
+        self._station: CallStation | None = None
+        self._has_tokens = False
+        self._is_second = False
+
+    @property
+    def station(self) -> CallStation | None:
+        """Told what becomes of the request before its first token."""
+        return self._station
+
+    @station.setter
+    def station(self, station: CallStation | None) -> None:
+        self._station = station
+        if self._there is not None:
+            self._there.station = station
+
+    def send(self) -> None:
+        """Send the request to the replica that the balancer chooses; WorkerLostError: it was lost in this moment."""
+        member = self._group.choose(self._hashes, self._request.session_id)
+        self._member, self._worker, self._life = member, member.worker, member.num_lives
+        try:
+            assert member.worker is not None, "who is chosen is there"
+            self._there = member.worker.submit(self._group.key, self._request)
+            self._there.station = self._station
+        except BaseException:
+            self.leave()
+            raise
+
+    def send_again(self) -> None:
+        """Send it to another replica, once."""
+        self._is_second = True
+        if self._member is not None:
+            self._member.use.num_retried += 1
+        self.leave()
+        self.send()
+
+    def leave(self) -> None:
+        """Give up what is not answered yet."""
+        member, self._member = self._member, None
+        there, self._there = self._there, None
+        if there is not None and self._worker is not None:
+            self._worker.leave(there)
+        if member is not None:
+            self._group.ended(member, self._life)
+
+    async def take(self) -> list[TokenOutput]:
+        """All outputs that have come, as `lockstep.worker.pending.Mailbox.take`."""
+        while True:
+            assert self._there is not None, "it was sent, and not left"
+            try:
+                outputs = await self._there.take()
+            except WorkerLostError:
+                if self._has_tokens or self._is_second:
+                    raise
+                self.send_again()
+                continue
+            self._has_tokens = self._has_tokens or bool(outputs)
+            return outputs
+
+
+def difference(one: Loaded, other: Loaded) -> str:
+    """The reason why two replicas do not give the same bits, in one sentence; empty: they do."""
+    if one.fingerprint != other.fingerprint:
+        return f"it has another artifact than the first replica ({other.fingerprint[:12]}, not {one.fingerprint[:12]})"
+    if one.config.block_size != other.config.block_size or one.config.max_model_len != other.config.max_model_len:
+        return "its blocks or its context are of another size than the first replica's"
+    names = dict.fromkeys((*one.environment, *other.environment))
+    differing = [name for name in names if one.environment.get(name) != other.environment.get(name)]
+    if differing:
+        pairs = (f"{name} {other.environment.get(name)}, not {one.environment.get(name)}" for name in differing)
+        return f"its answers may have other bits than the first replica's: {', '.join(pairs)}"
+    return ""
+
+
+def _where(place: Place) -> tuple[str, int]:
+    return place.address, place.port

@@ -1,0 +1,279 @@
+"""Workers on several hosts as one, with the surface of a `SupervisedWorker`; its replicas are groups of theirs.
+
+Where replicas are is the owner's word (`told`); the links to them are this room's. Loading here is reaching: a group is
+loaded when its first replica answers, and unloaded when its links are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lockstep.core.balancer import Balancer
+from lockstep.core.request import Priority
+from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
+from lockstep.engine.metrics import MetricsSnapshot, merged
+from lockstep.engine.options import LoadOptions, Progress
+from lockstep.engine.request import GenerationRequest
+from lockstep.engine.sessions import SessionReport, Swept
+from lockstep.errors import LockstepError, WorkerLostError
+from lockstep.hosts.group import Group, HostedMailbox, RouteWatcher
+from lockstep.hosts.values import GroupOptions, LinkOptions, Place, PlaceState
+from lockstep.worker.messages import Checked, KeptReport, Loaded, SessionsReport
+from lockstep.worker.supervised import Notice, SupervisedWorker
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLost:
+    """Notice that no replica of a group is there any more."""
+
+    key: str
+
+
+class HostedWorkers:
+    """Replicas of one gateway's models, wherever they are. Event loop only.
+
+    Args:
+        notify: told what workers say of sessions, and of groups that are lost.
+        options_of: how a group is placed and asked, by its key.
+        routes: told every choice.
+    """
+
+    pid = None
+    kv_tiers: Mapping[str, TierStats] = {}
+
+    def __init__(
+        self,
+        link: LinkOptions,
+        options_of: Callable[[str], GroupOptions],
+        notify: Callable[[Notice | GroupLost], None],
+        routes: RouteWatcher | None = None,
+        stream_interval_s: float = 0.0,
+    ) -> None:
+        self.groups: dict[str, Group] = {}
+        """Those that were loaded, or are being loaded, by key."""
+        self.trouble = "the hosts are not known yet"
+        """The reason why nobody would be answered now, in one sentence; empty: there is none."""
+        self._link = link
+        self._options_of = options_of
+        self._notify = notify
+        self._routes = routes
+        self._stream_interval_s = stream_interval_s
+        self._places: dict[tuple[str, int], Place] = {}
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        """Loads that wait for the first replica of a group."""
+
+    # -- where replicas are ----------------------------------------------------------------------------------------
+
+    def told(self, places: Iterable[Place]) -> None:
+        """Take over where all replicas are."""
+        now = {(place.key, place.number): place for place in places}
+        for gone in [name for name in self._places if name not in now]:
+            self._tell(Place(*gone, PlaceState.WAITING, "it was taken away"))
+        self._places = now
+        for place in now.values():
+            self._tell(place)
+
+    def give_up(self, key: str) -> None:
+        """End the load of a group that is not to be there after all."""
+        waiting = self._waiting.get(key)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(WorkerLostError("the model was taken away while its replicas were being reached"))
+
+    def _tell(self, place: Place) -> None:
+        group = self.groups.get(place.key)
+        if group is not None and place.number < len(group.members):
+            group.moved(place)
+
+    def _changed(self, group: Group) -> None:
+        if group.is_there:
+            waiting = self._waiting.get(group.key)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+        elif group.key in self.groups:
+            self._notify(GroupLost(group.key))
+
+    # -- as a worker ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Nothing: links are made when groups are loaded."""
+
+    async def close(self) -> None:
+        """Close the links; the workers go on."""
+        groups, self.groups = tuple(self.groups.values()), {}
+        for waiting in self._waiting.values():
+            waiting.cancel()
+        await asyncio.gather(*(group.close() for group in groups))
+
+    async def load(
+        self,
+        replica: str,
+        source: str,
+        options: LoadOptions,
+        progress: Progress | None = None,
+        priority: int = Priority.NORMAL,
+        *,
+        is_suspect: bool = False,
+    ) -> Loaded:
+        """Reach the replicas of a group; returns when the first one answers. What is loaded how is the owner's order.
+
+        Raises:
+            WorkerLostError: the first one was lost in this moment.
+        """
+        group = self.groups.get(replica) or self._group_of(replica)
+        self.groups[replica] = group
+        self._waiting[replica] = asyncio.get_running_loop().create_future()
+        try:
+            for place in self._places.values():
+                if place.key == replica:
+                    self._tell(place)
+            if not group.is_there:
+                await self._waiting[replica]
+        except BaseException:
+            await self.unload(replica)
+            raise
+        finally:
+            del self._waiting[replica]
+        if group.loaded is None:
+            raise WorkerLostError("the first replica of the model was lost when it had just been reached")
+        return group.loaded
+
+    def _group_of(self, key: str) -> Group:
+        options = self._options_of(key)
+        balancer = Balancer(options.num, options.policy, options.max_imbalance)
+        return Group(key, self._link, balancer, self._changed, self._notify, self._routes, self._stream_interval_s)
+
+    async def unload(self, replica: str) -> None:
+        """Hang up on the replicas of a group; what becomes of them is the owner's order."""
+        group = self.groups.pop(replica, None)
+        if group is not None:
+            await group.close()
+
+    def loaded(self, replica: str) -> Loaded | None:
+        """Measurements of a group's first replica; None: no replica is there now."""
+        group = self.groups.get(replica)
+        return group.loaded if group is not None and group.is_there else None
+
+    @property
+    def is_up(self) -> bool:
+        """True once the owner has said where replicas are."""
+        return not self.trouble
+
+    away_s = 0.0
+    retry_after_s = RETRY_AFTER_S
+
+    @property
+    def recording_fault(self) -> str:
+        """The reason why a worker records nothing now, by its last word; empty: all do, or none is to."""
+        faults = (worker.recording_fault for worker in self._workers())
+        return next((fault for fault in faults if fault), "")
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def asked(self, replica: str, request: GenerationRequest) -> Iterator[HostedMailbox]:
+        """The mailbox of a request for a block, which a replica of a group is sent; leaving early aborts it.
+
+        Raises:
+            WorkerLostError: no replica is there.
+            QueueFullError: the chosen worker takes no more requests now.
+            InvalidParameterError: the request holds a number that no message can.
+        """
+        group = self.groups.get(replica)
+        if group is None:
+            raise WorkerLostError("the model is not placed any more; send the request again")
+        mailbox = group.submit(request)
+        try:
+            yield mailbox
+        finally:
+            mailbox.leave()
+
+    def abort_all(self, error: LockstepError, of_replica: str | None = None) -> None:
+        """End every open request, or every one of a group, with this error."""
+        for worker in self._workers(of_replica):
+            worker.abort_all(error)
+
+    @property
+    def num_open(self) -> int:
+        """Mailboxes that were not left."""
+        return sum(worker.num_open for worker in self._workers())
+
+    # -- questions ------------------------------------------------------------------------------------------------
+
+    async def metrics(self) -> Mapping[str, MetricsSnapshot]:
+        """Metrics by group, of all its replicas together."""
+        found: dict[str, list[MetricsSnapshot]] = {}
+        for report in await asyncio.gather(*(worker.metrics() for worker in self._workers())):
+            for key, snapshot in report.items():
+                found.setdefault(key, []).append(snapshot)
+        return {key: merged(snapshots) for key, snapshots in found.items() if key in self.groups}
+
+    async def check(self) -> Checked | None:
+        """Check each worker between two of its steps; the first fault, or None: somebody does not answer."""
+        answers = await asyncio.gather(*(worker.check() for worker in self._workers()))
+        faulty = [each for each in answers if each is None or each.fault]
+        return faulty[0] if faulty else next(iter(answers), None)
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached content; returns how many blocks that were."""
+        return sum(await asyncio.gather(*(worker.reset_prefix_cache() for worker in self._workers())))
+
+    async def sessions(self) -> Mapping[str, tuple[SessionReport, ...]]:
+        """Sessions by group."""
+        return _sessions_of(await asyncio.gather(*(worker.sessions() for worker in self._workers())))
+
+    async def whereabouts(self, environments: Sequence[bytes]) -> tuple[SessionsReport | None, KeptReport | None]:
+        """Sessions on all devices by group, and those that are kept outside by environment; None: somebody does not
+        answer in a few seconds."""
+        answers = await asyncio.gather(*(worker.whereabouts(environments) for worker in self._workers()))
+        there = [on_device for on_device, _ in answers if on_device is not None]
+        kept = [report.sessions for _, report in answers if report is not None and report.sessions is not None]
+        on_device = SessionsReport(dict(_sessions_of([report.replicas for report in there]))) if there else None
+        if len(kept) < len(answers):
+            return on_device, None
+        each = tuple(tuple(session for report in kept for session in report[i]) for i in range(len(environments)))
+        return on_device, KeptReport(each)
+
+    async def sweep(self, replica: str, session_id: str | None = None, owner: str | None = None) -> Swept:
+        """Free what idle sessions keep at any replica of a group."""
+        those = self._workers(replica)
+        return _total(await asyncio.gather(*(worker.sweep(replica, session_id, owner) for worker in those)))
+
+    async def end_session(self, replica: str, session_id: str, owner: str | None = None) -> Swept:
+        """Free what a session keeps at any replica of a group, and let it keep nothing more."""
+        return _total(
+            await asyncio.gather(*(w.end_session(replica, session_id, owner) for w in self._workers(replica)))
+        )
+
+    # -- what only a worker's owner orders -----------------------------------------------------------------------------
+
+    def prioritise(self, replica: str, priority: int) -> None:
+        """Nothing: a group's class goes with the demand for it."""
+
+    def open_store(self, options: KVStoreOptions) -> None:
+        """Nothing: each host has its own store, which its workers open."""
+
+    def watch_steps(self, max_per_s: float) -> None:
+        """Nothing: steps are told to a worker's owner."""
+
+    def _workers(self, of_group: str | None = None) -> list[SupervisedWorker]:
+        groups = (
+            self.groups.values() if of_group is None else [self.groups[of_group]] if of_group in self.groups else []
+        )
+        return [m.worker for group in groups for m in group.members if m.worker is not None and m.loaded is not None]
+
+
+def _sessions_of(reports: Sequence[Mapping[str, tuple[SessionReport, ...]]]) -> dict[str, tuple[SessionReport, ...]]:
+    found: dict[str, tuple[SessionReport, ...]] = {}
+    for report in reports:
+        for key, sessions in report.items():
+            found[key] = (*found.get(key, ()), *sessions)
+    return found
+
+
+def _total(swept: Sequence[Swept]) -> Swept:
+    return Swept(sum(each.num_sessions for each in swept), sum(each.num_blocks for each in swept))

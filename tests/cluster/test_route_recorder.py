@@ -1,0 +1,134 @@
+"""Recorded routes hold all that decides them and nothing that says who asked, or what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cluster import route_recorder
+from lockstep.cluster.route_recorder import DEFECT, TOO_LARGE, RouteRecorder
+from lockstep.core.balancer import Balancer, Choice, RoutingPolicy, Why
+from lockstep.replay.recorded_routes import route_files, verify_routes
+from lockstep.worker.flight import files as files_module
+from lockstep.worker.flight.options import TraceOptions
+from tests.replay.routing import Life, chain, lines_in
+
+
+def of_one_session(folder: Path, session: str, options: TraceOptions) -> list[str]:
+    recorder = RouteRecorder(options)
+    recorder.opened("r0", 2, RoutingPolicy.PREFIX, 4)
+    recorder.learned("r0", 1, [(each, True) for each in chain(1, 2, 3)])
+    recorder.chosen("r0", chain(1, 2, 4), session, Choice(1, Why.PREFIX, 2))
+    recorder.close()
+    (path,) = route_files(folder)
+    return lines_in(path)
+
+
+def test_a_route_has_numbers_for_contents_and_a_digest_for_its_session(tmp_path: Path) -> None:
+    header, _, opened, learned, chosen, _ = map(
+        json.loads, of_one_session(tmp_path, "anna", TraceOptions(str(tmp_path)))
+    )
+    assert (header["file"], header["gap"]) == (1, "")
+    assert opened == ["opened", 1, "r0", 2, "prefix", 4]
+    assert learned == ["learned", 1, 1, [[0, 3]]]
+    session = chosen.pop(4)
+    assert chosen == ["chosen", 1, [0, 2], 3, 1, "prefix", 2]
+    assert bytes.fromhex(session)
+    text = "\n".join(lines_in(next(tmp_path.iterdir())))
+    assert "anna" not in text
+    assert not any(each.hex() in text for each in chain(1, 2, 3))
+
+
+def test_digests_of_sessions_compare_under_one_key(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef")
+    sessions = []
+    for name in ("a", "b", "c"):
+        options = TraceOptions(str(tmp_path / name), key_file="" if name == "c" else str(key))
+        sessions.append(json.loads(of_one_session(tmp_path / name, "anna", options)[4])[4])
+    assert sessions[0] == sessions[1] != sessions[2]
+
+
+def test_a_session_may_be_called_anything(tmp_path: Path) -> None:
+    of_one_session(tmp_path, "half of one \ud83d", TraceOptions(str(tmp_path), has_content=True))
+    assert verify_routes(route_files(tmp_path)) == (1, None, ())
+
+
+def test_each_file_begins_with_the_state_of_every_group(tmp_path: Path) -> None:
+    """Written into files of some kilobytes, of which the oldest go; what is left is decided again."""
+    life = Life(RouteRecorder(TraceOptions(str(tmp_path), 4 << 17)), seed=1, policy=RoutingPolicy.PREFIX)
+    while len(route_files(tmp_path)) < 6:
+        life.live(50)
+        while life.recorder._files._num_queued:
+            pass
+    life.recorder.close()
+    first, *_, last = route_files(tmp_path)
+    assert verify_routes([*route_files(tmp_path)]).divergence is None
+    for path in (first, last):
+        assert verify_routes([path]).divergence is None
+    header, *resumed = map(json.loads, lines_in(last)[:3])
+    assert header["file"] >= 6
+    assert [each[0] for each in resumed] == ["resumed", "resumed"]
+    first.unlink()
+    verdict = verify_routes(route_files(tmp_path))
+    assert (verdict.divergence, verdict.findings) == (None, ()), "the oldest may have been deleted"
+
+
+def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "RETRY_S", 0.0)
+    life = Life(RouteRecorder(TraceOptions(str(tmp_path))), seed=2)
+    life.live(100)
+    life.recorder._files._break("No space left on device", 0)
+    assert life.recorder.fault == "No space left on device"
+    while life.recorder._files._num_queued:
+        pass
+    life.live(100)
+    life.recorder.close()
+    verdict = verify_routes(route_files(tmp_path))
+    assert verdict.divergence is None
+    assert [each.kind.value for each in verdict.findings] == ["gap"]
+    assert verdict.is_in_order(allows_gaps=False), "a gap is nobody's fault"
+
+
+def test_balancers_that_know_too_much_are_not_recorded_and_this_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(route_recorder, "MAX_CONTENTS", 2)
+    recorder = RouteRecorder(TraceOptions(str(tmp_path)))
+    balancer = Balancer(2)
+    recorder.opened("r0", 2, balancer.policy, balancer.max_imbalance)
+
+    def learn(*news: tuple[bytes, bool]) -> None:
+        balancer.learn(0, news)
+        recorder.learned("r0", 0, news)
+
+    def choose() -> None:
+        recorder.chosen("r0", chain(1), None, balancer.choose(chain(1)))
+
+    learn(*((each, True) for each in chain(1, 2, 3)))
+    recorder._files._move_to(files_module._State.FULL)
+    choose()
+    choose()
+    assert recorder.fault == TOO_LARGE
+    assert caplog.text.count("no routes are recorded") == 1
+    learn(*((each, False) for each in chain(1, 2, 3)))
+    choose()
+    assert recorder.fault == ""
+    recorder.close()
+    verdict = verify_routes(route_files(tmp_path))
+    assert (verdict.num_routes, verdict.divergence) == (1, None)
+    assert TOO_LARGE in str(verdict.findings[0])
+
+
+def test_a_defect_of_the_recorder_costs_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = RouteRecorder(TraceOptions(str(tmp_path)))
+    recorder.ended("nobody", 0)
+    assert recorder.fault == DEFECT
+    recorder.opened("r0", 2, RoutingPolicy.PREFIX, 4)
+    recorder.ended("r0", 7)
+    assert caplog.text.count("no routes are recorded from here on") == 1
+    recorder.close()

@@ -1,0 +1,133 @@
+"""A placed replica: its worker listens, its model is there, and whoever asked for it is told all that changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.engine.kv_tiers import KVStoreOptions
+from lockstep.hosts import replica_actor
+from lockstep.hosts.replica_actor import Here, ReplicaHost
+from lockstep.hosts.values import Demand, LinkOptions, Place, PlaceState
+from lockstep.worker.link import WorkerOptions
+from tests.hosts.support import answer, demand, gateway, until, write_secret
+
+
+@asynccontextmanager
+async def replica(
+    demand: Demand, secret: str, tell: Callable[[Place], None], store: KVStoreOptions | None = None
+) -> AsyncIterator[ReplicaHost]:
+    here = Here("a_host", "0123", "127.0.0.1")
+    host = ReplicaHost(demand, 2, WorkerOptions(), LinkOptions(secret), here, tell, store)
+    await host.start()
+    try:
+        yield host
+    finally:
+        await host.close()
+
+
+async def ready(host: ReplicaHost, num_starts: int = 1) -> Place:
+    await until(lambda: host.place.state is PlaceState.READY and host.place.num_starts >= num_starts, repr(host.place))
+    return host.place
+
+
+async def test_its_worker_starts_loads_listens_and_ends_with_it(tmp_path: Path) -> None:
+    told: list[Place] = []
+    secret = write_secret(tmp_path)
+    async with replica(demand(), secret, told.append) as host:
+        place = await ready(host)
+        assert await answer(place, secret, "abc") == "[stub:alpha] ok len=3 max=40"
+        await until(lambda: told[-1] == place)
+        states = list(dict.fromkeys(each.state for each in told))
+        assert states == [PlaceState.STARTING, PlaceState.LOADING, PlaceState.READY]
+        assert (place.key, place.number, place.host, place.node_id) == ("a", 2, "a_host", "0123")
+        assert (place.actor_pid, place.num_starts, place.reason) == (os.getpid(), 1, "")
+        assert place.port > 0
+        worker = psutil.Process(place.pid)
+        assert worker.is_running()
+    assert not worker.is_running()
+
+
+async def test_a_killed_worker_has_a_successor_that_listens_elsewhere_and_has_the_model(tmp_path: Path) -> None:
+    told: list[Place] = []
+    secret = write_secret(tmp_path)
+    async with replica(demand(), secret, told.append) as host:
+        first = await ready(host)
+        os.kill(first.pid, signal.SIGKILL)
+        second = await ready(host, 2)
+        assert await answer(second, secret, "abcd") == "[stub:alpha] ok len=4 max=40"
+        assert second.pid != first.pid
+        await until(lambda: told[-1] == second)
+        lost = next(each for each in told if each.state is PlaceState.STARTING and each.reason)
+        assert "SIGKILL" in lost.reason
+        assert (lost.port, lost.pid) == (0, 0)
+
+
+async def test_a_worker_that_nobody_could_come_to_has_failed_until_its_host_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_actor, "FIRST_BACKOFF_S", 0.01)
+    told: list[Place] = []
+    async with replica(demand(), str(tmp_path / "secret"), told.append) as host:
+        await until(lambda: any(each.state is PlaceState.FAILED for each in told))
+        failed = next(each for each in told if each.state is PlaceState.FAILED)
+        assert "the secret cannot be read: No such file" in failed.reason
+        assert (failed.port, failed.pid) == (0, 0)
+        secret = write_secret(tmp_path)
+        place = await ready(host, 2)
+        assert await answer(place, secret, "abc") == "[stub:alpha] ok len=3 max=40"
+
+
+async def test_a_model_that_cannot_be_loaded_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_actor, "FIRST_BACKOFF_S", 0.01)
+    told: list[Place] = []
+    source = str(tmp_path / "none.gguf")
+    async with replica(demand(source=source), write_secret(tmp_path), told.append) as host:
+        await until(lambda: host.place.num_starts >= 3)
+        failed = next(each for each in told if each.state is PlaceState.FAILED)
+        assert failed.reason.startswith(f"{source}: nothing is there")
+
+
+async def test_the_newest_place_is_told_again_until_it_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_actor, "FIRST_TELL_AGAIN_S", 0.01)
+    monkeypatch.setattr(replica_actor, "MAX_TELL_AGAIN_S", 0.01)
+    is_deaf, told = True, []
+
+    def tell(place: Place) -> None:
+        if is_deaf:
+            raise ConnectionError("nobody is there")
+        told.append(place)
+
+    async with replica(demand(), write_secret(tmp_path), tell) as host:
+        place = await ready(host)
+        assert not told
+        is_deaf = False
+        await until(lambda: told == [place])
+
+
+async def test_each_replica_of_a_host_keeps_what_sessions_come_back_for_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    store = KVStoreOptions(host_bytes=1 << 20, disk_dir=str(folder), disk_bytes=1 << 20)
+    secret = write_secret(tmp_path)
+    async with (
+        replica(demand("a"), secret, lambda place: None, store) as first,
+        replica(demand("b"), secret, lambda place: None, store) as second,
+    ):
+        for host in (first, second):
+            place = await ready(host)
+            async with gateway(place, secret) as worker:
+                await worker.metrics()
+                assert worker.kv_tiers.keys() == {"host", "disk"}
+        names = {each.name for each in folder.iterdir()}
+        assert len(names) == 2
+    async with replica(demand("b"), secret, lambda place: None, store) as again:
+        await ready(again)
+        assert {each.name for each in folder.iterdir()} == names, "it finds its own again"
