@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +38,7 @@ def gate_serve(
     import uvicorn
 
     from lockstep.release.live import Follower, LiveGate, app_of
+    from lockstep.release.store import temporary_folder
     from lockstep.server.options import ServerOptions
     from lockstep.server.run import bind, listen, url_of
     from lockstep.worker.logs import log_to_stderr
@@ -50,8 +50,8 @@ def gate_serve(
     keys = tuple(api_key or ())
     options = ServerOptions(host=host, port=port, api_keys=keys)
 
-    with tempfile.TemporaryDirectory(prefix="lockstep-gate-") as folder:
-        followers = [Follower(path, Path(folder) / f"{number}-{path.name}") for number, path in enumerate(paths)]
+    with temporary_folder() as folder:
+        followers = [Follower(path, folder / f"{number}-{path.name}") for number, path in enumerate(paths)]
         live = LiveGate(followers, lambda copies: judging.judge_files(copies, policy).verdict)
         listener = bind(options)
         live.look()  # who asks first is told what a gate that was never away would tell

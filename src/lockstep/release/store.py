@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -128,17 +130,32 @@ def sentence_of(error: BaseException, names: Mapping[Path, Path] | None = None) 
 
 
 @contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder of this process's user alone, which goes whatever ends the block.
+
+    Its name is known before it is made: a signal between the two would otherwise leave it, as one in the middle of
+    `tempfile.TemporaryDirectory()` does.
+    """
+    folder = Path(tempfile.gettempdir()) / f"lockstep-gate-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
 def open_store() -> Iterator[Store]:
     """An empty store; what it keeps on disk goes with it."""
     import duckdb
 
-    with tempfile.TemporaryDirectory(prefix="lockstep-gate-") as folder:
+    with temporary_folder() as folder:
         connection = duckdb.connect(
             config={
                 "autoinstall_known_extensions": "false",
                 "autoload_known_extensions": "false",
                 "memory_limit": MEMORY_LIMIT,
-                "temp_directory": folder,
+                "temp_directory": str(folder),
                 "max_temp_directory_size": MAX_SPILLED,
                 "allow_community_extensions": "false",
                 "allow_persistent_secrets": "false",
@@ -148,7 +165,7 @@ def open_store() -> Iterator[Store]:
         )
         try:
             connection.execute("SET TimeZone = 'UTC'; SET lock_configuration = true")
-            yield Store(connection, Path(folder))
+            yield Store(connection, folder)
         finally:
             connection.close()
 
