@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench bench-all peers lock clean map
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
+	$(BIN)/lockstep demo $(if $(KEEP),--keep)
 
 # Two processes; tests of one file stay together, since they share servers, in the order of tests/conftest.py (not by
 # the number of their tests). A process that dies ends the run: xdist would start another and may wait for ever for the

@@ -1,21 +1,53 @@
-"""`make demo`: the first thing that a newcomer runs."""
+"""`lockstep demo`: the first thing that a newcomer runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import httpx2
 import pytest
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
+from lockstep.cluster.backend import POCKET, Backend, served_by
+from lockstep.cluster.manifest_file import parse
+from lockstep.pocket import demo_path
+
+DEMO = (sys.executable, "-m", "lockstep", "demo")
 LIMIT_S = 240.0
+
+
+def test_its_manifest_writes_down_the_personas_that_pocket_was_trained_to_take() -> None:
+    manifest = parse(demo_path().read_text())
+    assert {entry.source for entry in manifest.entries} == {POCKET}
+    bare = dataclasses.replace(
+        manifest, entries=tuple(dataclasses.replace(entry, system_prompt=None) for entry in manifest.entries)
+    )
+    assert served_by(bare, Backend.POCKET) == manifest
+
+
+def test_it_stays_up_when_it_is_asked_to_and_ends_its_server_with_itself() -> None:
+    command = [*DEMO, "--keep", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = next(found[1] for line in process.stdout if (found := re.search(r"stays up on (http://\S+)/v1", line)))
+        try:
+            models = [model["id"] for model in httpx2.get(f"{url}/v1/models", trust_env=False).json()["data"]]
+            assert models == ["router", "billing", "technical", "legal", "fallback"]
+        finally:
+            process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert " turns, identical" in rest
+    assert process.returncode == 0
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"{url}/v1/models", trust_env=False)
 
 
 @pytest.mark.slow
 def test_the_demo_routes_its_messages_judges_its_answers_and_ends() -> None:
-    done = subprocess.run([sys.executable, str(DEMO)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run([*DEMO], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     routes = [line.split("-> ")[1] for line in done.stdout.splitlines() if line.startswith("router")]
     assert routes[:4] == ["specialists.billing", "specialists.technical", "specialists.legal", "fallback"]

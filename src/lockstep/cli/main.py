@@ -32,6 +32,10 @@ COMPLETION_VARIABLE = "_LOCKSTEP_COMPLETE"
 VERBS: Mapping[str, tuple[str, str]] = {
     "run": ("lockstep.cli.run:run", "Answer a prompt, or chat when there is none."),
     "serve": ("lockstep.cli.serve:serve", "Serve a model, or a cluster of them, to OpenAI clients."),
+    "demo": (
+        "lockstep.cli.demo:demo",
+        "Show a routed cluster on the embedded model: answers, a replay of them, a verdict; no download, no GPU.",
+    ),
     "check": (
         "lockstep.cli.manifests:check",
         "Tell every fault of a manifest, or where its models would be; exit code 2 if it would not boot.",

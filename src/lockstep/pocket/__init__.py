@@ -18,6 +18,7 @@ __all__ = [
     "PERSONAS",
     "ROUTER_PERSONA",
     "TECHNICAL_PERSONA",
+    "demo_path",
     "pocket_path",
 ]
 
@@ -50,6 +51,11 @@ DEMO_MESSAGES = {
     "What is the capital of France": "none",
 }
 """Requests for a first look, each with the intent that the router answers."""
+
+
+def demo_path() -> Path:
+    """Path of the manifest that `lockstep demo` serves."""
+    return Path(str(files("lockstep.pocket").joinpath("demo.yaml")))
 
 
 def pocket_path() -> Path:
