@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
+import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ from lockstep.cli.serve_flags import (
 from lockstep.engine.options import EngineOptions
 from lockstep.errors import UsageError
 from lockstep.server.options import ServerOptions
+from lockstep.server.run import first_request
 from tests.server.frames import events_of, texts_of
 from tests.server.process import IN_THREAD, ServerProcess, serve
 
@@ -85,6 +88,16 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(config: Pat
         assert models_of(server) == {"from-environment": 300}
 
 
+def test_without_a_model_pocket_answers_and_the_log_says_so() -> None:
+    with serve(*IN_THREAD) as server, server.client() as client:
+        assert list(models_of(server)) == ["pocket"]
+        command = first_request(server.base_url, has_key=False)  # as a terminal is shown it
+        answer = client.post("/v1/chat/completions", json=json.loads(shlex.split(command)[-1]))
+        assert answer.json()["model"] == "pocket"
+        [warning] = [line for line in server.stderr.splitlines() if "WARNING" in line]
+    assert "no MODEL is given: pocket answers, the embedded demo model" in warning
+
+
 def test_a_second_port_is_the_one_of_addr(flagged: ServerProcess) -> None:
     assert flagged.base_url.startswith("http://127.0.0.1:")
 
@@ -119,14 +132,13 @@ def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "Missing argument 'model'"),
         ((STUB, "--manifest", "cluster.yaml"), "serve one model, or a manifest of many"),
         ((STUB, "--backend", "stub"), "--backend is said of a manifest's models"),
         ((STUB, "--watch"), "--watch is said of a manifest's models"),
         ((STUB, "--allow-any-source"), "--allow-any-source is said of a manifest's models"),
         (("--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
         (("", "--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
-        (("",), "Missing argument 'model'"),
+        (("",), "MODEL is empty; give one to serve, or --manifest FILE"),
         (("--manifest", "c.yaml", "--served-model-name", "a"), "--served-model-name is said of one model"),
         (("--manifest", "c.yaml", "--chat-template", "t"), "--chat-template is said of one model"),
         (

@@ -46,12 +46,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DEMO_NAME = "pocket"
+"""Name of the demo model where no model is named."""
+NO_MODEL = (
+    "no MODEL is given: pocket answers, the embedded demo model; "
+    "`lockstep serve PATH`, hf://org/name or --manifest FILE serves another"
+)
 METRICS_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 
 
 @with_flags
 def serve(
-    model: Annotated[str | None, typer.Argument(help=flags.MODEL_HELP, show_default="none, with --manifest")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help=flags.MODEL_HELP, show_default="pocket://, or none with --manifest")
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -90,6 +98,8 @@ def serve(
         cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, kv, progress.update)
         warnings = answers_to(foreign)
         log_to_stderr(report.log_format, report.log_level, "server")
+        if model is None and cluster_flags.manifest is None:
+            warnings = [*warnings, NO_MODEL]
         for warning in warnings:
             log.warning(warning)
         with progress.running():
@@ -188,12 +198,12 @@ def _cluster(
     progress: LoadProgress,
 ) -> tuple[Cluster, ManifestReload | None]:
     """Make the cluster behind the server, and the reload of its manifest where there is one."""
+    from lockstep.cluster.backend import POCKET
     from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.state import ClusterOptions
     from lockstep.server.reload import ManifestReload, stamp_of
 
-    model = model or None  # what a unit's variable that is not set leaves of an argument
     _check_together(model, model_flags, cluster_flags)
     if load.openvino.device == "gpu":  # the one that may not be there
         from lockstep.executors.openvino.loading import check_device
@@ -209,9 +219,9 @@ def _cluster(
         is_fixed=cluster_flags.manifest is None,
     )
     if cluster_flags.manifest is None:
-        assert model is not None, "one of the two is given"
         template = flags.read_template(model_flags.chat_template)
-        manifest = Manifest.of_model(model, model_flags.served_model_name or (model,), template)
+        names = model_flags.served_model_name or (DEMO_NAME if model is None else model,)
+        manifest = Manifest.of_model(model or POCKET, names, template)
         return Cluster(manifest, options, progress=progress), None
     seen = stamp_of(cluster_flags.manifest)  # before it is read: what is written from now on is brought in
     manifest = read_manifest(cluster_flags.manifest)
@@ -275,8 +285,8 @@ def kv_events_options(report: ReportFlags) -> KVEventsOptions | None:
 def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: ClusterFlags) -> None:
     """A model or a manifest; what is said of the one means nothing for the other."""
     if cluster_flags.manifest is None:
-        if model is None:
-            raise UsageError("Missing argument 'model'; give a MODEL to serve, or --manifest FILE")
+        if model == "":  # left of an argument by a unit's variable that is not set: nobody meant the demo model
+            raise UsageError("MODEL is empty; give one to serve, or --manifest FILE; pocket:// is the demo model")
         given = {
             "--backend": cluster_flags.backend is not None,
             "--watch": cluster_flags.watch,
@@ -286,7 +296,7 @@ def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: C
         for flag in (flag for flag, is_given in given.items() if is_given):
             raise UsageError(f"{flag} is said of a manifest's models; give --manifest FILE, or leave it out")
         return
-    if model is not None:
+    if model:
         raise UsageError(
             f"MODEL is {model!r} and --manifest {cluster_flags.manifest}; serve one model, or a manifest of many"
         )

@@ -169,6 +169,7 @@ class _Run:
                 self._announce(f"lockstep: ready on {url}, serving {_names(serving.cluster)}")
                 if sys.stdout.isatty():  # for a person; programs read the line before
                     self._announce(f"lockstep: dashboard on {url}/")
+                    self._announce(f"lockstep: try {first_request(url, has_key=bool(serving.options.api_keys))}")
                 if self._reload is not None:
                     tasks.append(asyncio.create_task(self._reload.run(), name="reload"))
             await signalled
@@ -192,6 +193,13 @@ class _Run:
             UnavailableError("the server is shutting down before this answer was complete; send the request again")
         )
         await _first(traffic.idle(), lifecycle.changed(), timeout_s=ENDING_S)
+
+
+def first_request(url: str, *, has_key: bool) -> str:
+    """A command that asks the server, for whoever has only just started it."""
+    key = " -H 'authorization: Bearer KEY'" if has_key else ""
+    body = '{"messages": [{"role": "user", "content": "I was charged twice."}]}'
+    return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
 
 
 def _names(cluster: Cluster) -> str:
