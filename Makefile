@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench bench-all peers lock clean map
+.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench bench-all peers lock clean dist map
 
 demo: $(STAMP)
 	$(BIN)/lockstep demo $(if $(KEEP),--keep)
@@ -95,6 +95,11 @@ bench-all: $(STAMP)
 	$(BIN)/python -m benchmarks.faults
 	$(BIN)/python -m benchmarks.scaling pocket:// --max-prompt-tokens 2048 --prompts 32 200 1000
 
+# What a release uploads, but for the wheels of other Pythons: sources, and a wheel of this machine.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+
 # Plain requirement files with hashes and no download addresses.
 lock: $(STAMP)
 	$(BIN)/python -m pip install -q uv
@@ -102,6 +107,8 @@ lock: $(STAMP)
 		--custom-compile-command "make lock" -o requirements/runtime.txt
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes -q \
 		--custom-compile-command "make lock" -o requirements/dev.txt
+	$(BIN)/uv pip compile --group release --universal --python-version 3.11 --generate-hashes -q \
+		--custom-compile-command "make lock" -o requirements/release.txt
 
 OPS := src/lockstep/executors/openvino/ops
 $(STAMP): requirements/dev.txt pyproject.toml hatch_build.py $(wildcard $(OPS)/*.?pp)

@@ -1,6 +1,6 @@
 """Wheels of a clean checkout: they install where there is no compiler, and answer there.
 
-Nothing is fetched: what the packages depend on comes from the environment of the tests.
+Nothing is fetched but by one test: what the packages depend on comes from the environment of the tests.
 """
 
 from __future__ import annotations
@@ -125,6 +125,28 @@ def test_a_pure_wheel_answers_by_the_fallback_and_says_so_once(pure: Installed) 
     done = pure.do("lockstep", "run", "pocket://", "-p", "Hello", "--max-tokens", "8", "--ignore-eos", "--json")
     assert json.loads(done.stdout)["usage"]["completion_tokens"] == 8
     assert done.stderr.count("its library was not built") == 1
+
+
+def test_an_empty_environment_gets_all_that_a_wheel_needs_and_shows_the_demo(pure: Installed, tmp_path: Path) -> None:
+    """By `pip install` as a user types it, from the package index that is set up here."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, timeout=HANG_S)
+    programs = tmp_path / "env" / "bin"
+    variables = {**os.environ, "PYTHONPATH": "", "HOME": str(tmp_path), "LOCKSTEP_CACHE_DIR": str(tmp_path / "cache")}
+    for command in (
+        ("python", "-m", "pip", "install", "--quiet", str(pure.wheel)),
+        ("python", "-m", "pip", "check"),
+        ("lockstep", "demo"),
+    ):
+        done = subprocess.run(
+            [programs / command[0], *command[1:]],
+            env=variables,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=2 * HANG_S,
+        )
+        assert done.returncode == 0, done.stderr
+    assert "the gate: this server against itself\npromote: " in done.stdout
 
 
 def test_sources_without_a_compiler_say_one_line_and_give_the_pure_wheel(checkout: Path, tmp_path: Path) -> None:
