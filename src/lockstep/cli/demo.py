@@ -118,7 +118,7 @@ def _serving(port: int, folder: Path, name: str, *more: str) -> Iterator[tuple[s
 
 
 def _address_of(process: subprocess.Popen[str]) -> str:
-    """Where a server listens, once it is ready."""
+    """The address of a server, once it is ready."""
     assert process.stdout is not None
     for line in process.stdout:
         found = READY.search(line)
@@ -192,7 +192,7 @@ def _show_hops(console: Console, told: dict[str, Any]) -> None:
 
 
 def _show_cluster(console: Console, snapshot: dict[str, Any]) -> None:
-    """What the cluster was and did."""
+    """Show what the cluster was and did."""
     from rich.table import Table
 
     replicas = {replica["key"]: replica for replica in snapshot["replicas"]}
@@ -302,7 +302,7 @@ def _judge(console: Console, baseline: Path, candidate: Path) -> None:
 
 
 def _show_prediction(console: Console, prediction: dict[str, Any]) -> None:
-    """What the candidate's setting would do to the conversations that were recorded, by a replay of them."""
+    """Show what the candidate's setting would do to the recorded conversations, by a replay of them."""
     from rich.table import Table
 
     table = Table("figure", "measured", "replayed", "on the candidate", "change", title_justify="left")
