@@ -149,6 +149,24 @@ def test_an_empty_environment_gets_all_that_a_wheel_needs_and_shows_the_demo(pur
     assert "the gate: this server against itself\npromote: " in done.stdout
 
 
+@pytest.mark.skipif(shutil.which("uvx") is None, reason="uv is not installed")
+def test_the_first_command_of_the_readme_shows_the_demo(pure: Installed, tmp_path: Path) -> None:
+    """As it stands there, with the wheel in the place of one that the index has."""
+    [command] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("uvx ")]
+    variables = {**os.environ, "UV_FIND_LINKS": str(pure.wheel.parent), "LOCKSTEP_CACHE_DIR": str(tmp_path / "cache")}
+    words = command.partition("#")[0].split()
+    done = subprocess.run(
+        [words[0], "--python", sys.executable, *words[1:]],
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=2 * HANG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the gate: this server against itself\npromote: " in done.stdout
+
+
 def test_sources_without_a_compiler_say_one_line_and_give_the_pure_wheel(checkout: Path, tmp_path: Path) -> None:
     wheel, said = build(checkout, tmp_path, CXX="no-compiler-here", CC="no-compiler-here")
     assert wheel.name.endswith("-py3-none-any.whl")
