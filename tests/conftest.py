@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -42,6 +43,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Add up what `tests/documents` has run of the pages."""
+    sums: Counter[str] = Counter()
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        for name, tally in getattr(report, "user_properties", ()):
+            if name == "documents" and report.when == "call":
+                sums.update(tally)
+    if sums:
+        terminalreporter.write_line(
+            f"documents: {sums['commands']} commands and {sums['snippets']} snippets ran, "
+            f"{sums['targets']} targets are there; {sums['slow']} more do with `-m slow`, "
+            f"{sums['by_hand']} are run by hand, {sums['shown']} blocks are only shown"
+        )
 
 
 @pytest.fixture(autouse=True)

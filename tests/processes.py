@@ -40,6 +40,7 @@ class Program:
         environment: all of its variables; this process's if nothing is said.
         main: the program; one that can be imported.
         is_on_terminal: whether its standard input is a terminal whose foreground process it is.
+        folder: where it is called; this process's own folder if nothing is said.
     """
 
     def __init__(
@@ -50,12 +51,15 @@ class Program:
         *,
         main: Callable[[], None] = lockstep,
         is_on_terminal: bool = False,
+        folder: Path | None = None,
     ) -> None:
         variables = dict(os.environ if environment is None else environment)
         _start_server()
         context = multiprocessing.get_context("forkserver")
         self._process = context.Process(
-            target=_run, args=(main, list(words), _Descriptors(streams), variables, is_on_terminal), daemon=True
+            target=_run,
+            args=(main, list(words), _Descriptors(streams), variables, is_on_terminal, str(folder or Path.cwd())),
+            daemon=True,
         )
         self._process.start()
         assert self._process.pid is not None
@@ -108,7 +112,9 @@ class Piped:
         self._err.close()
 
 
-def run(*words: str, stdin: str = "", environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: str, stdin: str = "", environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run `lockstep` to its end; all warnings are errors."""
     with (
         tempfile.TemporaryFile("w+") as given,
@@ -117,7 +123,7 @@ def run(*words: str, stdin: str = "", environment: Mapping[str, str] | None = No
     ):
         given.write(stdin)
         given.seek(0)
-        code = Program(words, (given.fileno(), out.fileno(), err.fileno()), environment).wait()
+        code = Program(words, (given.fileno(), out.fileno(), err.fileno()), environment, folder=folder).wait()
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(words, code, out.read(), err.read())
@@ -148,7 +154,12 @@ class _Descriptors:
 
 
 def _run(
-    main: Callable[[], None], words: list[str], streams: Any, environment: Mapping[str, str], is_on_terminal: bool
+    main: Callable[[], None],
+    words: list[str],
+    streams: Any,
+    environment: Mapping[str, str],
+    is_on_terminal: bool,
+    folder: str,
 ) -> None:
     """Be the program: the streams and variables of who forked us are none of ours."""
     for number, stream in enumerate(streams):
@@ -161,6 +172,7 @@ def _run(
 
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     for number, name in enumerate(("stdin", "stdout", "stderr")):

@@ -282,12 +282,6 @@ def test_python_names_exist(claim: str) -> None:
     assert reduce(getattr, rest, classes()[name]) is not None
 
 
-def test_the_program_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    [program] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(compile(program, "docs/coming-from.md", "exec"), {})
-    assert capsys.readouterr().out.strip()
-
-
 def test_what_is_not_yet_is_not_there() -> None:
     """A page that says so of what has come is out of date."""
     _, _, missing = PAGE.partition("### Not yet\n")

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import IO
 
@@ -43,15 +44,19 @@ class ServerProcess:
     Args:
         arguments: what follows `lockstep serve`; ``--port 0`` is added where no address is given.
         environment: variables on top of this process's.
+        folder: where it is started; this process's own folder if nothing is said.
     """
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, folder: Path | None = None
+    ) -> None:
         where = () if {"--port", "--addr", "--config"} & set(arguments) else ("--port", "0")
         clean = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         with open(os.devnull) as nothing:
             streams = (nothing.fileno(), out_end, err_end)
-            self._program = Program(["serve", *arguments, *where], streams, {**clean, **(environment or {})})
+            words, variables = ["serve", *arguments, *where], {**clean, **(environment or {})}
+            self._program = Program(words, streams, variables, folder=folder)
         os.close(out_end)
         os.close(err_end)
         self._stdout = _Lines(os.fdopen(out))
