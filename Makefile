@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench bench-all peers lock clean dist map
+.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench bench-all peers lock clean dist map site
 
 demo: $(STAMP)
 	$(BIN)/lockstep demo $(if $(KEEP),--keep)
@@ -65,6 +65,10 @@ measures: $(STAMP)
 # The map of files in ARCHITECTURE.md, from the first sentences of their docstrings.
 map: $(STAMP)
 	$(BIN)/python -m tools.measures --map
+
+# The site of the documents, in build/site; a warning ends it.
+site: $(STAMP)
+	$(BIN)/python -m tools.site
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -53,7 +53,22 @@ TERMINALS = ("top",)
 """Verbs that draw on a terminal: they get one, and a `q` that ends them."""
 PARENTS = ("lockstep sweep", "lockstep bench peers")
 """Verbs that start processes by `multiprocessing`, which those that were forked for tests may not."""
-PROGRAMS = ("lockstep", "curl", "python", "make", "jq", "eval", "export", "echo", "printf", "cat", "sleep", "zstd")
+PROGRAMS = (
+    "lockstep",
+    "curl",
+    "python",
+    "make",
+    "jq",
+    "eval",
+    "export",
+    "echo",
+    "printf",
+    "cat",
+    "diff",
+    "true",
+    "sleep",
+    "zstd",
+)
 """All that is run of a page: no other command of an unmarked block touches the machine that the tests run on."""
 _ADDRESS = re.compile(r"(?:127\.0\.0\.1|localhost):(9\d\d\d)\b")
 _SHELL_ONLY = re.compile(r"[|<>&;$`]|\n(?!\s)")
