@@ -74,6 +74,14 @@ def test_every_page_has_its_place_in_the_navigation_and_in_llms_txt() -> None:
     assert [line for line in entries if not re.fullmatch(r"- \[[^\]]+\]\([^)]+\): .+[^.]", line)] == []
 
 
+def test_pictures_are_shown_small_and_in_both_schemes() -> None:
+    pictures = {path.name for path in (ROOT / "docs").glob("*.png")}
+    shown = {Path(target).name for page in PAGES for target, _ in links_of(page) if target.endswith(".png")}
+    assert pictures == shown
+    assert {name.replace("-dark.", "-light.") for name in pictures} == {name for name in pictures if "-light." in name}
+    assert [name for name in sorted(pictures) if (ROOT / "docs" / name).stat().st_size > 300_000] == []
+
+
 class Page(HTMLParser):
     """Links and anchors of a built page, and what it would fetch by itself."""
 
