@@ -1,4 +1,4 @@
-"""Tables of docs/gate.md from the code that they describe.
+"""Tables of docs/gate.md and docs/gate-reference.md from the code that they describe.
 
     python -m tools.gate_reference          write them
     python -m tools.gate_reference --check  exit code 1 if they are not what is written
@@ -21,7 +21,7 @@ from lockstep.release.policy import Policy
 from lockstep.release.triage import HINTS
 from lockstep.release.verdict import Verdict
 
-PAGE = Path("docs/gate.md")
+PAGES = (Path("docs/gate.md"), Path("docs/gate-reference.md"))
 
 
 def _fields() -> Iterator[str]:
@@ -80,11 +80,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
-    text = PAGE.read_text()
-    wanted = with_tables(text)
+    texts = {page: page.read_text() for page in PAGES}
     if args.check:
-        sys.exit(text != wanted)
-    PAGE.write_text(wanted)
+        sys.exit(any(with_tables(text) != text for text in texts.values()))
+    for page, text in texts.items():
+        page.write_text(with_tables(text))
 
 
 if __name__ == "__main__":

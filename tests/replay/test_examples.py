@@ -35,7 +35,7 @@ def replayed(name: str) -> Report:
 
 
 def documentation() -> str:
-    return (ROOT / "docs" / "replay.md").read_text()
+    return (ROOT / "docs" / "workloads.md").read_text()
 
 
 def test_workload() -> None:
@@ -76,9 +76,9 @@ def test_the_ticks_in_the_documentation_are_those_of_the_replay() -> None:
     values = [[getattr(tick, column) for column in COLUMNS] for tick in report.ticks]
     rows = [[", ".join(cell) or "-" if isinstance(cell, tuple) else str(cell) for cell in row] for row in values]
     table = head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    assert f"\n{table}\n" in documentation(), f"docs/replay.md has another table than this:\n{table}"
+    assert f"\n{table}\n" in documentation(), f"docs/workloads.md has another table than this:\n{table}"
     line = next(line for line in to_json(report).decode().splitlines() if '"tick":3,' in line)
-    assert f"\n{line.strip(' ,')}\n" in documentation(), f"docs/replay.md has another record than this:\n{line}"
+    assert f"\n{line.strip(' ,')}\n" in documentation(), f"docs/workloads.md has another record than this:\n{line}"
 
 
 def test_priorities_are_mixed() -> None:
