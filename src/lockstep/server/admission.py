@@ -206,12 +206,24 @@ def _too_many(what: str, wait_s: float) -> HttpError:
 
 
 OPEN_PATHS = frozenset(
-    {"/", "/docs", "/health", "/health/live", "/health/ready", "/healthz", "/metrics", "/ping", "/version"}
+    {
+        "/",
+        "/api/version",
+        "/docs",
+        "/health",
+        "/health/live",
+        "/health/ready",
+        "/healthz",
+        "/metrics",
+        "/ping",
+        "/version",
+    }
 )
 """Answered without a key: what probes and scrapers ask for. They tell nothing of any request's content."""
 _LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
 _INFERENCE = re.compile(
-    r"/v1/(chat/completions|completions|embeddings|responses(/.*)?|models(/.*)?)|/tokenize|/detokenize"
+    r"/v1/(chat/completions|completions|embeddings|responses(/.*)?|messages(/.*)?|models(/.*)?)|/tokenize|/detokenize"
+    r"|/api/[a-z]+"
 )
 _READING = ("GET", "HEAD", "OPTIONS")
 _BEARER = b"bearer "

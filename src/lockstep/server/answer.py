@@ -96,6 +96,27 @@ class Tier(Shape, total=False):
     service_tier: Literal["default"] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """Form of a stream, whatever it says."""
+
+    content_type: bytes
+    ping: bytes
+    """What is sent in silence."""
+
+    @property
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        return (
+            (b"content-type", self.content_type),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        )
+
+
+SSE = Framing(b"text/event-stream; charset=utf-8", b": ping\n\n")
+"""Server-sent events."""
+
+
 def documented(shape: Any) -> dict[int | str, dict[str, Any]]:
     """Document the success of a route: a whole answer, or a stream, for whose events OpenAPI 3.1 has no schema."""
     events = {"example": "data: {...}\n\ndata: [DONE]\n\n"}

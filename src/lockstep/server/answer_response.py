@@ -24,7 +24,7 @@ from lockstep.cluster.base import Accepted, Event, EventStream, Routed
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import RequestError, RequestFailedError, SlowReaderError
-from lockstep.server.answer import Extension, Usage, extension_of, usage_of
+from lockstep.server.answer import Extension, Framing, Usage, extension_of, usage_of
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.generation import in_the_requests_words
@@ -44,22 +44,21 @@ T = TypeVar("T")
 
 MAX_OPENING = 64
 """Calls of one request that are on their way to their acceptance at once."""
-PING = b": ping\n\n"
 MIN_WATCH_S = 0.05
 """The watch over silence looks no oftener."""
 MAX_STALL_S = 60.0
 """A client that takes nothing for so long is left."""
-HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
 CONNECTION_RESET = "the handler is closed"
 """What uvloop says to a `send` into a connection that was reset before `receive` could tell."""
 
 
 class Encoder(Protocol):
     """Wire format of one endpoint's answers."""
+
+    @property
+    def framing(self) -> Framing:
+        """The form of its streams."""
+        ...
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """Frames that are shown before there is any token."""
@@ -193,6 +192,11 @@ class Answer:
         """The last frames of a stream that came to its end."""
         return self._encoder.end(self)
 
+    @property
+    def framing(self) -> Framing:
+        """The form of its stream."""
+        return self._encoder.framing
+
     def failed(self, error: HttpError) -> bytes:
         """The last frames of a stream that did not."""
         return self._encoder.failed(error)
@@ -316,7 +320,7 @@ class AnswerResponse(Response):
         news = self._news
         self._sent_s = self._loop.time()
         news.set()  # an answer may have something to show before its first token
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": answer.framing.headers})
         while True:
             await news.wait()
             frames = answer.take()
@@ -335,12 +339,12 @@ class AnswerResponse(Response):
             if frames:
                 await self._put(send, frames, more=True)
             elif self._silence_s >= self._serving.options.ping_interval_s:
-                await self._put(send, PING, more=True)
+                await self._put(send, answer.framing.ping, more=True)
 
     def _fault_of(self, failure: Exception) -> HttpError:
         if isinstance(failure, RequestError):
             failure = in_the_requests_words(failure, self._param_names)
-        return http_error(failure)
+        return self._context.dialect.put(http_error(failure))
 
     async def _put(self, send: Send, data: bytes, *, more: bool) -> None:
         self._is_sending = True

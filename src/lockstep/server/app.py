@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from lockstep.cluster.cluster import Cluster
 from lockstep.errors import LockstepError
@@ -29,16 +29,23 @@ from lockstep.server import (
 from lockstep.server.access_log import AccessLog
 from lockstep.server.admission import AdmissionMiddleware, OriginMiddleware
 from lockstep.server.body import BodyMiddleware
+from lockstep.server.doors import messages, ollama, ollama_models
 from lockstep.server.errors import (
     HttpError,
     RefusedBodyError,
-    error_response,
     http_error,
     of_http_exception,
     of_validation,
 )
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import ContextMiddleware, RequestObserver, context_of
+from lockstep.server.request_context import (
+    CLIENT_LEFT_STATUS,
+    ClientLeft,
+    ContextMiddleware,
+    RequestObserver,
+    context_of,
+    refusal,
+)
 from lockstep.server.serving import Serving, Traffic
 from lockstep.version import __version__
 
@@ -46,8 +53,12 @@ ROUTERS: tuple[APIRouter, ...] = (
     chat.router,
     completions.router,
     responses.router,
+    messages.router,
+    ollama.router,
     embeddings.router,
     tokenize.router,
+    ollama_models.router,
+    messages.models_router,  # before OpenAI's, which is for all others
     cluster_routes.router,  # before the models', whose ids may hold slashes
     cluster_routes.models_router,
     request_log.router,
@@ -120,10 +131,16 @@ def _install_handlers(app: FastAPI) -> None:
     app.exception_handler(RequestValidationError)(_on_validation)
     app.exception_handler(HTTPException)(_on_http)
     app.exception_handler(LockstepError)(_on_lockstep)
+    app.exception_handler(ClientLeft)(_on_departure)
 
 
 async def _on_lockstep(request: Request, error: Exception) -> JSONResponse:
     return _answer(request, http_error(error))
+
+
+async def _on_departure(request: Request, error: Exception) -> Response:
+    """An answer that nobody reads."""
+    return Response(status_code=CLIENT_LEFT_STATUS)
 
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
@@ -141,5 +158,4 @@ async def _on_validation(request: Request, error: Exception) -> JSONResponse:
 
 
 def _answer(request: Request, error: HttpError) -> JSONResponse:
-    context_of(request).error = error
-    return error_response(error)
+    return refusal(error, context_of(request))

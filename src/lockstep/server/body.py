@@ -30,6 +30,8 @@ from lockstep.server.request_context import context_of, refuse
 from lockstep.server.serving import MAX_INLINE_BYTES, Serving, translated
 
 JSON_TYPE = "application/json"
+JSON_HEADER = (b"content-type", JSON_TYPE.encode())
+FORM_TYPE = "application/x-www-form-urlencoded"
 YAML_TYPE = "application/yaml"
 YAML_TYPES = (YAML_TYPE, "application/x-yaml", "text/yaml", "text/x-yaml")
 BODY_TIMEOUT_S = 60.0
@@ -91,6 +93,9 @@ class BodyMiddleware:
             raise _RefusedError(_too_slow()) from None
         if chunks is None:
             return None
+        if context.dialect.takes_forms and is_unmarked(headers):
+            scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"content-type"] + [JSON_HEADER]
+            headers = Headers(scope=scope)
         content_type, takes_yaml = headers.get("content-type", ""), (scope["method"], scope["path"]) == TAKES_YAML
 
         def joined() -> tuple[bytes, HttpError | None]:
@@ -191,6 +196,12 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
     if has_lone_surrogate(body):
         return _invalid(r"The body holds half of a surrogate pair (like \ud83d alone); send whole characters.")
     return None
+
+
+def is_unmarked(headers: Headers) -> bool:
+    """True if a body's kind was not said by who wrote it: curl calls it a form, and others say nothing. What comes from
+    a page has to say that it is JSON, which a browser does not send to another origin without asking first."""
+    return kind_of(headers.get("content-type", "")) in ("", FORM_TYPE) and "origin" not in headers
 
 
 def kind_of(content_type: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NotRequired
 from lockstep.cluster.base import Hop
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.answer import (
+    SSE,
     AnswerFunction,
     AnswerToolCall,
     Extension,
@@ -38,6 +39,8 @@ class ChunkEncoder(ABC):
         text: what stands in a choice before its new text and after it, where it has nothing else.
         num_choices: of the whole answer.
     """
+
+    framing = SSE
 
     def __init__(
         self,

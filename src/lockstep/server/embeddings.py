@@ -89,6 +89,17 @@ class Embeddings(Shape):
 @router.post("/v1/embeddings", response_model=Embeddings)
 async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     """Turn texts into vectors."""
+    told = await embedded(body, request)
+    content = await asyncio.to_thread(lambda: msgspec.json.encode(told))
+    return Response(content, media_type="application/json")
+
+
+async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
+    """The vectors of a request's texts.
+
+    Raises:
+        ClientLeft: nobody is there any more to be told; the request's context knows it.
+    """
     serving, context = serving_of(request), context_of(request)
     context.model = model = serving.cluster.card(body.model).name
     context.labels = {} if body.user is None else {"user": body.user}
@@ -100,10 +111,9 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
         )
     except ClientLeft:
         context.status = CLIENT_LEFT_STATUS
-        return Response(status_code=CLIENT_LEFT_STATUS)
+        raise
     conclude(context, outputs)
-    content = await asyncio.to_thread(lambda: msgspec.json.encode(embeddings_object(body, model, outputs)))
-    return Response(content, media_type="application/json")
+    return await asyncio.to_thread(lambda: embeddings_object(body, model, outputs))
 
 
 def calls_of(body: EmbeddingBody, caller: Caller) -> list[GenerationRequest]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 
 from lockstep.errors import (
     ChatTemplateError,
@@ -116,11 +115,15 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is refused; the error says what would be right."},
-    "5XX": {"model": ErrorBody, "description": "The server cannot answer, or not now."},
-}
-"""For the OpenAPI document: what any route may answer."""
+def documented_errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI document: what any route may answer whose errors are such bodies."""
+    return {
+        "4XX": {"model": body, "description": "The request is refused; the error says what would be right."},
+        "5XX": {"model": body, "description": "The server cannot answer, or not now."},
+    }
+
+
+ERROR_RESPONSES = documented_errors(ErrorBody)
 
 
 _KINDS: tuple[tuple[type[Exception], int, str], ...] = (
@@ -163,11 +166,6 @@ def _headers(error: BaseException) -> Mapping[str, str]:
     if isinstance(error, UnavailableError | RemoteFailedError) and error.retry_after_s is not None:
         return {"Retry-After": str(max(1, round(error.retry_after_s)))}
     return {"Retry-After": "1"} if isinstance(error, QueueFullError) else {}
-
-
-def error_response(error: HttpError) -> JSONResponse:
-    """The error's status, headers and body."""
-    return JSONResponse(error.body(), error.status, dict(error.headers))
 
 
 def of_http_exception(error: HTTPException, method: str, path: str, allowed: Iterable[str]) -> HttpError:

@@ -394,7 +394,7 @@ def in_the_requests_words(error: RequestError, names: Mapping[str, str]) -> Requ
     name = None if error.param is None else names.get(error.param)
     if name is not None and error.param is not None:
         message = str(error)
-        if message.startswith(f"{error.param} "):
+        if message.startswith((f"{error.param} ", f"{error.param}:")):
             error.args = (name + message.removeprefix(error.param),)
         error.param = name
     return error

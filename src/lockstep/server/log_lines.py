@@ -17,8 +17,8 @@ from fastapi import APIRouter, Query, Request, Response
 from lockstep.server.admission import forbidden, is_operator
 from lockstep.server.body import JSON_TYPE
 from lockstep.server.cluster_routes import described
-from lockstep.server.errors import ERROR_RESPONSES, error_response
-from lockstep.server.request_context import context_of
+from lockstep.server.errors import ERROR_RESPONSES
+from lockstep.server.request_context import context_of, refusal
 from lockstep.server.request_log import MAX_NUMBER
 from lockstep.server.serving import serving_of
 from lockstep.worker.logs import FIELDS, PUBLIC_FIELDS, line_of
@@ -101,7 +101,6 @@ async def list_log_lines(
     """The latest lines of the server's log, without anything of a prompt. They tell of everybody's requests, so that an
     admin key is needed wherever there are keys; without keys, only this machine may ask."""
     if not is_operator(context_of(request).tenant, serving_of(request).options):
-        context_of(request).error = error = forbidden()
-        return error_response(error)
+        return refusal(forbidden(), context_of(request))
     lines: LogLines = request.app.state.log_lines
     return Response(msgspec.json.encode(LogList("list", lines.lines(after, limit))), media_type=JSON_TYPE)

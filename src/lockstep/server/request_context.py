@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.cluster.base import Hop
-from lockstep.server.errors import HttpError, error_response, http_error
+from lockstep.server.dialect import OPENAI, Dialect, dialect_of
+from lockstep.server.errors import HttpError, http_error
 from lockstep.worker.progress import CallProgress
 
 T = TypeVar("T")
@@ -82,6 +84,8 @@ class RequestContext:
     traceparent: str | None = None
     segment: str = ""
     """The client's ``x-lockstep-segment``: the part of the traffic that the request belongs to."""
+    dialect: Dialect = OPENAI
+    """Which API the client speaks."""
     model: str | None = None
     is_stream: bool = False
     session_id: str | None = None
@@ -159,9 +163,10 @@ class ContextMiddleware:
             await self._app(scope, exchange.receive, exchange.send)
         except Exception as error:  # a defect of ours: told without details, logged with them
             log.exception("request %s failed", context.request_id)
-            context.error = http_error(error)
             if exchange.status is None:
-                await refuse(context.error, scope, receive, exchange.send)
+                await refuse(http_error(error), scope, receive, exchange.send)
+            else:
+                context.error = http_error(error)
         finally:
             route = scope.get("route")
             if route is not None:
@@ -195,7 +200,8 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [pair for pair in message.get("headers", ()) if pair[0] != REQUEST_ID_HEADER]
-            headers.append((REQUEST_ID_HEADER, self._context.request_id.encode()))
+            names = (REQUEST_ID_HEADER, self._context.dialect.id_header)
+            headers += [(name, self._context.request_id.encode()) for name in names if name is not None]
             if self._context.warnings:
                 headers.append((WARNING_HEADER, "; ".join(self._context.warnings).encode("ascii", "replace")))
             message = {**message, "headers": headers}
@@ -221,6 +227,7 @@ def _new_context(scope: Scope, now_s: float) -> RequestContext:
         method=scope["method"],
         traceparent=traceparent,
         segment=segment,
+        dialect=dialect_of(scope["path"], scope["headers"]),
     )
 
 
@@ -235,8 +242,13 @@ def _final_status(context: RequestContext, exchange: _Exchange) -> int:
 async def refuse(error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request with an error from inside a middleware; the request's context knows of it."""
     context: RequestContext = scope["state"]["context"]
-    context.error = error
-    await error_response(error)(scope, receive, send)
+    await refusal(error, context)(scope, receive, send)
+
+
+def refusal(error: HttpError, context: RequestContext) -> JSONResponse:
+    """The answer to a request that is refused, in its dialect; its context knows of it."""
+    context.error = context.dialect.put(error)
+    return context.dialect.response(context.error, context.request_id)
 
 
 class ClientLeft(Exception):  # noqa: N818 - nobody's error: the connection is gone

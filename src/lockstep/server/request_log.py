@@ -60,7 +60,10 @@ KINDS: Mapping[str, Kind] = {
     Limit.VICTIM.name: "lost_blocks",
 }
 """By what a wait's reason is called where it is found."""
-LISTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
+LISTED = frozenset({
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages", "/api/chat",
+    "/api/generate", "/api/embed", "/api/embeddings",
+})  # fmt: skip
 REFUSED = (401, 403)
 """Statuses of callers who are not let in, and are therefore not remembered."""
 

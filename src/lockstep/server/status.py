@@ -102,6 +102,7 @@ class HomeBody(BaseModel):
 
 
 @home_router.get("/", operation_id="home", response_model=HomeBody)
+@home_router.head("/", include_in_schema=False, response_model=None)
 async def home(request: Request) -> Response | HomeBody:
     """The name of this server and its paths; to a browser, the dashboard. No model is named: the page is open, their
     names need a key."""

@@ -28,6 +28,11 @@ OPERATIONS: Mapping[str, str] = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
     "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/api/chat": "chat",
+    "/api/generate": "text_completion",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
 }
 """``gen_ai.operation.name`` by route; other routes are plain HTTP spans."""
 EXPORT_TIMEOUT_S = 5.0

@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.errors import InvalidParameterError, QueueFullError
-from lockstep.server.answer_response import HEADERS, MAX_STALL_S, PING
+from lockstep.server.answer import SSE
+from lockstep.server.answer_response import MAX_STALL_S
 from lockstep.server.cluster_routes import only_of
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import disconnected
@@ -115,14 +116,14 @@ class WatchResponse(Response):
             await send({"type": "http.response.body", "body": b""})
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": SSE.headers})
         await _put(send, b": watching\n\n")
         following = asyncio.ensure_future(anext(self._events))
         try:
             while True:
                 done, _ = await asyncio.wait((following,), timeout=self._ping_interval_s)
                 if not done:
-                    await _put(send, PING)
+                    await _put(send, SSE.ping)
                     continue
                 event = following.result()
                 following = asyncio.ensure_future(anext(self._events))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NotRequired
 
-from lockstep.server.answer import Extension, encode
+from lockstep.server.answer import SSE, Extension, encode
 from lockstep.server.answer_response import Answer
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
@@ -324,6 +324,8 @@ class ResponseEncoder:
     Args:
         writer: a new one.
     """
+
+    framing = SSE
 
     def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer

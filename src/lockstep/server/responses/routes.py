@@ -13,19 +13,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lockstep.cluster.base import Accepted
-from lockstep.errors import InvalidParameterError, RequestError
+from lockstep.errors import InvalidParameterError
 from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
-from lockstep.server.chat import ChatCall, chat_call
+from lockstep.server.chat import ChatCall
+from lockstep.server.chat_adapter import adapted_call
 from lockstep.server.choices import open_choices
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import Shape
-from lockstep.server.generation import Caller, labels_of
 from lockstep.server.request_context import context_of
 from lockstep.server.responses.answer import ResponseEncoder, ResponseObject, ResponseWriter, documented_events
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
 from lockstep.server.responses.store import ResponseStore, StoredResponse, chain_to, get_stored
-from lockstep.server.responses.translation import JsonObject, chat_body, in_our_words, items_of, messages_of, names_here
+from lockstep.server.responses.translation import WORDS, JsonObject, chat_body, items_of, messages_of
 from lockstep.server.serving import serving_of, translated
 
 MAX_ITEMS = 100
@@ -64,15 +64,14 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     """Answer, and keep the answer so that it can be continued."""
     serving, context, store = serving_of(request), context_of(request), store_of(request)
     cluster, tenant = serving.cluster, context.tenant
-    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
-    context.model, context.session_id = cluster.card(body.model).name, body.session_id
+    context.model = cluster.card(body.model).name
     earlier = () if body.previous_response_id is None else await chain_to(store, body.previous_response_id, tenant)
     tokenizer = cluster.tokenizer(body.model)
 
     def translate() -> tuple[tuple[JsonObject, ...], ChatCall]:
         items = items_of(body.input, _new_id)
         messages = messages_of(body.instructions, [*_items_of_chain(earlier), *items])
-        return items, _chat_call(body, messages, caller, request)
+        return items, adapted_call(request, lambda: chat_body(body, messages), WORDS, tokenizer)
 
     items, chat = await translated(request, translate)
     response_id = _new_id("resp")
@@ -92,7 +91,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
             await store.put(StoredResponse(response_id, tenant, encoders[0].final(answer), items))
 
     return AnswerResponse(
-        request, (chat.call,), make_answer, names_here(chat.names), is_stream=bool(body.stream), before_end=keep
+        request, (chat.call,), make_answer, WORDS.names(chat.names), is_stream=bool(body.stream), before_end=keep
     )
 
 
@@ -136,17 +135,6 @@ async def list_input_items(
     chain = await chain_to(store_of(request), response_id, context_of(request).tenant, param="response_id")
     items = [*_items_of_chain(chain[:-1]), *chain[-1].input_items]
     return JSONResponse(item_list(items, after=after, limit=limit, is_descending=order == "desc"))
-
-
-def _chat_call(body: ResponseBody, messages: Sequence[JsonObject], caller: Caller, request: Request) -> ChatCall:
-    """The call of the same question in chat; errors name this request's parameters."""
-    context, tokenizer = context_of(request), serving_of(request).cluster.tokenizer(body.model)
-    try:
-        chat = chat_body(body, messages)
-        context.labels = labels_of(chat)
-        return chat_call(chat, caller, tokenizer)
-    except RequestError as error:
-        raise in_our_words(error) from None
 
 
 def _items_of_chain(chain: Sequence[StoredResponse]) -> list[JsonObject]:

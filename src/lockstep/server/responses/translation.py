@@ -12,13 +12,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from lockstep.engine.chat_template import MAX_MESSAGES
-from lockstep.errors import InvalidParameterError, RequestError
+from lockstep.errors import InvalidParameterError
 from lockstep.server.chat import ChatBody
-from lockstep.server.errors import of_validation
-from lockstep.server.generation import RequestBody, in_the_requests_words
+from lockstep.server.chat_adapter import Vocabulary, chat_body_of
+from lockstep.server.generation import RequestBody
 from lockstep.server.responses.schema import (
     LOGPROBS,
     Content,
@@ -181,17 +179,19 @@ _SAME = (
 )
 """Parameters that both have."""
 
-_NAMES = (
-    (re.compile(r"messages\b.*|prompt"), "input"),
-    (re.compile(r"max_tokens|max_completion_tokens"), "max_output_tokens"),
-    (re.compile(r"response_format(?:\.json_schema)?(\.\w+)?"), r"text.format\1"),
-    (re.compile(r"reasoning_effort"), "reasoning.effort"),
-    (re.compile(r"(tools\[\d+\])\.function(\..*)?"), r"\1\2"),
-    (re.compile(r"tool_choice(?:\.allowed_tools(\.tools\[\d+\]))?\.function\.name"), r"tool_choice\1.name"),
-    (re.compile(r"verbosity"), "text.verbosity"),
-    (re.compile(r"logprobs"), "include"),
+WORDS = Vocabulary(
+    (
+        (re.compile(r"messages\b.*|prompt"), "input"),
+        (re.compile(r"max_tokens|max_completion_tokens"), "max_output_tokens"),
+        (re.compile(r"response_format(?:\.json_schema)?(\.\w+)?"), r"text.format\1"),
+        (re.compile(r"reasoning_effort"), "reasoning.effort"),
+        (re.compile(r"(tools\[\d+\])\.function(\..*)?"), r"\1\2"),
+        (re.compile(r"tool_choice(?:\.allowed_tools(\.tools\[\d+\]))?\.function\.name"), r"tool_choice\1.name"),
+        (re.compile(r"verbosity"), "text.verbosity"),
+        (re.compile(r"logprobs"), "include"),
+    )
 )
-"""What chat completions call a parameter, and what it is called here; others have one name."""
+"""What chat completions call a parameter, and what it is called here."""
 
 
 def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
@@ -224,11 +224,7 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         **{name: getattr(body, name) for name in _SAME},
     }
-    try:
-        return ChatBody.model_validate({name: value for name, value in members.items() if value is not None})
-    except ValidationError as error:  # what fits this schema and not that one
-        fault = of_validation(error.errors())
-        raise InvalidParameterError(fault.message, param=fault.param) from None
+    return chat_body_of(members)
 
 
 def _response_format(given: TextFormat) -> JsonObject:
@@ -267,22 +263,3 @@ def _tool_choice(choice: ToolChoice | None) -> str | JsonObject | None:
 
 def _named(tool: NamedTool) -> JsonObject:
     return {"type": "function", "function": {"name": tool.name}}
-
-
-def name_here(param: str) -> str:
-    """The name in a response request of a parameter of chat completions."""
-    for pattern, name in _NAMES:
-        match = pattern.fullmatch(param)
-        if match is not None:
-            return match.expand(name)
-    return param
-
-
-def names_here(names: Mapping[str, str]) -> Mapping[str, str]:
-    """Names of the engine's parameters in a response request, from those in a chat request."""
-    return {engines: name_here(chats) for engines, chats in names.items()}
-
-
-def in_our_words(error: RequestError) -> RequestError:
-    """An error that names a parameter of chat completions, naming ours."""
-    return error if error.param is None else in_the_requests_words(error, {error.param: name_here(error.param)})

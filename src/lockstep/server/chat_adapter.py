@@ -1,0 +1,115 @@
+"""Adapters of other APIs to chat completions: their bodies as chat requests, and errors in their own words.
+
+A question that came in another API's shape is translated to the one body of a chat request, so that whatever is true
+of chat (routing, limits, sessions, deadlines, records) is true of it; only its answer is encoded otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lockstep.cluster.base import Accepted
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import InvalidParameterError, RequestError
+from lockstep.server.answer_response import Answer, AnswerResponse, Encoder
+from lockstep.server.chat import ChatBody, ChatCall, chat_call
+from lockstep.server.choices import open_choices
+from lockstep.server.errors import of_validation
+from lockstep.server.generation import Caller, in_the_requests_words, labels_of
+from lockstep.server.request_context import context_of
+from lockstep.server.serving import serving_of, translated
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Names of parameters in another API, by patterns of those in chat completions; others have one name in both."""
+
+    rules: Sequence[tuple[re.Pattern[str], str]]
+
+    def name(self, param: str) -> str:
+        """The other API's name of a parameter of chat completions."""
+        for pattern, name in self.rules:
+            match = pattern.fullmatch(param)
+            if match is not None:
+                return match.expand(name)
+        return param
+
+    def names(self, names: Mapping[str, str]) -> Mapping[str, str]:
+        """Names of the engine's parameters in the other API, from those in a chat request."""
+        return {engines: self.name(chats) for engines, chats in names.items()}
+
+    def error(self, error: RequestError) -> RequestError:
+        """An error that names a parameter of chat completions, naming the other API's."""
+        return error if error.param is None else in_the_requests_words(error, {error.param: self.name(error.param)})
+
+    def warning(self, warning: str) -> str:
+        """A warning that begins with a parameter's name, beginning with the other API's."""
+        param, colon, rest = warning.partition(":")
+        return self.name(param) + colon + rest
+
+
+def chat_body_of(members: Mapping[str, Any]) -> ChatBody:
+    """A chat request of some members, where None is absent.
+
+    Raises:
+        InvalidParameterError: what fits the other API's schema does not fit this one.
+    """
+    try:
+        return ChatBody.model_validate({name: value for name, value in members.items() if value is not None})
+    except ValidationError as error:
+        fault = of_validation(error.errors())
+        raise InvalidParameterError(fault.message, param=fault.param) from None
+
+
+def adapted_call(
+    request: Request, make_body: Callable[[], ChatBody], words: Vocabulary, tokenizer: Tokenizer
+) -> ChatCall:
+    """The call of a question that was asked in another API; errors name that API's parameters."""
+    context = context_of(request)
+    caller = Caller(context.tenant, serving_of(request).options, context.request_id, context.segment)
+    try:
+        body = make_body()
+        context.labels, context.session_id = labels_of(body), body.session_id
+        return chat_call(body, caller, tokenizer)
+    except RequestError as error:
+        raise words.error(error) from None
+
+
+async def answer_as_chat(
+    request: Request,
+    model: str | None,
+    make_body: Callable[[], ChatBody],
+    words: Vocabulary,
+    make_encoder: Callable[[Accepted, ChatCall], Encoder],
+    *,
+    is_stream: bool,
+    new_call_id: Callable[[], str],
+    warnings: Sequence[str] = (),
+) -> Response:
+    """Answer a question that was asked in another API.
+
+    Args:
+        make_body: translates it; on another thread, where it is long.
+        make_encoder: from who answers, by its served name, and the call.
+        warnings: what was asked for and is not done, whoever answers.
+    """
+    cluster, context = serving_of(request).cluster, context_of(request)
+    context.model = cluster.card(model).name
+    tokenizer = cluster.tokenizer(model)
+    chat = await translated(request, lambda: adapted_call(request, make_body, words, tokenizer))
+
+    def make_answer(accepted: Sequence[Accepted]) -> Answer:
+        [first] = accepted
+        own = cluster.tokenizer(first.model)
+        context.warnings = [*warnings, *map(words.warning, chat.unheeded(own))]
+        choices = open_choices(chat.call.params, own, first, tool_use=chat.tool_use, new_call_id=new_call_id)
+        return Answer(accepted, choices, make_encoder(first, chat), context)
+
+    return AnswerResponse(request, (chat.call,), make_answer, words.names(chat.names), is_stream=is_stream)

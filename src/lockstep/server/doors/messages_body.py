@@ -1,0 +1,477 @@
+"""The body of `POST /v1/messages`, in the shapes of Anthropic's Messages API, and the chat request that it becomes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from lockstep.engine.chat_template import MAX_CONTENT_PARTS, MAX_MESSAGES
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.sampling_params import MAX_STOP_STRINGS
+from lockstep.server.chat import ChatBody
+from lockstep.server.chat_adapter import Vocabulary, chat_body_of
+from lockstep.server.fields import (
+    MAX_SEQUENCE_TOKENS,
+    Body,
+    JsonObject,
+    Marked,
+    Name,
+    absent,
+    in_pieces,
+    text_or_list,
+)
+from lockstep.server.generation import DeadlineMs, StopString
+from lockstep.server.tools.definitions import MAX_TOOLS, FunctionName
+
+Id = Annotated[str, Field(min_length=1, max_length=128)]
+MAX_EDITS = 16
+BLOCK_KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking", "document", "search_result")
+
+
+class TextBlock(Marked):
+    type: Literal["text"]
+    text: str
+    citations: list[JsonObject] | None = None
+    """Left over from an answer; unused."""
+
+
+Texts = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
+    Discriminator(text_or_list),
+]
+
+
+class Citations(Body):
+    enabled: Literal[False] | None = None
+    """Models here cite nothing."""
+
+
+class DocumentSource(Body):
+    type: Literal["text", "content"]
+    """Models know text only."""
+    media_type: Literal["text/plain"] | None = None
+    data: str | None = None
+    """Of type `text`."""
+    content: Texts | None = None
+    """Of type `content`."""
+
+
+class DocumentBlock(Marked):
+    """A document of plain text, which becomes text of the message."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+
+
+class SearchResultBlock(Marked):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)]
+    citations: Citations | None = None
+
+
+class ThinkingBlock(Marked):
+    """Thoughts of an earlier answer, for templates that read them."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+    """Unused: nothing here checks it."""
+
+
+class RedactedThinkingBlock(Marked):
+    """Thoughts that only another server can read; left out, with a warning."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(Marked):
+    type: Literal["tool_use"]
+    id: Id
+    name: FunctionName
+    input: JsonObject
+    caller: JsonObject | None = None
+    """Left over from an answer; unused."""
+
+
+def _block_kind(value: object) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"[{kind}]" if kind in BLOCK_KINDS else None
+
+
+def _blocks(kinds: str) -> Discriminator:
+    return Discriminator(
+        _block_kind,
+        custom_error_type="block_kind",
+        custom_error_message=f"A block's type must be one of {kinds}; models here know text only, no images or files",
+    )
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("[text]")]
+    | Annotated[DocumentBlock, Tag("[document]")]
+    | Annotated[SearchResultBlock, Tag("[search_result]")],
+    _blocks("text, document, search_result"),
+]
+
+
+Result = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[list[ResultBlock], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
+    Discriminator(text_or_list),
+]
+
+
+class ToolResultBlock(Marked):
+    """The answer of a tool to a call of the assistant."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Id
+    content: Result | None = None
+    is_error: bool | None = None
+    """True: the model is told so, in a word before the content."""
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("[text]")]
+    | Annotated[ToolUseBlock, Tag("[tool_use]")]
+    | Annotated[ToolResultBlock, Tag("[tool_result]")]
+    | Annotated[ThinkingBlock, Tag("[thinking]")]
+    | Annotated[RedactedThinkingBlock, Tag("[redacted_thinking]")]
+    | Annotated[DocumentBlock, Tag("[document]")]
+    | Annotated[SearchResultBlock, Tag("[search_result]")],
+    _blocks(", ".join(BLOCK_KINDS)),
+]
+
+
+class TurnMessage(Body):
+    """One turn of the conversation. An answer's `content` may be sent back as it came."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag("[text]")] | Annotated[list[Block], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
+        Discriminator(text_or_list),
+    ]
+
+
+class CustomTool(Marked):
+    """A function that the model may call; tools that the server would run are not done here."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: JsonObject
+    strict: bool | None = None
+    """The input obeys the schema."""
+    eager_input_streaming: bool | None = None
+    """A hint; a call is told when it is whole."""
+    input_examples: list[JsonObject] | None = None
+    """Not shown to the model; a warning says so."""
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    """The model is told of every tool from the beginning."""
+
+
+class MessagesToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    """Of type `tool`."""
+    disable_parallel_tool_use: bool | None = None
+    """True: at most one call."""
+
+
+class Thinking(Body):
+    type: Literal["enabled", "adaptive", "disabled"]
+    """Where the model's chat template reads `enable_thinking`, else a warning; `adaptive`: as the model does."""
+    budget_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    """Not kept apart: `max_tokens` bounds thoughts and text together; a warning says so."""
+    display: Literal["summarized", "omitted"] | None = None
+    """`omitted`: blocks of thoughts come without them. Otherwise as they are, which is more than a summary."""
+
+
+class JsonOutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Where the model's chat template reads `reasoning_effort`, else a warning."""
+    format: JsonOutputFormat | None = None
+    """The answer obeys the schema."""
+
+
+class ContextEdit(Body):
+    type: Annotated[str, Field(min_length=1, max_length=64)]
+    keep: Any = None
+    trigger: JsonObject | None = None
+    clear_at_least: JsonObject | None = None
+    exclude_tools: list[str] | None = None
+    clear_tool_inputs: bool | list[str] | None = None
+    instructions: str | None = None
+    pause_after_compaction: bool | None = None
+
+
+class ContextManagement(Body):
+    edits: Annotated[list[ContextEdit] | None, Field(max_length=MAX_EDITS)] = None
+
+
+class RequestMetadata(Body):
+    user_id: Name | None = None
+    """Logged; without API keys also whose share of the queue this is."""
+
+
+class CountBody(Body):
+    """A conversation, as far as it makes the prompt."""
+
+    model: Name | None = None
+    """A served name; absent: whoever the cluster's routing finds, or the one model that is served."""
+    messages: Annotated[list[TurnMessage], *in_pieces(MAX_MESSAGES)]
+    system: Texts | None = None
+    tools: Annotated[list[CustomTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonOutputFormat | None = None
+    """The older name of `output_config.format`."""
+    cache_control: JsonObject | None = None
+    """Unused, as everywhere: prefixes are found in the cache without it."""
+    context_management: ContextManagement | None = None
+    """Nothing is cleared or summed up here: a warning says so where something might be."""
+    mcp_servers: Annotated[list[JsonObject] | None, Field(max_length=0)] = None
+    """This server calls no others."""
+    speed: Literal["standard"] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    """Of this server, not of Anthropic's: variables for the model's chat template."""
+
+
+class MessagesBody(CountBody):
+    """A conversation for a model to answer, and parameters of the answer."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_SEQUENCE_TOKENS)]
+    """Tokens of the answer, thoughts included."""
+    stop_sequences: Annotated[list[StopString] | None, Field(max_length=MAX_STOP_STRINGS)] = None
+    stream: bool | None = None
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    """0: greedy. Default: the model's, else 1."""
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1)] = None
+    """0 or -1: all tokens."""
+    metadata: RequestMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    """There is one, `standard`; the answer says so."""
+    container: Annotated[None, absent("there are no containers here")] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
+    """Of this server, as are the following: the same seed and parameters give the same answer."""
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
+    """Lower is served first; other than 0 only where the scheduling policy is by priority."""
+    session_id: Name | None = None
+    cache_salt: Name | None = None
+    deadline_ms: DeadlineMs | None = None
+    """The answer is complete by then, or the request ends with 504 or an error event."""
+
+
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "priority"),
+    *("session_id", "cache_salt", "deadline_ms"),
+)
+"""Parameters that both have."""
+WORDS = Vocabulary((
+    (re.compile(r"max_tokens|max_completion_tokens"), "max_tokens"),
+    (re.compile(r"messages\b.*|prompt"), "messages"),
+    (re.compile(r"stop(\[\d+\])?"), r"stop_sequences\1"),
+    (re.compile(r"(tools\[\d+\])\.function\.parameters(.*)"), r"\1.input_schema\2"),
+    (re.compile(r"(tools\[\d+\])\.function(\..*)?"), r"\1\2"),
+    (re.compile(r"tool_choice\.function\.name"), "tool_choice.name"),
+    (re.compile(r"response_format(?:\.json_schema)?(\.\w+)?"), r"output_config.format\1"),
+    (re.compile(r"reasoning_effort"), "output_config.effort"),
+    (re.compile(r"chat_template_kwargs\.enable_thinking"), "thinking"),
+    (re.compile(r"user"), "metadata.user_id"),
+))  # fmt: skip
+"""What chat completions call a parameter, and what it is called here."""
+
+
+def chat_body(body: CountBody) -> ChatBody:
+    """The same question as a chat request.
+
+    Raises:
+        InvalidParameterError: names the parameter.
+    """
+    messages = messages_of(body)
+    choice = body.tool_choice
+    asked = body if isinstance(body, MessagesBody) else None
+    members: dict[str, Any] = {
+        "messages": messages,
+        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        "tool_choice": None if choice is None else _tool_choice(choice, has_tools=bool(body.tools)),
+        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+        "response_format": _response_format(body),
+        "reasoning_effort": None if body.output_config is None else body.output_config.effort,
+        "chat_template_kwargs": {**_thinking(body.thinking), **(body.chat_template_kwargs or {})} or None,
+        "continue_final_message": True if messages[-1]["role"] == "assistant" else None,
+        "max_completion_tokens": None if asked is None else asked.max_tokens,
+        "stop": None if asked is None else asked.stop_sequences or None,
+        "user": None if asked is None or asked.metadata is None else asked.metadata.user_id,
+        **{name: getattr(body, name, None) for name in _SAME},
+    }
+    return chat_body_of(members)
+
+
+def warnings_of(body: CountBody) -> Iterator[str]:
+    """What a body asks for that is not done, a sentence each."""
+    edits = (None if body.context_management is None else body.context_management.edits) or ()
+    if any(edit.keep not in ("all", {"type": "all"}) for edit in edits):
+        yield "context_management: conversations are answered as they are sent; nothing is cleared or summed up"
+    if body.thinking is not None and body.thinking.budget_tokens is not None:
+        yield "thinking.budget_tokens: thoughts are not bounded apart; max_tokens bounds them with the text"
+    if any(tool.input_examples for tool in body.tools or ()):
+        yield "tools.input_examples: examples are not shown to the model; its description is"
+    blocks = (block for message in body.messages if not isinstance(message.content, str) for block in message.content)
+    if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
+        yield "messages: redacted thinking is left out, since only the server that wrote it can read it"
+
+
+def messages_of(body: CountBody) -> list[dict[str, Any]]:
+    """The conversation as chat completions have it: results of tools are messages of their own.
+
+    Raises:
+        InvalidParameterError: a block stands where it means nothing; ``param`` names it.
+    """
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
+        messages.append({"role": "system", "content": _parts(texts)})
+    called: dict[str, str] = {}
+    for index, message in enumerate(body.messages):
+        where = f"messages[{index}].content"
+        blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+        if message.role == "assistant":
+            messages.append(_assistant_turn(blocks, where, called))
+        else:
+            messages += _other_turn(message.role, blocks, where, called)
+    return messages
+
+
+def _assistant_turn(blocks: Sequence[Block], where: str, called: dict[str, str]) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": "assistant"}
+    texts, thoughts, calls = [], [], []
+    for index, block in enumerate(blocks):
+        if isinstance(block, ToolUseBlock):
+            called[block.id] = block.name
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif not isinstance(block, RedactedThinkingBlock):
+            raise _misplaced(block, f"{where}[{index}]", "user")
+    if texts or not (calls or thoughts):
+        turn["content"] = _parts(texts)
+    if any(thoughts):
+        turn["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _other_turn(role: str, blocks: Sequence[Block], where: str, called: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Messages of a user, of the tools that answer within the user's turn, or of the system."""
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock) and role == "user":
+            if texts:
+                yield {"role": role, "content": _parts(texts)}
+                texts = []
+            yield _tool_message(block, f"{where}[{index}]", called)
+        elif isinstance(block, TextBlock | DocumentBlock | SearchResultBlock):
+            texts.append(_text(block, f"{where}[{index}]"))
+        else:
+            raise _misplaced(block, f"{where}[{index}]", "user" if role == "system" else "assistant")
+    if texts or not blocks:
+        yield {"role": role, "content": _parts(texts)}
+
+
+def _tool_message(block: ToolResultBlock, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+    if block.tool_use_id not in called:
+        raise InvalidParameterError(
+            f"{where}.tool_use_id is {block.tool_use_id!r}; no tool_use before it has that id",
+            param=f"{where}.tool_use_id",
+        )
+    given = block.content
+    texts = [given or ""] if not isinstance(given, list) else [_text(part, where) for part in given]
+    if block.is_error:
+        texts = ["Error:", *texts]
+    content = _parts(texts) if texts else ""
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": called[block.tool_use_id], "content": content}
+
+
+def _text(block: TextBlock | DocumentBlock | SearchResultBlock, where: str) -> str:
+    """A block of content as text, with what it is called."""
+    if isinstance(block, TextBlock):
+        return block.text
+    if isinstance(block, SearchResultBlock):
+        return "\n".join([block.title, block.source, *(part.text for part in block.content)])
+    source = block.source
+    data = source.data if source.type == "text" else source.content
+    if data is None:
+        member = "data" if source.type == "text" else "content"
+        raise InvalidParameterError(f"{where}.source.{member} is missing", param=f"{where}.source.{member}")
+    text = data if isinstance(data, str) else "\n".join(part.text for part in data)
+    return "\n".join([part for part in (block.title, block.context) if part] + [text])
+
+
+def _misplaced(block: Block, where: str, role: str) -> InvalidParameterError:
+    return InvalidParameterError(f"{where} is a {block.type} block, which belongs to role {role}", param=where)
+
+
+def _parts(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+
+
+def _tool(tool: CustomTool) -> dict[str, Any]:
+    about = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    function = {name: value for name, value in about.items() if value is not None}
+    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
+
+
+def _tool_choice(choice: MessagesToolChoice, *, has_tools: bool) -> str | dict[str, Any] | None:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidParameterError(
+            f"tool_choice.name is {'missing' if choice.name is None else 'given'} with type {choice.type}; "
+            "type tool has one, and no other type",
+            param="tool_choice.name",
+        )
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    if not has_tools and choice.type != "any":
+        return None
+    return "required" if choice.type == "any" else choice.type
+
+
+def _response_format(body: CountBody) -> dict[str, Any] | None:
+    new = None if body.output_config is None else body.output_config.format
+    if new is not None and body.output_format is not None:
+        raise InvalidParameterError(
+            "output_format is the older name of output_config.format; give one of them", param="output_format"
+        )
+    given = new or body.output_format
+    if given is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.schema_, "strict": True}}
+
+
+def _thinking(thinking: Thinking | None) -> dict[str, bool]:
+    if thinking is None or thinking.type == "adaptive":
+        return {}
+    return {"enable_thinking": thinking.type == "enabled"}

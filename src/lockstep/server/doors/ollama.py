@@ -1,0 +1,296 @@
+"""Ollama's `/api/chat` and `/api/generate`: answers as lines of JSON, streamed by default."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal, NotRequired
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lockstep.cluster.base import Accepted
+from lockstep.cluster.cluster import Cluster
+from lockstep.errors import InvalidParameterError, ModelNotFoundError, RequestError
+from lockstep.server.admission import forbidden, is_operator
+from lockstep.server.answer import Extension, Framing, encode
+from lockstep.server.answer_response import Answer, AnswerResponse
+from lockstep.server.body import LongBodyRoute
+from lockstep.server.chat_adapter import answer_as_chat
+from lockstep.server.choices import Choice, open_choices
+from lockstep.server.completions import completion_calls
+from lockstep.server.dialect import OLLAMA, OllamaErrorBody
+from lockstep.server.doors.ollama_body import (
+    LATEST,
+    WORDS,
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    chat_body,
+    completion_body,
+    is_unloading,
+    warnings_of,
+)
+from lockstep.server.errors import HttpError, documented_errors
+from lockstep.server.fields import Shape
+from lockstep.server.generation import Caller
+from lockstep.server.logprobs import TokenLogprob, chat_logprobs
+from lockstep.server.request_context import RequestContext, context_of, refusal
+from lockstep.server.serving import serving_of, translated
+from lockstep.worker.progress import LOADING
+
+NS = 1e9
+NDJSON = b"application/x-ndjson"
+ERRORS = documented_errors(OllamaErrorBody)
+Member = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class OllamaFunction(Shape):
+    name: str
+    arguments: dict[str, Any]
+    index: int
+
+
+class OllamaToolCall(Shape):
+    id: str
+    function: OllamaFunction
+
+
+class OllamaAnswerMessage(Shape):
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str | None]
+    tool_calls: NotRequired[list[OllamaToolCall] | None]
+
+
+class OllamaAnswer(Shape):
+    """One line: a piece of an answer, its end, or all of it. Numbers come at the end; times are nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: NotRequired[Literal["stop", "length", "load", "unload"] | None]
+    total_duration: NotRequired[int | None]
+    load_duration: NotRequired[int | None]
+    """Waiting for the model to be loaded."""
+    prompt_eval_count: NotRequired[int | None]
+    """Tokens of the prompt, those from the prefix cache included."""
+    prompt_eval_duration: NotRequired[int | None]
+    eval_count: NotRequired[int | None]
+    eval_duration: NotRequired[int | None]
+    logprobs: NotRequired[list[TokenLogprob] | None]
+    lockstep: NotRequired[Extension | None]
+
+
+class OllamaChat(OllamaAnswer):
+    message: OllamaAnswerMessage
+
+
+class OllamaGeneration(OllamaAnswer):
+    response: str
+    thinking: NotRequired[str | None]
+
+
+class OllamaEncoder:
+    """Encoder of one call with one choice as lines. Implements `lockstep.server.answer_response.Encoder`.
+
+    Args:
+        is_chat: answers have a `message`, else a `response`.
+    """
+
+    def __init__(self, model: str, context: RequestContext, *, is_chat: bool) -> None:
+        self._model = model
+        self._context = context
+        self._is_chat = is_chat
+
+    @property
+    def framing(self) -> Framing:
+        """An empty line is none to Ollama's clients, so that silence is told by an answer that says nothing."""
+        return Framing(NDJSON, self._line(self._said(""), is_done=False))
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        return b""
+
+    def chunk(self, choice: Choice, answer: Answer | None) -> bytes:
+        if not (choice.text or choice.reasoning or choice.entries):
+            return b""
+        said = self._said(choice.text, choice.reasoning)
+        return self._line(said | _logprobs(choice), is_done=False)
+
+    def end(self, answer: Answer) -> bytes:
+        [choice] = answer.choices
+        calls = self._calls(choice)
+        before = self._line(self._said("", calls=calls), is_done=False) if calls else b""
+        return before + self._line(self._said("") | self._figures(answer), is_done=True)
+
+    def failed(self, error: HttpError) -> bytes:
+        return encode(OLLAMA.error_body(error, self._context.request_id)) + b"\n"
+
+    def whole(self, answer: Answer) -> bytes:
+        [choice] = answer.choices
+        said = self._said(choice.text, choice.reasoning, self._calls(choice))
+        return self._line(said | _logprobs(choice) | self._figures(answer), is_done=True)
+
+    def _said(self, text: str, thoughts: str = "", calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        told: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
+        if not self._is_chat:
+            return {"response": text, **told}
+        if calls:
+            told["tool_calls"] = calls
+        return {"message": {"role": "assistant", "content": text, **told}}
+
+    def _calls(self, choice: Choice) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": call.id,
+                "function": {
+                    "index": index,
+                    "name": call.name,
+                    "arguments": msgspec.json.decode(call.arguments or "{}"),
+                },
+            }
+            for index, call in enumerate(choice.whole_calls)
+        ]
+
+    def _figures(self, answer: Answer) -> dict[str, Any]:
+        [choice], totals, context = answer.choices, answer.totals, self._context
+        waits = context.progress.waits.items()
+        loading_s = sum(wait.last_s - wait.first_s for (_, limit), wait in waits if limit == LOADING)
+        first_s = totals.total_s if totals.ttft_s is None else totals.ttft_s
+        return {
+            "done_reason": "length" if choice.finish_reason == "length" else "stop",
+            "total_duration": _ns(time.monotonic() - context.started_s),
+            "load_duration": _ns(loading_s),
+            "prompt_eval_count": totals.num_prompt_tokens,
+            "prompt_eval_duration": _ns(first_s - totals.queue_s),
+            "eval_count": totals.num_output_tokens,
+            "eval_duration": _ns(totals.total_s - first_s),
+            "lockstep": answer.extension,
+        }
+
+    def _line(self, members: Mapping[str, Any], *, is_done: bool) -> bytes:
+        return encode({"model": self._model, "created_at": now_text(), **members, "done": is_done}) + b"\n"
+
+
+def _logprobs(choice: Choice) -> dict[str, Any]:
+    return {"logprobs": chat_logprobs(choice.entries)["content"]} if choice.entries else {}
+
+
+def _ns(seconds: float) -> int:
+    return max(0, round(seconds * NS))
+
+
+def now_text() -> str:
+    """The time as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def served_name(cluster: Cluster, name: str) -> str:
+    """The served name that a client of Ollama means: every name without a tag has the tag `latest` there.
+
+    Raises:
+        ModelNotFoundError: nothing is served under that name.
+    """
+    try:
+        cluster.card(name)
+    except ModelNotFoundError:
+        if not name.endswith(LATEST):
+            raise
+        name = name.removesuffix(LATEST)
+        cluster.card(name)
+    return name
+
+
+_LINES = {
+    NDJSON.decode(): {"example": '{"model":"pocket","message":{"role":"assistant","content":"It"},"done":false}\n'}
+}
+router = APIRouter(prefix="/api", route_class=LongBodyRoute, tags=["ollama"], responses=ERRORS)
+
+
+@router.post(
+    "/chat",
+    responses={200: {"model": OllamaChat, "description": "The answer.", "content": _LINES}},
+    operation_id="ollama_chat",
+)
+async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
+    """Answer a conversation in Ollama's shape."""
+    if not body.messages:
+        return await _load(request, body, {"message": {"role": "assistant", "content": ""}})
+    return await _answer(request, body, is_chat=True)
+
+
+@router.post(
+    "/generate",
+    responses={200: {"model": OllamaGeneration, "description": "The answer.", "content": _LINES}},
+    operation_id="ollama_generate",
+)
+async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
+    """Answer a prompt in Ollama's shape."""
+    if not body.prompt:
+        return await _load(request, body, {"response": ""})
+    return await (_go_on(request, body) if body.raw else _answer(request, body, is_chat=False))
+
+
+async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *, is_chat: bool) -> Response:
+    cluster, context = serving_of(request).cluster, context_of(request)
+    body = body.model_copy(update={"model": served_name(cluster, body.model)})
+    return await answer_as_chat(
+        request,
+        body.model,
+        lambda: chat_body(body),
+        WORDS,
+        lambda accepted, _: OllamaEncoder(accepted.model, context, is_chat=is_chat),
+        is_stream=body.stream is not False,
+        new_call_id=lambda: f"call_{secrets.token_hex(4)}",
+        warnings=list(warnings_of(body, cluster.card(body.model).max_model_len)),
+    )
+
+
+async def _go_on(request: Request, body: OllamaGenerateBody) -> Response:
+    """Go on with a prompt as it is."""
+    serving, context = serving_of(request), context_of(request)
+    cluster = serving.cluster
+    body = body.model_copy(update={"model": served_name(cluster, body.model)})
+    context.model = cluster.card(body.model).name
+    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
+    try:
+        completion = await translated(request, lambda: completion_calls(completion_body(body), caller))
+    except RequestError as error:
+        raise WORDS.error(error) from None
+    params = completion.calls[0].params
+
+    def make_answer(accepted: Sequence[Accepted]) -> Answer:
+        [first] = accepted
+        card = cluster.card(first.model)
+        context.warnings = list(warnings_of(body, card.max_model_len))
+        choices = open_choices(params, cluster.tokenizer(first.model), first)
+        return Answer(accepted, choices, OllamaEncoder(card.name, context, is_chat=False), context)
+
+    names = WORDS.names(completion.names)
+    return AnswerResponse(request, completion.calls, make_answer, names, is_stream=body.stream is not False)
+
+
+async def _load(request: Request, body: OllamaBody, said: Mapping[str, Any]) -> Response:
+    """Load a model without asking it, as a request without a prompt does; or unload it, where nothing keeps it."""
+    serving, context = serving_of(request), context_of(request)
+    cluster = serving.cluster
+    context.model = name = cluster.card(served_name(cluster, body.model)).name
+    unloads = is_unloading(body.keep_alive)
+    if unloads and cluster.is_fixed:
+        raise InvalidParameterError(
+            "keep_alive is 0, but this server serves one model and keeps it; stop the server to unload it, or serve a "
+            "manifest",
+            param="keep_alive",
+        )
+    if unloads and not is_operator(context.tenant, serving.options):
+        return refusal(forbidden(), context)
+    if unloads:
+        await cluster.unload_model(name)
+    elif not cluster.is_fixed and cluster.card(name).tier != "remote":
+        await cluster.load_model(name)
+    line = {"model": name, "created_at": now_text(), **said}
+    return JSONResponse({**line, "done": True, "done_reason": "unload" if unloads else "load"})

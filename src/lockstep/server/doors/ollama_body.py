@@ -1,0 +1,348 @@
+"""Bodies of Ollama's `/api/chat` and `/api/generate`, and the chat and completion requests that they become."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+
+from lockstep.engine.chat_template import MAX_MESSAGES
+from lockstep.errors import InvalidParameterError
+from lockstep.server.chat import MAX_TOP_LOGPROBS, ChatBody
+from lockstep.server.chat_adapter import Vocabulary, chat_body_of
+from lockstep.server.completions import CompletionBody
+from lockstep.server.fields import (
+    MAX_LABEL_CHARS,
+    MAX_SEQUENCE_TOKENS,
+    Body,
+    JsonObject,
+    Name,
+    text_or_object,
+)
+from lockstep.server.generation import StopStrings
+from lockstep.server.tools.definitions import MAX_TOOLS, Function
+
+LATEST = ":latest"
+ENDS_ALONE = (-2, -1, 0)
+"""Values of `num_predict` that set no bound."""
+
+
+NOTHING = WithJsonSchema(
+    {"anyOf": [{"type": "null"}, {"const": ""}, {"type": "array", "maxItems": 0}, {"const": False}]}
+)
+
+
+def empty(why: str) -> BeforeValidator:
+    """For members that are not done here: only null and what says nothing are taken, and the error says why."""
+
+    def check(value: object) -> None:
+        if value not in (None, "", [], False):
+            raise ValueError(why)
+
+    return BeforeValidator(check)
+
+
+NoImages = Annotated[None, empty("models here know text only"), NOTHING]
+
+
+class OllamaOptions(Body):
+    """Options of one answer. What says how to run a model is taken and changes nothing: `lockstep serve` says it."""
+
+    num_predict: Annotated[int | None, Field(ge=-2, le=MAX_SEQUENCE_TOKENS)] = None
+    """Tokens of the answer; -1, -2 and 0: what the context leaves."""
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    """0: greedy. Default: the model's, else 1; so are the following."""
+    top_k: Annotated[int | None, Field(ge=-1)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
+    stop: StopStrings | None = None
+    repeat_penalty: Annotated[float | None, Field(gt=0)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repeat_last_n: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
+    """Penalties look at the whole sequence; another value than -1 gets a warning."""
+    num_ctx: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    """The model's context is what it was served with; more gets a warning."""
+    tfs_z: Annotated[float | None, Field(ge=1, le=1)] = None
+    """Not done here, so only the value that changes nothing, as the two that follow."""
+    typical_p: Annotated[float | None, Field(ge=1, le=1)] = None
+    mirostat: Literal[0] | None = None
+    mirostat_tau: float | None = None
+    """Of mirostat, as the next."""
+    mirostat_eta: float | None = None
+    penalize_newline: bool | None = None
+    """Unused, as all that follow."""
+    num_keep: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    embedding_only: bool | None = None
+
+
+KeepAlive = Annotated[
+    Annotated[str, Field(max_length=MAX_LABEL_CHARS), Tag("[text]")] | Annotated[float, Tag("[number]")],
+    Discriminator(lambda value: "[text]" if isinstance(value, str) else "[number]"),
+]
+Format = Annotated[
+    Annotated[Literal["", "json"], Tag("[text]")] | Annotated[JsonObject, Tag("[object]")],
+    Discriminator(text_or_object),
+]
+Think = Annotated[
+    Annotated[Literal["low", "medium", "high", "max"], Tag("[text]")] | Annotated[bool, Tag("[bool]")],
+    Discriminator(lambda value: "[text]" if isinstance(value, str) else "[bool]"),
+]
+
+
+class CalledFunction(Body):
+    name: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)]
+    arguments: JsonObject | None = None
+    index: int | None = None
+    """Left over from an answer; unused."""
+    description: str | None = None
+
+
+class OllamaCall(Body):
+    function: CalledFunction
+    id: Name | None = None
+    type: Literal["function"] | None = None
+
+
+class OllamaMessage(Body):
+    """One turn of the conversation. An answer's `message` may be sent back as it came."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    """Of role `assistant`: its thoughts, for templates that read them."""
+    images: NoImages = None
+    tool_calls: Annotated[list[OllamaCall] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_name: Name | None = None
+    """Of role `tool`: the function that answers; without it and `tool_call_id`, the first that was not answered."""
+    name: Name | None = None
+    """The older name of `tool_name`."""
+    tool_call_id: Name | None = None
+
+
+class OllamaTool(Body):
+    type: Literal["function"] | None = None
+    function: Function
+
+
+class OllamaBody(Body):
+    """Members of every question."""
+
+    model: Name
+    """A served name, with `:latest` or without."""
+    stream: bool | None = None
+    """Default: true."""
+    options: OllamaOptions | None = None
+    format: Format | None = None
+    """`json`, or a schema that the answer obeys."""
+    think: Think | None = None
+    """Where the model's chat template reads `enable_thinking` or `reasoning_effort`, else a warning."""
+    keep_alive: KeepAlive | None = None
+    """The server says how long models stay loaded, so that a warning answers; 0 in a request without a prompt unloads
+    the model, which is for operators."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    """Only with `logprobs`."""
+    truncate: bool | None = None
+    """A conversation that does not fit is refused, whatever is said here."""
+    shift: bool | None = None
+    """An answer ends where its context does, whatever is said here."""
+
+
+class OllamaChatBody(OllamaBody):
+    """A conversation for a model to answer; without messages, the model is loaded."""
+
+    messages: Annotated[list[OllamaMessage] | None, Field(max_length=MAX_MESSAGES)] = None
+    tools: Annotated[list[OllamaTool] | None, Field(max_length=MAX_TOOLS)] = None
+
+
+class OllamaGenerateBody(OllamaBody):
+    """A prompt for a model to answer; without one, the model is loaded."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    """True: the prompt is gone on with as it is, without the chat template."""
+    suffix: Annotated[None, empty("texts are only gone on with here, not filled in; leave it out"), NOTHING] = None
+    template: Annotated[
+        None, empty("the model's own chat template is used; leave it out, or send raw with the whole prompt"), NOTHING
+    ] = None
+    context: Annotated[None, empty("the conversation is sent as messages to /api/chat; leave it out"), NOTHING] = None
+    images: NoImages = None
+
+
+WORDS = Vocabulary((
+    (re.compile(r"max_tokens|max_completion_tokens"), "options.num_predict"),
+    (re.compile(r"repetition_penalty"), "options.repeat_penalty"),
+    (re.compile(r"(temperature|top_k|top_p|min_p|seed|presence_penalty|frequency_penalty|stop\b.*)"), r"options.\1"),
+    (re.compile(r"(?:response_format|guided_json)\b.*"), "format"),
+    (re.compile(r"reasoning_effort|chat_template_kwargs\.enable_thinking"), "think"),
+))  # fmt: skip
+"""What chat completions call a parameter, and what it is called here; others have one name."""
+
+
+def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
+    """The same question as a chat request.
+
+    Raises:
+        InvalidParameterError: names the parameter.
+    """
+    has_tools = isinstance(body, OllamaChatBody) and bool(body.tools)
+    return chat_body_of(
+        {
+            **_shared(body),
+            "messages": _messages(body),
+            "tools": [_tool(tool) for tool in body.tools or ()] if has_tools else None,  # type: ignore[union-attr]
+            "max_completion_tokens": _limit(body),
+            "logprobs": body.logprobs,
+            "top_logprobs": body.top_logprobs,
+            **_thinking(body.think),
+        }
+    )
+
+
+def completion_body(body: OllamaGenerateBody) -> CompletionBody:
+    """A raw prompt as a completion request.
+
+    Raises:
+        InvalidParameterError: names the parameter.
+    """
+    if body.system or body.think is not None:
+        param = "system" if body.system else "think"
+        raise InvalidParameterError(
+            f"{param} is given with raw, whose prompt goes past the chat template; write it into the prompt",
+            param=param,
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidParameterError(
+            "top_logprobs is given without logprobs; set logprobs to true or leave it out", param="top_logprobs"
+        )
+    members = {
+        **_shared(body),
+        "prompt": body.prompt,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    given = {name: value for name, value in members.items() if value is not None}
+    return CompletionBody(max_tokens=_limit(body), **given)
+
+
+def warnings_of(body: OllamaBody, max_model_len: int | None) -> Iterator[str]:
+    """What a body asks for that is not done, a sentence each."""
+    options = body.options or OllamaOptions()
+    if body.keep_alive is not None:
+        yield "keep_alive: the server says how long models stay loaded"
+    if options.num_ctx is not None and max_model_len is not None and options.num_ctx > max_model_len:
+        yield f"options.num_ctx: the model's context has {max_model_len} tokens here"
+    if options.repeat_last_n not in (None, -1):
+        yield "options.repeat_last_n: penalties look at the whole sequence"
+
+
+def is_unloading(keep_alive: str | float | None) -> bool:
+    """True if a model is to be kept for no time at all."""
+    if isinstance(keep_alive, str):
+        return re.fullmatch(r"0+(ms|[smh])?", keep_alive) is not None
+    return keep_alive == 0
+
+
+def _shared(body: OllamaBody) -> dict[str, Any]:
+    """Parameters that chats and raw prompts have."""
+    options = body.options or OllamaOptions()
+    return {
+        "model": body.model,
+        "stream": body.stream is not False,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": options.seed,
+        "stop": options.stop or None,
+        "repetition_penalty": options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "response_format": _response_format(body.format),
+    }
+
+
+def _limit(body: OllamaBody) -> int | None:
+    given = None if body.options is None else body.options.num_predict
+    return None if given in ENDS_ALONE else given
+
+
+def _response_format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    if not isinstance(given, dict):
+        return {"type": "json_object"} if given else None
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
+
+
+def _thinking(think: str | bool | None) -> dict[str, Any]:
+    if think is None:
+        return {}
+    if isinstance(think, str):
+        return {"reasoning_effort": think}
+    return {"chat_template_kwargs": {"enable_thinking": think}}
+
+
+def _tool(tool: OllamaTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
+
+
+def _messages(body: OllamaChatBody | OllamaGenerateBody) -> list[dict[str, Any]]:
+    if isinstance(body, OllamaChatBody):
+        return messages_of(body.messages or ())
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return [*system, {"role": "user", "content": body.prompt}]
+
+
+def messages_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """The conversation as chat completions have it: calls get ids, and results find theirs.
+
+    Raises:
+        InvalidParameterError: a result answers no call.
+    """
+    told: list[dict[str, Any]] = []
+    waiting: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.role == "tool":
+            found = _answered(message, waiting)
+            if found is None:
+                raise InvalidParameterError(
+                    f"messages[{index}] is the result of a tool that no message before it calls",
+                    param=f"messages[{index}]",
+                )
+            turn |= {"tool_call_id": found, "name": waiting.pop(found)}
+        if message.thinking:
+            turn["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            turn["tool_calls"] = calls = [_call(call, f"call_{index}_{i}") for i, call in enumerate(message.tool_calls)]
+            waiting |= {call["id"]: call["function"]["name"] for call in calls}
+        told.append(turn)
+    return told
+
+
+def _answered(result: OllamaMessage, waiting: dict[str, str]) -> str | None:
+    """The call that a result answers: by its id, else by its function, else the first that waits."""
+    if result.tool_call_id is not None and result.tool_call_id in waiting:
+        return result.tool_call_id
+    name = result.tool_name or result.name
+    return next((id_ for id_, called in waiting.items() if name in (None, called)), None)
+
+
+def _call(call: OllamaCall, new_id: str) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": json.dumps(call.function.arguments or {}, ensure_ascii=False)}
+    return {"id": call.id or new_id, "type": "function", "function": function}
