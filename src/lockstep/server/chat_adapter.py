@@ -55,28 +55,32 @@ class Vocabulary:
         return self.name(param) + colon + rest
 
 
-def chat_body_of(members: Mapping[str, Any]) -> ChatBody:
+def chat_body_of(members: Mapping[str, Any], words: Vocabulary) -> ChatBody:
     """A chat request of some members, where None is absent.
 
     Raises:
-        InvalidParameterError: what fits the other API's schema does not fit this one.
+        InvalidParameterError: what fits the other API's schema does not fit this one; names that API's parameter.
     """
     try:
         return ChatBody.model_validate({name: value for name, value in members.items() if value is not None})
     except ValidationError as error:
         fault = of_validation(error.errors())
-        raise InvalidParameterError(fault.message, param=fault.param) from None
+        raise words.error(InvalidParameterError(fault.message, param=fault.param)) from None
 
 
 def adapted_call(
     request: Request, make_body: Callable[[], ChatBody], words: Vocabulary, tokenizer: Tokenizer
 ) -> ChatCall:
-    """The call of a question that was asked in another API; errors name that API's parameters."""
+    """The call of a question that was asked in another API; errors name that API's parameters.
+
+    Args:
+        make_body: translates the question; its own errors are in that API's words.
+    """
     context = context_of(request)
     caller = Caller(context.tenant, serving_of(request).options, context.request_id, context.segment)
+    body = make_body()
+    context.labels, context.session_id = labels_of(body), body.session_id
     try:
-        body = make_body()
-        context.labels, context.session_id = labels_of(body), body.session_id
         return chat_call(body, caller, tokenizer)
     except RequestError as error:
         raise words.error(error) from None

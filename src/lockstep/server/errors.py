@@ -240,4 +240,6 @@ def _described(error: Mapping[str, Any]) -> str:
         return str(value)[:_SHOWN_CHARS]
     if isinstance(value, str):
         return repr(value[:_SHOWN_CHARS]) if error["type"] in ("literal_error", "enum") else "a string"
+    if isinstance(value, dict) and error["type"].endswith("_kind"):
+        return repr(str(value.get("type"))[:_SHOWN_CHARS])
     return "a list" if isinstance(value, list | tuple) else "an object" if isinstance(value, dict) else "something else"

@@ -64,7 +64,7 @@ class ToolUseContent(Shape):
     input: dict[str, Any]
 
 
-class OutputTokensDetails(Shape):
+class ThinkingTokens(Shape):
     thinking_tokens: int
 
 
@@ -77,7 +77,7 @@ class MessageUsage(Shape):
     cache_read_input_tokens: int
     """Came from the prefix cache."""
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ThinkingTokens
     service_tier: Literal["standard"]
 
 

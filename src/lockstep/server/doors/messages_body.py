@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from lockstep.engine.chat_template import MAX_CONTENT_PARTS, MAX_MESSAGES
 from lockstep.errors import InvalidParameterError
@@ -229,12 +229,23 @@ class RequestMetadata(Body):
     """Logged; without API keys also whose share of the queue this is."""
 
 
+def _without_bound(schema: dict[str, Any]) -> None:
+    """Leave out a bound that is far beyond the one on the body's bytes: whoever makes requests of the document would
+    fill it with the longest messages that there are."""
+    schema.pop("maxItems", None)
+
+
+_HELLO: Any = {"role": "user", "content": "I was charged twice."}
+
+
 class CountBody(Body):
     """A conversation, as far as it makes the prompt."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [_HELLO]}]})
+
     model: Name | None = None
     """A served name; absent: whoever the cluster's routing finds, or the one model that is served."""
-    messages: Annotated[list[TurnMessage], *in_pieces(MAX_MESSAGES)]
+    messages: Annotated[list[TurnMessage], *in_pieces(MAX_MESSAGES), Field(json_schema_extra=_without_bound)]
     system: Texts | None = None
     tools: Annotated[list[CustomTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: MessagesToolChoice | None = None
@@ -255,6 +266,15 @@ class CountBody(Body):
 
 class MessagesBody(CountBody):
     """A conversation for a model to answer, and parameters of the answer."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"max_tokens": 4, "messages": [_HELLO], "system": "Be brief."},
+                {"max_tokens": 4, "messages": [_HELLO], "stream": True, "temperature": 0, "stop_sequences": ["."]},
+            ]
+        }
+    )
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_SEQUENCE_TOKENS)]
     """Tokens of the answer, thoughts included."""
@@ -324,7 +344,7 @@ def chat_body(body: CountBody) -> ChatBody:
         "user": None if asked is None or asked.metadata is None else asked.metadata.user_id,
         **{name: getattr(body, name, None) for name in _SAME},
     }
-    return chat_body_of(members)
+    return chat_body_of(members, WORDS)
 
 
 def warnings_of(body: CountBody) -> Iterator[str]:

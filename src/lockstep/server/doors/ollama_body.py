@@ -105,7 +105,7 @@ Think = Annotated[
 ]
 
 
-class CalledFunction(Body):
+class OllamaCalled(Body):
     name: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)]
     arguments: JsonObject | None = None
     index: int | None = None
@@ -114,7 +114,7 @@ class CalledFunction(Body):
 
 
 class OllamaCall(Body):
-    function: CalledFunction
+    function: OllamaCalled
     id: Name | None = None
     type: Literal["function"] | None = None
 
@@ -202,18 +202,17 @@ def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
     Raises:
         InvalidParameterError: names the parameter.
     """
-    has_tools = isinstance(body, OllamaChatBody) and bool(body.tools)
-    return chat_body_of(
-        {
-            **_shared(body),
-            "messages": _messages(body),
-            "tools": [_tool(tool) for tool in body.tools or ()] if has_tools else None,  # type: ignore[union-attr]
-            "max_completion_tokens": _limit(body),
-            "logprobs": body.logprobs,
-            "top_logprobs": body.top_logprobs,
-            **_thinking(body.think),
-        }
-    )
+    tools = body.tools or () if isinstance(body, OllamaChatBody) else ()
+    members = {
+        **_shared(body),
+        "messages": _messages(body),
+        "tools": [_tool(tool) for tool in tools] or None,
+        "max_completion_tokens": _limit(body),
+        "logprobs": body.logprobs,
+        "top_logprobs": body.top_logprobs,
+        **_thinking(body.think),
+    }
+    return chat_body_of(members, WORDS)
 
 
 def completion_body(body: OllamaGenerateBody) -> CompletionBody:

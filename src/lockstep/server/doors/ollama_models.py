@@ -237,8 +237,8 @@ async def ollama_pull(body: NamedModelBody, request: Request) -> Response:
         served_name(serving_of(request).cluster, name)
     except ModelNotFoundError:
         raise InvalidParameterError(
-            f"{name!r} is not served, and models are not fetched by request here: run `lockstep pull {name}` where the "
-            "server is, and serve it with `lockstep serve` or a manifest",
+            f"{name!r} is not served, and models are not fetched by request here: run `lockstep pull hf://ORG/NAME` "
+            "where the server is, and serve it with `lockstep serve` or a manifest",
             param="model",
         ) from None
     return JSONResponse({"status": "success"})

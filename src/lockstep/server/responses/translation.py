@@ -224,7 +224,7 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         **{name: getattr(body, name) for name in _SAME},
     }
-    return chat_body_of(members)
+    return chat_body_of(members, WORDS)
 
 
 def _response_format(given: TextFormat) -> JsonObject:

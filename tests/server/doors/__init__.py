@@ -1,0 +1,1 @@
+"""Other APIs at the server, as their own clients see them."""
