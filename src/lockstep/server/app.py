@@ -29,7 +29,7 @@ from lockstep.server import (
 from lockstep.server.access_log import AccessLog
 from lockstep.server.admission import AdmissionMiddleware, OriginMiddleware
 from lockstep.server.body import BodyMiddleware
-from lockstep.server.doors import messages, ollama, ollama_models
+from lockstep.server.doors import anthropic, ollama, ollama_models
 from lockstep.server.errors import (
     HttpError,
     RefusedBodyError,
@@ -53,12 +53,12 @@ ROUTERS: tuple[APIRouter, ...] = (
     chat.router,
     completions.router,
     responses.router,
-    messages.router,
+    anthropic.router,
     ollama.router,
     embeddings.router,
     tokenize.router,
     ollama_models.router,
-    messages.models_router,  # before OpenAI's, which is for all others
+    anthropic.models_router,  # before OpenAI's, which is for all others
     cluster_routes.router,  # before the models', whose ids may hold slashes
     cluster_routes.models_router,
     request_log.router,

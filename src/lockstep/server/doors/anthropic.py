@@ -31,7 +31,7 @@ from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_adapter import adapted_call, answer_as_chat
 from lockstep.server.choices import Choice
 from lockstep.server.dialect import ANTHROPIC, AnthropicErrorBody
-from lockstep.server.doors.messages_body import WORDS, CountBody, MessagesBody, chat_body, warnings_of
+from lockstep.server.doors.anthropic_body import WORDS, CountBody, MessagesBody, chat_body, warnings_of
 from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import check_tokens_known
