@@ -348,7 +348,7 @@ def chat_body(body: CountBody) -> ChatBody:
 
 
 def warnings_of(body: CountBody) -> Iterator[str]:
-    """What a body asks for that is not done, a sentence each."""
+    """Warnings of all that a body asks for and is not done, a sentence each."""
     edits = (None if body.context_management is None else body.context_management.edits) or ()
     if any(edit.keep not in ("all", {"type": "all"}) for edit in edits):
         yield "context_management: conversations are answered as they are sent; nothing is cleared or summed up"

@@ -241,7 +241,7 @@ def completion_body(body: OllamaGenerateBody) -> CompletionBody:
 
 
 def warnings_of(body: OllamaBody, max_model_len: int | None) -> Iterator[str]:
-    """What a body asks for that is not done, a sentence each."""
+    """Warnings of all that a body asks for and is not done, a sentence each."""
     options = body.options or OllamaOptions()
     if body.keep_alive is not None:
         yield "keep_alive: the server says how long models stay loaded"
