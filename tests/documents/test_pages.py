@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -54,6 +55,34 @@ def test_a_page_does_what_it_says(page: str, walk: Walk, record_property: Callab
     faults = walk.page(blocks_of(page, (ROOT / page).read_text()))
     record_property("documents", asdict(walk.tally))
     assert not faults, "\n\n".join(faults)
+
+
+FENCE = "```"
+
+
+@pytest.mark.parametrize(
+    ("block", "fault"),
+    [
+        ((FENCE, "lockstep check nowhere.yaml", FENCE), "p:2: lockstep check nowhere.yaml\n.*nowhere.yaml"),
+        ((FENCE, "lockstep serve stub://a --no-such-flag", FENCE), "p:2: .*--no-such-flag"),
+        ((FENCE, "curl -s localhost:9000/v1/nothing", FENCE), "p:2: .*exit code 22"),
+        ((FENCE, "true && systemctl start x", FENCE), "p:2: .*'systemctl' is not run by tests"),
+        ((FENCE, "$ lockstep check examples/customer-support.yaml --backend stub", "other", FENCE), "p:2: .*'other'"),
+        ((f"{FENCE}python", "", "1 / 0", FENCE), "p:2\nZeroDivisionError"),
+        ((f"{FENCE}yaml", "hosts: {routing: by_heart}", FENCE), "p:2\nManifestError.*by_heart"),
+        ((f"{FENCE}yaml", "model: stub://a", "no-such-flag: 1", FENCE), "p:2\nAssertionError.*no-such-flag"),
+        ((f"{FENCE}json", "{", FENCE), "p:2\nJSONDecodeError"),
+        (("<!-- run: prints -->", f"{FENCE}text", "nothing", FENCE), "p:3\n.*the page shows 'nothing'"),
+    ],
+)
+def test_what_fails_is_told_with_its_place_and_the_rest_is_tried(
+    block: tuple[str, ...], fault: str, walk: Walk
+) -> None:
+    rest = (f"{FENCE}json", "{}", FENCE)
+    faults = walk.page(blocks_of("p", "\n".join((*block, "", *rest))))
+    assert len(faults) == 1
+    assert re.match(fault, faults[0], re.DOTALL), faults[0]
+    assert walk.tally.snippets >= 1
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import yaml
 
@@ -72,6 +74,8 @@ PROGRAMS = (
 """All that is run of a page: no other command of an unmarked block touches the machine that the tests run on."""
 _ADDRESS = re.compile(r"(?:127\.0\.0\.1|localhost):(9\d\d\d)\b")
 _SHELL_ONLY = re.compile(r"[|<>&;$`]|\n(?!\s)")
+SLOW_S = 1800.0
+"""Bound of a command that takes long."""
 _ENDLESS_S = 1
 _TIMED_OUT = 28
 """Exit code of curl when it was told to stop after a time: an event stream has no end."""
@@ -252,16 +256,17 @@ class Walk:
             text = f"echo q | script --quiet --return --command {shlex.quote(text)} /dev/null"
         if "/v1/events" in text:
             text = text.replace("curl ", f"curl --max-time {_ENDLESS_S} ")
-        return subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", text],
-            cwd=self.folder,
-            env=environment,
-            input=TYPED,
-            capture_output=True,
-            text=True,
-            timeout=HANG_S * 10 if self.is_slow else HANG_S,
-            check=False,
-        )
+        program = ["bash", "-euo", "pipefail", "-c", text]
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(
+            program, cwd=self.folder, env=environment, text=True, start_new_session=True, **pipes
+        ) as process:
+            try:
+                out, err = process.communicate(TYPED, timeout=SLOW_S if self.is_slow else HANG_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                raise
+        return subprocess.CompletedProcess(program, process.returncode, out, err)
 
     def _end_recordings(self) -> None:
         for port in sorted(self.recording):
