@@ -69,6 +69,7 @@ def test_what_is_shown_is_what_is_printed() -> None:
 def test_programs_and_shells_are_told_from_arguments() -> None:
     assert programs_of("curl -s 'localhost:9000/v1/events?a&b' | jq -c '.x'  # and && more") == ["curl", "jq"]
     assert programs_of("openssl rand > secret && chmod 600 secret") == ["openssl", "chmod"]
+    assert programs_of('lockstep bench peers --peers "" --no-grid') == ["lockstep"]
     assert needs_shell("curl x > y")
     assert not needs_shell("lockstep serve 'a?b&c'   # a && b")
 

@@ -15,7 +15,8 @@ from tests.documents.pages import ROOT, blocks_of, pages
 from tests.documents.walking import Walk, environment
 from tests.server.process import serve
 
-PAGES = [page for page in pages() if blocks_of(page, (ROOT / page).read_text())]
+BLOCKS = {page: blocks for page in pages() if (blocks := blocks_of(page, (ROOT / page).read_text()))}
+SLOW = [page for page, blocks in BLOCKS.items() if any(block.has("slow") for block in blocks)]
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,9 @@ def walk(tmp_path: Path, home: Path, hub: StandIn, shared_url: Callable[[], str]
         yield made
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", BLOCKS)
 def test_a_page_does_what_it_says(page: str, walk: Walk, record_property: Callable[[str, object], None]) -> None:
-    faults = walk.page(blocks_of(page, (ROOT / page).read_text()))
+    faults = walk.page(BLOCKS[page])
     record_property("documents", asdict(walk.tally))
     assert not faults, "\n\n".join(faults)
 
@@ -86,8 +87,8 @@ def test_what_fails_is_told_with_its_place_and_the_rest_is_tried(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- run: slow" in (ROOT / page).read_text()])
+@pytest.mark.parametrize("page", SLOW)
 def test_a_page_does_what_it_says_where_that_takes_long(page: str, walk: Walk) -> None:
     walk.is_slow = True
-    faults = walk.page(blocks_of(page, (ROOT / page).read_text()))
+    faults = walk.page(BLOCKS[page])
     assert not faults, "\n\n".join(faults)

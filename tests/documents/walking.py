@@ -334,7 +334,7 @@ def programs_of(text: str) -> list[str]:
     lexer = shlex.shlex(text.partition("<<")[0], posix=True, punctuation_chars="|&;")
     lexer.whitespace_split = True
     words = list(lexer)
-    operators = [-1, *(at for at, word in enumerate(words) if set(word) <= set("|&;"))]
+    operators = [-1, *(at for at, word in enumerate(words) if word and set(word) <= set("|&;"))]
     return [words[at + 1] for at in operators if at + 1 < len(words)]
 
 
