@@ -15,6 +15,8 @@
     │   ├── PromptTooLongError         the prompt cannot fit the context or the KV pool
     │   ├── ModelNotFoundError         no model of that name is served
     │   ├── ResponseNotFoundError      no response of that id is stored
+    │   ├── StoredFileNotFoundError    no uploaded or written file of that id is kept
+    │   ├── BatchNotFoundError         no batch of that id is kept
     │   ├── SessionNotFoundError       no session of that id is known
     │   ├── HostNotFoundError          no host of that name or address is known
     │   ├── NoManifestError            what only a cluster with a manifest can do
@@ -161,6 +163,14 @@ class ModelNotFoundError(RequestError):
 
 class ResponseNotFoundError(RequestError):
     """No response of that id is stored: it never was, it was deleted, or it was too old to be kept."""
+
+
+class StoredFileNotFoundError(RequestError):
+    """No file of that id is kept: it never was, it was deleted, or it expired."""
+
+
+class BatchNotFoundError(RequestError):
+    """No batch of that id is kept: it never was, or it was too old to be kept."""
 
 
 class SessionNotFoundError(RequestError):

@@ -153,14 +153,14 @@ class Server:
         is_router: bool = False,
     ) -> None:
         self.name, self.version = name, name
-        self._target, self._process = target, process
+        self.target, self._process = target, process
         self._routed, self._is_router = routed, is_router
         self._units: Units | None = None
         self._warm_streams: set[int] = set()
         self._watched = None if process is None else Watched(psutil.Process(process.pid))
         try:
             with Remote(target) as remote:
-                self._model = remote.model_or_first(None)
+                self.model = remote.model_or_first(None)
         except RemoteError as error:
             raise OutError(str(error)) from None
 
@@ -171,7 +171,7 @@ class Server:
             return ""
         if self._units is None:
             try:
-                with Remote(self._target) as remote:
+                with Remote(self.target) as remote:
                     self._units = calibrate(remote, self._asking(work), self._path(work), work.samples(0), 0).units
             except RemoteError as error:
                 raise OutError(str(error)) from None
@@ -191,7 +191,7 @@ class Server:
             end(self._process)
 
     def _asking(self, work: Work) -> Asking:
-        return Asking(self._model, is_chat=work.kind == "prompts", ignore_eos=True)
+        return Asking(self.model, is_chat=work.kind == "prompts", ignore_eos=True)
 
     def _path(self, work: Work) -> str:
         return "/v1/chat/completions" if work.kind == "prompts" else "/v1/completions"
@@ -201,9 +201,9 @@ class Server:
         jobs, samples = [], work.samples(seed)
         for sample in samples:
             prompt = prompt_of(sample, self._units or Units(), seed, {})
-            body = self._target.post(path, asking.body(prompt, sample.output_tokens))
+            body = self.target.post(path, asking.body(prompt, sample.output_tokens))
             jobs.append(Job(sample.at_s, partial(bytes, body), None))
-        run = run_load([self._target], jobs, 1 if work.kind == "prompts" else None, Watch(len(jobs)))
+        run = run_load([self.target], jobs, 1 if work.kind == "prompts" else None, Watch(len(jobs)))
         if run.was_interrupted:
             raise KeyboardInterrupt
         failed = [outcome.error for outcome in run.finished if not outcome.is_success]
@@ -215,10 +215,10 @@ class Server:
     def _ask_routed(self, work: Work, seed: int) -> list[Answer]:
         assert self._routed is not None, "routed work is for servers that were told what it asks"
         try:
-            with Remote(self._target) as remote:
+            with Remote(self.target) as remote:
                 if self._is_router:
                     return self._routed.ask_ours(remote, work, seed)
-                return self._routed.ask_others(remote, self._model, work, seed)
+                return self._routed.ask_others(remote, self.model, work, seed)
         except RemoteError as error:
             raise OutError(str(error)) from None
 

@@ -57,6 +57,7 @@ LIMITS = OptionFlags(
         "max_concurrent_requests": Flag(low=1),
         "requests_per_minute": Flag(low=1),
         "tokens_per_minute": Flag(low=1),
+        "max_batch_requests": Flag(low=1),
         "queue_timeout_s": Flag("queue_timeout", low=0.001),
         "request_timeout_s": Flag("request_timeout", low=0.001),
         "shutdown_timeout_s": Flag("shutdown_timeout", low=0.0),
@@ -158,6 +159,8 @@ class ReportFlags:
     """Send a span per request there (OTLP over HTTP)."""
     responses_db: Annotated[str | None, Flag(metavar="FILE")] = None
     """Keep stored responses in this SQLite file."""
+    batch_dir: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Keep uploaded files and batches there, over restarts; None: a temporary folder."""
     enable_debug_endpoints: Annotated[bool, SWITCH] = False
     """POST /reset_prefix_cache and GET /debug/check."""
     trace: Annotated[Path | None, Flag(metavar="DIR")] = None

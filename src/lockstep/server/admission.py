@@ -46,6 +46,9 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
             return
         context: RequestContext = scope["state"]["context"]
+        if context.is_background:  # it was let in with its batch, and waits for all that is counted here
+            await self._app(scope, receive, send)
+            return
         is_work = scope["method"] in WORK
         refusal = (
             self._known_host(scope)

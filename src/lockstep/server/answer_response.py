@@ -230,7 +230,7 @@ class AnswerResponse(Response):
     ) -> None:
         super().__init__()
         self._serving, self._context = serving_of(request), context_of(request)
-        self._calls = calls
+        self._calls = self._context.placed(calls)
         self._make_answer = make_answer
         self._param_names = param_names
         self._is_stream = self._context.is_stream = is_stream
@@ -241,7 +241,7 @@ class AnswerResponse(Response):
         self._failure: Exception | None = None
         self._sent_s = self._loop.time()
         self._is_sending = False
-        self._context.priority = calls[0].priority
+        self._context.priority = self._calls[0].priority
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self._context

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from lockstep.cluster.cluster import Cluster
 from lockstep.errors import LockstepError
 from lockstep.server import (
+    batches,
     chat,
     cluster_routes,
     completions,
@@ -56,6 +57,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     anthropic.router,
     ollama.router,
     embeddings.router,
+    batches.router,
     tokenize.router,
     ollama_models.router,
     anthropic.models_router,  # before OpenAI's, which is for all others
@@ -76,6 +78,7 @@ def create_app(
     options: ServerOptions | None = None,
     observers: Sequence[RequestObserver] = (),
     response_store: responses.ResponseStore | None = None,
+    batch_store: batches.BatchStore | None = None,
 ) -> FastAPI:
     """The ASGI application that answers with a cluster. Starting and closing the cluster is its owner's.
 
@@ -84,6 +87,8 @@ def create_app(
     Args:
         observers: told of every request that has ended, beside the log and the counters.
         response_store: where responses are kept, its caller's to close; None: in memory.
+        batch_store: where files and batches are kept, its caller's to close, as ``state.batches`` is its caller's to
+            run; None: nowhere.
     """
     serving = Serving(cluster, options or ServerOptions())
     options = serving.options
@@ -100,6 +105,7 @@ def create_app(
     app.state.log_lines = log_lines.LogLines()
     app.state.watchers = Traffic()
     app.state.response_store = response_store or responses.memory_store(options)
+    app.state.batches = None if batch_store is None else batches.BatchRunner(serving, batch_store, app)
     _install_handlers(app)
     routers = (*ROUTERS, status.debug_router) if options.enable_debug_endpoints else ROUTERS
     app.state.methods = methods_of(routers)

@@ -32,6 +32,7 @@ from lockstep.server.serving import MAX_INLINE_BYTES, Serving, translated
 JSON_TYPE = "application/json"
 JSON_HEADER = (b"content-type", JSON_TYPE.encode())
 FORM_TYPE = "application/x-www-form-urlencoded"
+UPLOAD_TYPE = "multipart/form-data"
 YAML_TYPE = "application/yaml"
 YAML_TYPES = (YAML_TYPE, "application/x-yaml", "text/yaml", "text/x-yaml")
 BODY_TIMEOUT_S = 60.0
@@ -48,6 +49,8 @@ MAX_DISCARDED_BODIES = 8
 """A refused body of up to this many times the limit is read and dropped, so that its sender sees the refusal."""
 TAKES_YAML = ("PUT", "/v1/manifest")
 """The one request whose body may be YAML."""
+TAKES_UPLOAD = ("POST", "/v1/files")
+"""The one request whose body is not read here: it may be larger, and goes to the disk piece by piece."""
 _WINDOW = 1 << 16
 """Bytes that are searched in one go."""
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
@@ -70,7 +73,8 @@ class BodyMiddleware:
         self._num_free_bytes = serving.max_held_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in _WITH_BODY:
+        is_upload = scope["type"] == "http" and (scope["method"], scope["path"]) == TAKES_UPLOAD
+        if scope["type"] != "http" or scope["method"] not in _WITH_BODY or is_upload:
             await self._app(scope, receive, send)
             return
         held = _Held()

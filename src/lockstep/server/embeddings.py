@@ -104,7 +104,7 @@ async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
     context.model = model = serving.cluster.card(body.model).name
     context.labels = {} if body.user is None else {"user": body.user}
     caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
-    calls = await translated(request, lambda: calls_of(body, caller))
+    calls = context.placed(await translated(request, lambda: calls_of(body, caller)))
     try:
         outputs = await unless_gone(
             disconnected(request.receive), _answer_all(serving.cluster, body, calls, context.progress), context

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from lockstep.errors import (
+    BatchNotFoundError,
     ChatTemplateError,
     DeadlineError,
     HostNotFoundError,
@@ -32,6 +33,7 @@ from lockstep.errors import (
     ResponseNotFoundError,
     SessionNotFoundError,
     SlowReaderError,
+    StoredFileNotFoundError,
     UnavailableError,
     WorkerLostError,
 )
@@ -133,6 +135,8 @@ _KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (ChatTemplateError, 400, "chat_template"),
     (ModelNotFoundError, 404, "model_not_found"),
     (ResponseNotFoundError, 404, "response_not_found"),
+    (StoredFileNotFoundError, 404, "file_not_found"),
+    (BatchNotFoundError, 404, "batch_not_found"),
     (SessionNotFoundError, 404, "session_not_found"),
     (HostNotFoundError, 404, "host_not_found"),
     (NoManifestError, 404, "no_manifest"),

@@ -25,6 +25,7 @@ from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
 from lockstep.errors import UnavailableError
 from lockstep.hosts.values import PlaceState
+from lockstep.server.batches import BatchRunner
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import RequestContext
 from lockstep.server.serving import serving_of
@@ -109,6 +110,7 @@ async def metrics(request: Request) -> Response:
     snapshots = await serving.cluster.metrics()
     prefix = serving.options.metrics_prefix
     families = [*model_families(snapshots, prefix), *cluster_families(serving.cluster, prefix), counts.family()]
+    families += batch_families(request.app.state.batches, prefix)
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     if content_type.startswith(OPENMETRICS):
         # The library's other escapings break names with a colon (client_python #1177); ours need none.
@@ -299,6 +301,21 @@ def _remote_families(remotes: Sequence[RemoteSnapshot], prefix: str) -> Iterator
     for remote in remotes:
         first_byte.add_metric((remote.model,), cumulative(remote.first_byte_s), remote.first_byte_s.sum)
     yield first_byte
+
+
+def batch_families(runner: BatchRunner | None, prefix: str) -> Iterator[Metric]:
+    """Families of batches; none where they are not run."""
+    if runner is None:
+        return
+    prefix, gauge, counter, counts = f"{prefix}:batch", GaugeMetricFamily, CounterMetricFamily, runner.counts
+    open_ones = [((status,), count) for status, count in runner.num_of().items()]
+    yield _family(gauge, f"{prefix}_open", "Batches that have not ended.", ("status",), open_ones)
+    yield gauge(f"{prefix}_requests_running", "Requests of batches being answered.", value=runner.num_running)
+    yield gauge(f"{prefix}_requests_waiting", "Requests of batches that wait.", value=runner.num_waiting)
+    answered = [(("completed",), counts.num_completed), (("failed",), counts.num_failed)]
+    yield _family(counter, f"{prefix}_requests", "Requests of batches answered.", ("result",), answered)
+    text = "Times that a request of a batch was aborted for a client's, to be answered later."
+    yield counter(f"{prefix}_requests_set_back", text, value=counts.num_set_back)
 
 
 def host_families(hosts: Sequence[HostSnapshot], prefix: str) -> Iterator[Metric]:

@@ -74,3 +74,7 @@ class ServerOptions:
     responses_db: str | None = None
     """SQLite file for stored responses; None: in memory."""
     max_stored_responses: int = 4_096
+    batch_dir: str | None = None
+    """Folder for uploaded files and batches; None: a temporary one."""
+    max_batch_requests: int = 16
+    """Requests of batches that are answered at once, while no others are."""

@@ -16,11 +16,13 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.cluster.base import Hop
+from lockstep.engine.request import GenerationRequest
 from lockstep.server.dialect import OPENAI, Dialect, dialect_of
 from lockstep.server.errors import HttpError, http_error
 from lockstep.worker.progress import CallProgress
@@ -42,6 +44,21 @@ CLIENT_LEFT_STATUS = 499
 
 PEOPLE = ("user", "safety_identifier", "prompt_cache_key")
 """Labels that say whom a request was sent for; clients put names and addresses there."""
+
+
+BACKGROUND = "background"
+"""Key in the ``state`` of a scope that no connection brought: its `Background`."""
+
+
+BACKGROUND_PRIORITY = 2**31 - 1
+"""Priority class of such requests, behind all that a client may choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """Owner of a request that the server makes itself, of a batch: it was let in when the batch was."""
+
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +96,8 @@ class RequestContext:
     number: int = 0
     """By arrival, among requests to models; 0: it is none."""
     method: str = ""
+    is_background: bool = False
+    """True for a request of a batch, which all others go before."""
     tenant: str = ""
     """Name of the API key that was used; never the key."""
     traceparent: str | None = None
@@ -117,6 +136,12 @@ class RequestContext:
     status: int | None = None
     """How it ended: what the client was told; of a stream that failed, its error's, although its head said 200;
     `CLIENT_LEFT_STATUS` when the client left before the end."""
+
+    def placed(self, calls: Sequence[GenerationRequest]) -> Sequence[GenerationRequest]:
+        """The request's calls in its priority class."""
+        if not self.is_background:
+            return calls
+        return [replace(call, priority=BACKGROUND_PRIORITY) for call in calls]
 
     @property
     def num_tokens(self) -> int:
@@ -219,12 +244,15 @@ def _new_context(scope: Scope, now_s: float) -> RequestContext:
             traceparent = value.decode()
         elif name == SEGMENT_HEADER and _SEGMENT.fullmatch(value):
             segment = value.decode()
+    background: Background | None = scope.get("state", {}).get(BACKGROUND)
     return RequestContext(
         request_id or f"req-{uuid.uuid4().hex}",
         scope["path"],
         now_s,
         at_s=time.time(),
         method=scope["method"],
+        is_background=background is not None,
+        tenant="" if background is None else background.tenant,
         traceparent=traceparent,
         segment=segment,
         dialect=dialect_of(scope["path"], scope["headers"]),

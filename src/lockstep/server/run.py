@@ -22,6 +22,7 @@ from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, EngineSnapshot
 from lockstep.errors import LockstepError, UnavailableError, UsageError
 from lockstep.server.app import create_app
+from lockstep.server.batches import open_batch_store
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import bounded_protocol
 from lockstep.server.reload import ManifestReload
@@ -60,7 +61,7 @@ def run_server(
 
     Raises:
         UsageError: it cannot listen there.
-        ConfigError: responses cannot be stored where the options say.
+        ConfigError: responses or batches cannot be stored where the options say.
         LockstepError: the cluster cannot be loaded.
     """
     endpoint = options.otlp_traces_endpoint
@@ -69,9 +70,10 @@ def run_server(
         with (
             bind(options) as listener,
             contextlib.closing(open_store(options)) as store,
+            contextlib.closing(open_batch_store(options)) as batch_store,
             asyncio.Runner(loop_factory=_loop_factory()) as runner,
         ):
-            app = create_app(cluster, options, () if tracer is None else (tracer,), store)
+            app = create_app(cluster, options, () if tracer is None else (tracer,), store, batch_store)
             gc.collect()
             gc.freeze()  # modules and routes stay; walking over them takes every full collection 34 ms
             sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -170,6 +172,7 @@ class _Run:
                 if sys.stdout.isatty():  # for a person; programs read the line before
                     self._announce(f"lockstep: dashboard on {url}/")
                     self._announce(f"lockstep: try {first_request(url, has_key=bool(serving.options.api_keys))}")
+                tasks.append(asyncio.create_task(self._app.state.batches.run(), name="batches"))
                 if self._reload is not None:
                     tasks.append(asyncio.create_task(self._reload.run(), name="reload"))
             await signalled

@@ -82,6 +82,8 @@ class Traffic:
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self.watcher: Callable[[], None] | None = None
+        """Called when a request came, and when the last one has ended."""
 
     @property
     def num_open(self) -> int:
@@ -90,11 +92,15 @@ class Traffic:
     def enter(self) -> None:
         self._num_open += 1
         self._idle.clear()
+        if self.watcher is not None:
+            self.watcher()
 
     def leave(self) -> None:
         self._num_open -= 1
         if self._num_open == 0:
             self._idle.set()
+            if self.watcher is not None:
+                self.watcher()
 
     async def idle(self) -> None:
         """Wait until nothing is being answered."""

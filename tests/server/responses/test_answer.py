@@ -104,7 +104,7 @@ def test_a_failure_says_why(status: int, code: str) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_an_answer_that_cannot_be_stored_has_failed(tmp_path: Path, is_stream: bool) -> None:
     store = SqliteStore(tmp_path / "r.db", StoreLimits(9))
-    store._connection.execute("PRAGMA query_only = ON")  # as a disk that has become read-only
+    store._database.connection.execute("PRAGMA query_only = ON")  # as a disk that has become read-only
     cluster = one_model("stub://alpha", ("alpha",))
     await cluster.start()
     transport = httpx2.ASGITransport(create_app(cluster, response_store=store))

@@ -5,19 +5,17 @@ A store is bounded by count and by bytes, oldest first. What one tenant stored d
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
-from lockstep.errors import ConfigError, InvalidParameterError, RequestFailedError, ResponseNotFoundError
+from lockstep.errors import InvalidParameterError, RequestFailedError, ResponseNotFoundError
+from lockstep.server.database import Database, Schema
 from lockstep.server.options import ServerOptions
 
 MAX_STORED_BYTES = 256 << 20
@@ -142,17 +140,10 @@ async def chain_to(
     return tuple(reversed(newest_first))
 
 
-SCHEMA_VERSION = 1
-"""Kept in `user_version`; a file of another version is refused."""
-APPLICATION_ID = 0x4C53_5250
-"""Says that a SQLite file is ours."""
-BUSY_TIMEOUT_S = 5.0
-"""How long to wait for another process that is writing to the file."""
-_OWNER_ONLY = 0o600
-"""The file holds what people said."""
-
-_SCHEMA = f"""
-BEGIN;
+SCHEMA = Schema(
+    application_id=0x4C53_5250,
+    version=1,
+    tables="""
 CREATE TABLE responses (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -161,12 +152,9 @@ CREATE TABLE responses (
     payload BLOB NOT NULL
 );
 CREATE INDEX responses_by_size ON responses (size);
-PRAGMA application_id = {APPLICATION_ID};
-PRAGMA user_version = {SCHEMA_VERSION};
-COMMIT;
-"""
-
-_T = TypeVar("_T")
+""",
+    kept="stored responses",
+)
 
 
 class SqliteStore:
@@ -177,38 +165,33 @@ class SqliteStore:
     """
 
     def __init__(self, path: Path, limits: StoreLimits) -> None:
-        try:
-            self._connection = _connect(path)
-        except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"{path}: stored responses cannot be kept there: {error}") from error
+        self._database = Database(path, SCHEMA)
         self._limits = limits
-        self._thread = ThreadPoolExecutor(1, "lockstep-responses")
 
     async def put(self, stored: StoredResponse) -> None:
         payload = encode(stored)
         try:
-            await self._run(lambda: self._insert(stored, payload))
+            await self._database.run(lambda: self._insert(stored, payload))
         except sqlite3.Error as error:
             raise RequestFailedError(f"the response was made, but it could not be stored: {error}") from error
 
     async def get(self, response_id: str, tenant: str) -> StoredResponse | None:
-        query = "SELECT payload FROM responses WHERE id = ? AND tenant = ?"
-        row = await self._run(lambda: self._connection.execute(query, (response_id, tenant)).fetchone())
-        return None if row is None else decode(row[0])
+        rows = await self._database.rows(
+            "SELECT payload FROM responses WHERE id = ? AND tenant = ?", response_id, tenant
+        )
+        return decode(rows[0][0]) if rows else None
 
     async def delete(self, response_id: str, tenant: str) -> bool:
         query = "DELETE FROM responses WHERE id = ? AND tenant = ?"
-        return await self._run(lambda: self._connection.execute(query, (response_id, tenant)).rowcount) > 0
+        return await self._database.change(query, response_id, tenant) > 0
 
     def close(self) -> None:
-        self._thread.shutdown()
-        self._connection.close()
+        self._database.close()
 
     def _insert(self, stored: StoredResponse, payload: bytes) -> None:
         """Add one and forget the oldest, in one transaction."""
-        connection, limits = self._connection, self._limits
-        connection.execute("BEGIN IMMEDIATE")
-        try:
+        limits = self._limits
+        with self._database.transaction() as connection:
             connection.execute(
                 "INSERT INTO responses (id, tenant, size, payload) VALUES (?, ?, ?, ?)",
                 (stored.id, stored.tenant, len(payload), payload),
@@ -220,36 +203,6 @@ class SqliteStore:
                 count, num_bytes = count - 1, num_bytes - size
                 connection.execute("DELETE FROM responses WHERE seq = ?", (last,))
             oldest.close()
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
-
-    async def _run(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """A connection to a file of ours, for one thread at a time."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY))
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-    try:
-        is_new = connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0] == 0
-        if is_new:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.executescript(_SCHEMA)
-        found = tuple(connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
-        if found != (APPLICATION_ID, SCHEMA_VERSION):
-            raise ConfigError(
-                f"{path}: a database of another program or version (application_id {found[0]}, user_version "
-                f"{found[1]}); it must be a file that this version made ({APPLICATION_ID}, {SCHEMA_VERSION}), or none"
-            )
-        connection.execute("PRAGMA synchronous = NORMAL")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def open_store(options: ServerOptions) -> ResponseStore:

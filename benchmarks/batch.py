@@ -1,0 +1,151 @@
+"""Time to first token of clients beside a running batch, against the same without one.
+
+    python -m benchmarks.batch
+    python -m benchmarks.batch --model hf://Qwen/Qwen3-0.6B --rate 1 --input-len 256
+
+One server, and turns of an open loop against it: the same requests at the same times, once with nothing else to do and
+once beside a batch that is larger than the turn can answer, in alternating order. The ratio of the two p95 has an
+interval of 95 %, by bootstrap over the pairs of turns and the requests in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from lockstep.bench.contenders import own_server, start_server
+from lockstep.bench.samples import RandomLengths
+from lockstep.bench.serve import Dataset, ServeOptions, run_serve
+from lockstep.executors.machine import available_cores, machine_name
+
+SERVED = 32
+ENDED = ("completed", "failed", "expired", "cancelled")
+BOOTSTRAPS = 4_000
+LEVEL = (2.5, 97.5)
+WAIT_LIMIT_S = 120.0
+
+
+class Batches:
+    """The Batch API of a server."""
+
+    def __init__(self, url: str, model: str, num_requests: int, output_len: int) -> None:
+        self._client = httpx2.Client(base_url=url, timeout=60.0, trust_env=False)
+        lines = [
+            {
+                "custom_id": f"request-{index}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {
+                    "model": model,
+                    "messages": [
+                        {"role": "user", "content": f"Please tell me about the order number {index}, briefly."}
+                    ],
+                    "max_tokens": output_len,
+                    "ignore_eos": True,
+                },
+            }
+            for index in range(num_requests)
+        ]
+        content = "\n".join(map(json.dumps, lines)).encode()
+        files = {"file": ("requests.jsonl", content)}
+        self._file = (
+            self._client.post("/v1/files", files=files, data={"purpose": "batch"}).raise_for_status().json()["id"]
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[dict[str, int]]:
+        """A batch that runs until the block ends; then the counts of its requests are known."""
+        body = {"input_file_id": self._file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        batch = self._client.post("/v1/batches", json=body).raise_for_status().json()
+        self._until(batch["id"], "in_progress")
+        counts: dict[str, int] = {}
+        try:
+            yield counts
+        finally:
+            self._client.post(f"/v1/batches/{batch['id']}/cancel").raise_for_status()
+            counts.update(self._until(batch["id"], *ENDED)["request_counts"])
+        if counts["completed"] == counts["total"]:
+            raise SystemExit("the batch was over before its turn was: give more --batch-requests")
+
+    def _until(self, batch_id: str, *statuses: str) -> dict[str, Any]:
+        until_s = time.monotonic() + WAIT_LIMIT_S
+        while time.monotonic() < until_s:
+            batch: dict[str, Any] = self._client.get(f"/v1/batches/{batch_id}").raise_for_status().json()
+            if batch["status"] in statuses:
+                return batch
+            time.sleep(0.05)
+        raise SystemExit(f"the batch was not {' or '.join(statuses)} within {WAIT_LIMIT_S:g} s")
+
+
+def ratio_with_interval(
+    without: Sequence[Sequence[float]], beside: Sequence[Sequence[float]]
+) -> tuple[float, float, float]:
+    """The ratio of the two p95 over all turns, and its interval: pairs of turns are drawn, and requests in them."""
+    random = np.random.default_rng(0)
+    sides = [[np.asarray(turn) for turn in side] for side in (without, beside)]
+    drawn = []
+    for _ in range(BOOTSTRAPS):
+        turns = random.integers(len(without), size=len(without))
+        picked = [np.concatenate([random.choice(side[turn], len(side[turn])) for turn in turns]) for side in sides]
+        drawn.append(np.percentile(picked[1], 95) / np.percentile(picked[0], 95))
+    whole = [np.percentile(np.concatenate(side), 95) for side in sides]
+    low, high = np.percentile(drawn, LEVEL)
+    return float(whole[1] / whole[0]), float(low), float(high)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="pocket://")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=60, help="of clients, a turn")
+    parser.add_argument("--rate", type=float, default=5.0, help="of clients, requests a second")
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--batch-requests", type=int, default=20_000)
+    parser.add_argument("--batch-output-len", type=int, default=64)
+    arguments = parser.parse_args()
+    server = start_server("served", own_server(arguments.model, available_cores(), SERVED))
+    target = server.target
+    try:
+        batches = Batches(target.url, server.model, arguments.batch_requests, arguments.batch_output_len)
+        lengths = RandomLengths(arguments.input_len, arguments.output_len)
+        options = {"num_prompts": arguments.requests, "request_rate": arguments.rate, "ignore_eos": True}
+
+        def turn(seed: int) -> list[float]:
+            made = ServeOptions(target, Dataset("random"), lengths, seed=seed, shows_progress=False, **options)
+            return [outcome.ttft_s for outcome in run_serve(made, lambda text: None).outcomes if outcome.is_success]
+
+        turn(0)
+        times: dict[str, list[list[float]]] = {"without": [], "beside": []}
+        answered, beside_s = 0, 0.0
+        for number in range(1, arguments.rounds + 1):
+            for side in ("without", "beside") if number % 2 else ("beside", "without"):
+                if side == "without":
+                    times[side].append(turn(number))
+                    continue
+                begin_s = time.monotonic()
+                with batches.running() as counts:
+                    times[side].append(turn(number))
+                answered, beside_s = answered + counts["completed"], beside_s + time.monotonic() - begin_s
+            shown = {side: f"{np.percentile(found[-1], 95) * 1e3:.1f} ms" for side, found in times.items()}
+            print(f"round {number}: p95 without {shown['without']}, beside {shown['beside']}", flush=True)
+    finally:
+        server.close()
+    ratio, low, high = ratio_with_interval(times["without"], times["beside"])
+    print(f"{machine_name()}, {arguments.model}, {arguments.requests * arguments.rounds} requests a side")
+    for side, found in times.items():
+        whole = np.concatenate(found) * 1e3
+        print(f"TTFT {side}: p50 {np.percentile(whole, 50):.1f} ms, p95 {np.percentile(whole, 95):.1f} ms")
+    print(f"p95 beside / without: {ratio:.2f} ({low:.2f} to {high:.2f})")
+    print(f"the batch meanwhile: {answered} requests answered, {answered / beside_s:.1f} a second")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Answers to the requests of a batch: the application is asked as by HTTP, without a socket.
+
+So a request of a batch has the shapes, rules, limits, records and bytes of one that a client sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Scope
+
+from lockstep.server.batches.input_file import BatchRequest
+from lockstep.server.batches.job import Job, Reply, request_id_of
+from lockstep.server.body import JSON_TYPE
+from lockstep.server.request_context import BACKGROUND, REQUEST_ID_HEADER, Background
+
+RETRIED = frozenset({408, 429, 502, 503})
+"""Statuses of requests that could be answered later: a full queue, a model that is loading, another server's fault."""
+MAX_TRIES = 60
+"""Of one request; with the longest wait between them half an hour."""
+MAX_LOST_TRIES = 3
+"""Of one request at which the worker's process ended: it may be why."""
+FIRST_WAIT_S = 0.25
+MAX_WAIT_S = 30.0
+
+
+class Door:
+    """The application as requests of batches reach it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def ask(self, request: BatchRequest, tenant: str, request_id: str) -> Reply:
+        """Send one request. Cancelling aborts it within one step."""
+        state = {BACKGROUND: Background(tenant)}
+        headers = [
+            (b"content-type", JSON_TYPE.encode()),
+            (b"content-length", b"%d" % len(request.body)),
+            (REQUEST_ID_HEADER, request_id.encode()),
+        ]
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": request.url,
+            "raw_path": request.url.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": headers,
+            "client": None,
+            "server": None,
+            "state": state,
+        }
+        exchange = _Exchange(request.body)
+        await self._app(scope, exchange.receive, exchange.send)
+        return exchange.reply(request_id)
+
+
+class _Exchange:
+    """The two channels of one request."""
+
+    def __init__(self, body: bytes) -> None:
+        self._left = [body]
+        self._start: Message | None = None
+        self._pieces: list[bytes] = []
+
+    async def receive(self) -> Message:
+        if self._left:
+            return {"type": "http.request", "body": self._left.pop(), "more_body": False}
+        await asyncio.get_running_loop().create_future()  # whoever asks does not leave
+        raise AssertionError("nobody ends this wait but by cancelling it")
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+        else:
+            self._pieces.append(message.get("body", b""))
+
+    def reply(self, request_id: str) -> Reply:
+        assert self._start is not None, "the application answers"
+        status, headers = self._start["status"], dict(self._start.get("headers", ()))
+        retry_after_s = None
+        if status in RETRIED:
+            given = headers.get(b"retry-after", b"")
+            retry_after_s = float(given) if given.isdigit() else 0.0
+        return Reply(status, request_id, b"".join(self._pieces), retry_after_s)
+
+
+async def answer(door: Door, job: Job, index: int, request: BatchRequest) -> Reply:
+    """The answer to a request of a job, asked again where a later try may succeed."""
+    num_lost = 0
+    for attempt in range(MAX_TRIES):
+        reply = await door.ask(request, job.tenant, request_id_of(job.name, index))
+        if reply.retry_after_s is None:
+            return reply
+        num_lost += _is_lost(reply)
+        if num_lost >= MAX_LOST_TRIES:
+            return reply
+        await asyncio.sleep(wait_s(attempt, reply.retry_after_s, random.random()))
+    return reply
+
+
+def wait_s(attempt: int, retry_after_s: float, part: float) -> float:
+    """Seconds until the next try: twice as long each time, not before the server says, spread by a random part."""
+    longest = min(MAX_WAIT_S, FIRST_WAIT_S * 2.0 ** min(attempt, 16))
+    return max(retry_after_s, longest * (0.5 + part / 2))
+
+
+def _is_lost(reply: Reply) -> bool:
+    try:
+        found: Any = msgspec.json.decode(reply.body)
+        return bool(found["error"]["code"] == "worker_lost")
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return False
+
+
+async def run_job(job: Job, door: Door, num_at_once: int, on_answer: Callable[[Reply], None]) -> None:
+    """Answer all requests of a job, so many at once. Cancelled, it leaves what was answered in the journal.
+
+    Raises:
+        OSError: an answer cannot be kept.
+    """
+
+    async def work() -> None:
+        while (index := job.take()) is not None:
+            request = job.request(index)
+            reply = await answer(door, job, index, request)
+            job.answer(index, request, reply)
+            on_answer(reply)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(num_at_once):
+            tasks.create_task(work())

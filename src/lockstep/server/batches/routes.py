@@ -1,0 +1,282 @@
+"""`/v1/files` and `/v1/batches`: files of requests come in, are answered in idle turns, and go out as files."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import IO, Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import Message
+
+from lockstep.errors import InvalidParameterError, UnavailableError
+from lockstep.server.batches.input_file import MAX_WINDOW_S, window_s
+from lockstep.server.batches.runner import BatchRunner
+from lockstep.server.batches.schema import (
+    DEFAULT_BATCH_LIST,
+    MAX_BATCH_LIST,
+    MAX_EXPIRY_S,
+    MAX_FILE_ID_CHARS,
+    MAX_FILE_LIST,
+    MIN_EXPIRY_S,
+    Batch,
+    BatchBody,
+    BatchList,
+    BatchObject,
+    DeletedFile,
+    FileList,
+    FileObject,
+    StoredFile,
+)
+from lockstep.server.body import UPLOAD_TYPE, kind_of
+from lockstep.server.errors import ERROR_RESPONSES, HttpError, RefusedBodyError
+from lockstep.server.request_context import CLIENT_LEFT_STATUS, context_of
+
+UPLOAD_TIMEOUT_S = 600.0
+"""Seconds that a client may take to send a file."""
+MAX_FORM_BYTES = 64 << 10
+"""Of an upload, beside the file's own."""
+MAX_FORM_FIELDS = 8
+PURPOSE = "batch"
+_NAME = re.compile(r"[^\x00-\x1f\x7f/\\]{1,255}")
+_FORM: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            UPLOAD_TYPE: {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": [PURPOSE]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
+                    },
+                }
+            }
+        },
+    }
+}
+FileId = Annotated[str, Query(max_length=MAX_FILE_ID_CHARS)]
+
+router = APIRouter(prefix="/v1", tags=["batches"], responses=ERROR_RESPONSES)
+
+
+def runner_of(request: Request) -> BatchRunner:
+    """The runner of the server that a request came to."""
+    runner: BatchRunner | None = request.app.state.batches
+    if runner is None:
+        raise UnavailableError("batches are not run by this application; `lockstep serve` runs them")
+    return runner
+
+
+@router.post("/files", response_model=FileObject, openapi_extra=_FORM)
+async def upload_file(request: Request) -> Response:
+    """Keep a file of requests, one JSON object a line."""
+    store = runner_of(request).store
+    if kind_of(request.headers.get("content-type", "")) != UPLOAD_TYPE:
+        raise InvalidParameterError(
+            f"the body is no {UPLOAD_TYPE}; send the file as a form, as `client.files.create` does"
+        )
+    try:
+        async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+            form = await _bounded(request, store.limits.max_file_bytes).form(
+                max_files=1, max_fields=MAX_FORM_FIELDS, max_part_size=MAX_FORM_BYTES
+            )
+    except TimeoutError:
+        raise RefusedBodyError(
+            HttpError(408, f"The file did not arrive within {UPLOAD_TIMEOUT_S:g} s.", code="body_timeout")
+        ) from None
+    except ClientDisconnect:
+        context_of(request).status = CLIENT_LEFT_STATUS
+        return Response(status_code=CLIENT_LEFT_STATUS)
+    except (MultiPartException, HTTPException) as error:
+        if isinstance(error, RefusedBodyError):
+            raise
+        text = error.message if isinstance(error, MultiPartException) else error.detail
+        raise InvalidParameterError(f"the form cannot be read: {text}") from None
+    try:
+        now_s = int(time.time())
+        file, content = _described(form, now_s)
+        if file.bytes > store.limits.max_file_bytes:
+            raise _too_large(store.limits.max_file_bytes)
+        await store.put_file(context_of(request).tenant, file, content)
+    finally:
+        await form.close()
+    return JSONResponse(file.shown())
+
+
+def _bounded(request: Request, max_file_bytes: int) -> Request:
+    """The request, whose body is refused where it becomes longer than a file and its form may be."""
+    num_bytes = 0
+
+    async def receive() -> Message:
+        nonlocal num_bytes
+        message = await request.receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_file_bytes + MAX_FORM_BYTES:
+            raise _too_large(max_file_bytes)
+        return message
+
+    return Request(request.scope, receive)
+
+
+def _too_large(max_file_bytes: int) -> RefusedBodyError:
+    message = f"The file is larger than {max_file_bytes} bytes, which is this server's limit."
+    return RefusedBodyError(HttpError(413, message, "file", "body_too_large", {"Connection": "close"}))
+
+
+def _described(form: FormData, now_s: int) -> tuple[StoredFile, IO[bytes]]:
+    """The upload of a form: the file as it will be kept, and its content; InvalidParameterError names a wrong field."""
+    known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
+    for name in form:
+        if name not in known:
+            raise InvalidParameterError(f"{name[:64]} is not a parameter that is known here", param=name[:64])
+    upload, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(upload, UploadFile):
+        raise InvalidParameterError("file is missing; send it as a part with a file name", param="file")
+    if purpose != PURPOSE:
+        shown = "missing" if purpose is None else repr(str(purpose)[:64])
+        raise InvalidParameterError(
+            f"purpose is {shown}; files are kept for batches here, so it must be 'batch'", param="purpose"
+        )
+    name = upload.filename or ""
+    if not _NAME.fullmatch(name):
+        raise InvalidParameterError(
+            "the file's name is empty, too long or has a slash or a control character", param="file"
+        )
+    file_id = f"file-{secrets.token_hex(16)}"
+    return StoredFile(file_id, upload.size or 0, now_s, name, PURPOSE, _expiry(form, now_s)), upload.file
+
+
+def _expiry(form: FormData, now_s: int) -> int | None:
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    text = str(seconds)
+    is_count = text.isascii() and text.isdigit() and len(text) < 9
+    if anchor != "created_at" or not is_count or not MIN_EXPIRY_S <= int(text) <= MAX_EXPIRY_S:
+        raise InvalidParameterError(
+            f"expires_after needs the anchor 'created_at' and {MIN_EXPIRY_S} to {MAX_EXPIRY_S} seconds",
+            param="expires_after",
+        )
+    return now_s + int(text)
+
+
+@router.get("/files", response_model=FileList)
+async def list_files(
+    request: Request,
+    after: FileId | None = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_FILE_LIST)] = MAX_FILE_LIST,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: Annotated[str | None, Query(max_length=MAX_FILE_ID_CHARS)] = None,
+) -> Response:
+    """Files that are kept: uploaded ones and results of batches."""
+    store, tenant = runner_of(request).store, context_of(request).tenant
+    found = await store.files(
+        tenant, time.time(), after=after, limit=limit + 1, is_descending=order == "desc", purpose=purpose
+    )
+    return JSONResponse(_page([file.shown() for file in found], limit))
+
+
+@router.get("/files/{file_id}", response_model=FileObject)
+async def retrieve_file(file_id: str, request: Request) -> Response:
+    """Facts on one file."""
+    return JSONResponse((await _file(request, file_id)).shown())
+
+
+@router.get(
+    "/files/{file_id}/content",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}}}},
+)
+async def retrieve_content(file_id: str, request: Request) -> Response:
+    """The bytes of one file."""
+    file = await _file(request, file_id)
+    path = runner_of(request).store.path_of(file.id)
+    return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
+
+
+@router.delete("/files/{file_id}", response_model=DeletedFile)
+async def delete_file(file_id: str, request: Request) -> Response:
+    """Forget a file that no batch is reading."""
+    await runner_of(request).store.delete_file(file_id, context_of(request).tenant, time.time())
+    return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+@router.post("/batches", response_model=BatchObject)
+async def create_batch(body: BatchBody, request: Request) -> Response:
+    """Answer all requests of a file, in idle turns."""
+    runner, tenant, now_s = runner_of(request), context_of(request).tenant, int(time.time())
+    window = window_s(body.completion_window)
+    if window is None:
+        raise InvalidParameterError(
+            f"completion_window is {body.completion_window!r}; it must be 24h, or another number of s, m, h or d up to "
+            f"{MAX_WINDOW_S // 86_400}d",
+            param="completion_window",
+        )
+    file = await runner.store.file(body.input_file_id, tenant, now_s, param="input_file_id")
+    if file.purpose != PURPOSE:
+        raise InvalidParameterError(
+            f"{file.id} has the purpose {file.purpose}; it must be 'batch'", param="input_file_id"
+        )
+    batch = Batch(
+        f"batch_{secrets.token_hex(16)}",
+        body.endpoint,
+        file.id,
+        body.completion_window,
+        now_s,
+        now_s + window,
+        body.metadata,
+        None if body.output_expires_after is None else body.output_expires_after.seconds,
+    )
+    await runner.store.put_batch(tenant, batch)
+    runner.add(tenant, batch)
+    return JSONResponse(batch.shown())
+
+
+@router.get("/batches", response_model=BatchList)
+async def list_batches(
+    request: Request,
+    after: FileId | None = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_BATCH_LIST)] = DEFAULT_BATCH_LIST,
+) -> Response:
+    """Batches that are kept, latest first."""
+    runner = runner_of(request)
+    found = await runner.store.batches(context_of(request).tenant, after=after, limit=limit + 1)
+    return JSONResponse(_page([runner.current(batch).shown() for batch in found], limit))
+
+
+@router.get("/batches/{batch_id}", response_model=BatchObject)
+async def retrieve_batch(batch_id: str, request: Request) -> Response:
+    """One batch, and how far it has come."""
+    runner = runner_of(request)
+    return JSONResponse(runner.current(await runner.store.batch(batch_id, context_of(request).tenant)).shown())
+
+
+@router.post("/batches/{batch_id}/cancel", response_model=BatchObject)
+async def cancel_batch(batch_id: str, request: Request) -> Response:
+    """Answer no more of a batch; what was answered becomes its files. One that has ended stays as it is."""
+    runner = runner_of(request)
+    batch = await runner.store.batch(batch_id, context_of(request).tenant)
+    return JSONResponse((await runner.cancel(batch)).shown())
+
+
+async def _file(request: Request, file_id: str) -> StoredFile:
+    return await runner_of(request).store.file(file_id, context_of(request).tenant, time.time())
+
+
+def _page(found: Sequence[Any], limit: int) -> dict[str, Any]:
+    """One page of a list of which one more was asked for than it holds."""
+    data = list(found[:limit])
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(found) > limit}
