@@ -49,8 +49,8 @@ MAX_DISCARDED_BODIES = 8
 """A refused body of up to this many times the limit is read and dropped, so that its sender sees the refusal."""
 TAKES_YAML = ("PUT", "/v1/manifest")
 """The one request whose body may be YAML."""
-TAKES_UPLOAD = ("POST", "/v1/files")
-"""The one request whose body is not read here: it may be larger, and goes to the disk piece by piece."""
+UPLOADS = "/v1/files"
+"""The one path whose bodies are not read here: they may be larger, and go to the disk piece by piece."""
 _WINDOW = 1 << 16
 """Bytes that are searched in one go."""
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
@@ -73,8 +73,7 @@ class BodyMiddleware:
         self._num_free_bytes = serving.max_held_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_upload = scope["type"] == "http" and (scope["method"], scope["path"]) == TAKES_UPLOAD
-        if scope["type"] != "http" or scope["method"] not in _WITH_BODY or is_upload:
+        if scope["type"] != "http" or scope["method"] not in _WITH_BODY or scope["path"] == UPLOADS:
             await self._app(scope, receive, send)
             return
         held = _Held()
