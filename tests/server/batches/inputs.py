@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 import openai
 from openai.types import Batch
@@ -11,7 +11,7 @@ from openai.types import Batch
 from tests.waiting import until
 
 ENDED = ("completed", "failed", "expired", "cancelled")
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 
 
 def line(index: int, *, url: str = CHAT, method: str = "POST", **body: Any) -> dict[str, Any]:

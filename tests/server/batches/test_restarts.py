@@ -6,6 +6,7 @@ import json
 import signal
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -18,7 +19,7 @@ from tests.server.process import IN_THREAD, ServerProcess
 from tests.waiting import HANG_S, until
 
 NAMED = ("--served-model-name", "pocket", "--max-batch-requests", "4")
-LONG = {"max_tokens": 12, "ignore_eos": True}
+LONG: Any = {"max_tokens": 12, "ignore_eos": True}
 
 
 def client_of(server: ServerProcess) -> openai.OpenAI:
