@@ -36,6 +36,10 @@ VERBS: Mapping[str, tuple[str, str]] = {
         "lockstep.cli.demo:demo",
         "Show a routed cluster on the embedded model: answers, a replay of them, a verdict; no download, no GPU.",
     ),
+    "run-batch": (
+        "lockstep.cli.run_batch:run_batch",
+        "Answer a file of requests, in OpenAI's batch format, without a server; exit code 1 if some failed.",
+    ),
     "check": (
         "lockstep.cli.manifests:check",
         "Tell every fault of a manifest, or where its models would be; exit code 2 if it would not boot.",

@@ -120,9 +120,9 @@ def test_a_file_without_requests_is_a_fault() -> None:
     assert faults_of(b"") == faults_of(b"\n \n") == [("empty_file", None)]
 
 
-def test_what_a_file_may_have_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_file, "MAX_REQUESTS", 2)
-    assert faults_of(jsonl([line(index) for index in range(5)])) == [("too_many_requests", 3)]
+def test_what_a_file_may_have_is_bounded() -> None:
+    checked = checked_input(io.BytesIO(jsonl([line(index) for index in range(5)])), CHAT, MOST, max_requests=2)
+    assert [(fault.code, fault.line) for fault in checked.faults] == [("too_many_requests", 3)]
     assert len(faults_of(b"{\n" * 300)) == input_file.MAX_FAULTS
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
@@ -24,6 +24,7 @@ def test_answers_come_in_the_order_of_requests(tmp_path: Path) -> None:
     journal.close()
 
 
+@settings(max_examples=30)
 @given(order=st.permutations(range(6)), num=st.integers(0, 6), cut=st.integers(0, 500))
 def test_a_journal_that_was_cut_anywhere_goes_on(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], num: int, cut: int

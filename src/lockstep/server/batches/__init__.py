@@ -1,7 +1,23 @@
 """The Batch API: files of requests that are answered when nobody waits, and that survive a restart."""
 
+from lockstep.server.batches.answering import Door, run_job
+from lockstep.server.batches.input_file import CheckedInput, checked_input
+from lockstep.server.batches.job import Job, write_results
+from lockstep.server.batches.journal import Journal
 from lockstep.server.batches.routes import router
 from lockstep.server.batches.runner import BatchRunner
 from lockstep.server.batches.store import BatchStore, open_batch_store
 
-__all__ = ["BatchRunner", "BatchStore", "open_batch_store", "router"]
+__all__ = [
+    "BatchRunner",
+    "BatchStore",
+    "CheckedInput",
+    "Door",
+    "Job",
+    "Journal",
+    "checked_input",
+    "open_batch_store",
+    "router",
+    "run_job",
+    "write_results",
+]

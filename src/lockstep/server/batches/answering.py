@@ -120,7 +120,7 @@ def _is_lost(reply: Reply) -> bool:
         return False
 
 
-async def run_job(job: Job, door: Door, num_at_once: int, on_answer: Callable[[Reply], None]) -> None:
+async def run_job(job: Job, door: Door, num_at_once: int, on_answer: Callable[[], None]) -> None:
     """Answer all requests of a job, so many at once. Cancelled, it leaves what was answered in the journal.
 
     Raises:
@@ -132,7 +132,7 @@ async def run_job(job: Job, door: Door, num_at_once: int, on_answer: Callable[[R
             request = job.request(index)
             reply = await answer(door, job, index, request)
             job.answer(index, request, reply)
-            on_answer(reply)
+            on_answer()
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(num_at_once):

@@ -70,7 +70,9 @@ def window_s(text: str) -> int | None:
     return seconds if 0 < seconds <= MAX_WINDOW_S else None
 
 
-def checked_input(file: IO[bytes], endpoint: str | None, max_line_bytes: int) -> CheckedInput:
+def checked_input(
+    file: IO[bytes], endpoint: str | None, max_line_bytes: int, max_requests: int = MAX_REQUESTS
+) -> CheckedInput:
     """Read a whole input file.
 
     Args:
@@ -85,7 +87,7 @@ def checked_input(file: IO[bytes], endpoint: str | None, max_line_bytes: int) ->
         else:
             found = read_request(line, endpoint)
         if isinstance(found, BatchRequest):
-            found = _accepted(found, number, offset, checked, seen)
+            found = _accepted(found, number, offset, checked, seen, max_requests)
         if isinstance(found, Fault):
             checked.faults.append(msgspec.structs.replace(found, line=number))
             if len(checked.faults) >= MAX_FAULTS or found.code == "too_many_requests":
@@ -96,14 +98,14 @@ def checked_input(file: IO[bytes], endpoint: str | None, max_line_bytes: int) ->
 
 
 def _accepted(
-    request: BatchRequest, number: int, offset: int, checked: CheckedInput, seen: dict[str, int]
+    request: BatchRequest, number: int, offset: int, checked: CheckedInput, seen: dict[str, int], max_requests: int
 ) -> BatchRequest | Fault:
     first = seen.setdefault(request.custom_id, number)
     if first != number:
         shown = request.custom_id[:_SHOWN_CHARS]
         return Fault("duplicate_custom_id", f"custom_id {shown!r} is that of line {first}, too", "custom_id")
-    if len(checked.offsets) == MAX_REQUESTS:
-        return Fault("too_many_requests", f"the file has more than {MAX_REQUESTS} requests; make several of it")
+    if len(checked.offsets) == max_requests:
+        return Fault("too_many_requests", f"the file has more than {max_requests} requests; make several of it")
     checked.offsets.append(offset)
     checked.models.setdefault(request.model, number)
     return request

@@ -1,0 +1,289 @@
+"""`lockstep run-batch IN OUT MODEL`: a file of requests, answered by a model of this machine without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from lockstep.cli import options as flags
+from lockstep.cli.flag_groups import SWITCH, Flag, with_flags
+from lockstep.cli.progress import loading_progress
+from lockstep.cli.writing import check_places, make_folder
+from lockstep.engine.options import LoadOptions
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from lockstep.cluster.cluster import Cluster
+    from lockstep.server.batches import CheckedInput, Job
+
+EXIT_FAILED = 1
+"""Some requests were refused or failed; each has its line."""
+MAX_REQUESTS = 1_000_000
+"""Of one file: what is known of each takes some 200 bytes."""
+MAX_TOLD_FAULTS = 20
+NUM_AT_ONCE = 64
+REPORT_S = 10.0
+"""Progress is told so often where nobody looks at a terminal."""
+PIPE = "-"
+OUTPUT = "the output"
+NAME = "run-batch"
+"""Begins the ids of requests."""
+
+Place = Annotated[
+    str | None, typer.Argument(metavar="IN", help="Requests, one JSON object a line; - reads standard input.")
+]
+Target = Annotated[
+    str | None, typer.Argument(metavar="OUT", help="Answers in the order of the requests; - writes standard output.")
+]
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=flags.MODEL_HELP)]
+InputFile = Annotated[str | None, typer.Option("-i", "--input-file", metavar="IN", help="IN, as a flag.")]
+OutputFile = Annotated[str | None, typer.Option("-o", "--output-file", metavar="OUT", help="OUT, as a flag.")]
+ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="MODEL, as a flag.")]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFlags:
+    """Names of the model, and the manner of the run."""
+
+    served_model_name: Annotated[list[str] | None, Flag(shown="MODEL")] = None
+    """Name in requests; repeated: aliases."""
+    max_num_seqs: Annotated[int, Flag(low=1)] = NUM_AT_ONCE
+    """Requests that are answered at once."""
+    resume: Annotated[bool, SWITCH] = False
+    """Go on where an earlier run was broken off; OUT.part has its answers."""
+    worker: Literal["process", "thread"] = "process"
+    """Where the model runs: a supervised process of its own."""
+
+
+@with_flags
+def run_batch(
+    input_place: Place = None,
+    output_place: Target = None,
+    model: Model = None,
+    input_file: InputFile = None,
+    output_file: OutputFile = None,
+    model_flag: ModelFlag = None,
+    *,
+    run: RunFlags,
+    chat_template: flags.ChatTemplate = None,
+    chat_template_kwargs: flags.ChatTemplateKwargs = None,
+    reasoning: flags.Reasoning = "auto",
+    pool: flags.Pool,
+    openvino: flags.OpenVINO,
+    cache_dir: flags.CacheDir = None,
+    probe: flags.Probe = True,
+    debug: flags.Debug = False,
+) -> None:
+    """Answer a file of requests, in OpenAI's batch format, without a server; exit code 1 if some failed."""
+    source, target, name = arguments_of((input_place, output_place, model), (input_file, output_file, model_flag))
+    names = tuple(run.served_model_name or (name,))
+    kwargs, template = flags.template_kwargs(chat_template_kwargs), flags.read_template(chat_template)
+    engine = flags.checked(replace(pool, max_num_seqs=run.max_num_seqs))
+    load = LoadOptions(engine, openvino, cache_dir, probe, template)
+    if target != PIPE:
+        check_places([(Path(target).expanduser(), OUTPUT)], [None if source == PIPE else source])
+    with _input(source) as path:
+        checked = _checked(path, source, names)
+        with _job(path, target, name, checked, resumes=run.resume) as job:
+            _answer(job, name, names, load, run, kwargs, reasoning)
+            _write(job, target)
+            num_failed, num_requests = job.journal.num_failed, job.journal.num_requests
+            job.journal.path.unlink()
+    failed = f", {num_failed} failed" if num_failed else ""
+    _say(f"{num_requests - num_failed} of {num_requests} requests answered{failed}")
+    if num_failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def arguments_of(positional: Sequence[str | None], given: Sequence[str | None]) -> tuple[str, str, str]:
+    """Input, output and model, each as an argument or as a flag; UsageError says what is missing or too much."""
+    rest = [value for value in positional if value is not None]
+    found = [value if value is not None or not rest else rest.pop(0) for value in given]
+    if rest:
+        raise UsageError(f"{rest[0]!r} is one argument too many; give IN, OUT and MODEL, each once")
+    for value, what in zip(found, ("IN", "OUT", "MODEL"), strict=True):
+        if not value:
+            raise UsageError(f"{what} is missing; for example: lockstep run-batch in.jsonl out.jsonl pocket://")
+    source, target, model = (str(value) for value in found)
+    return source, target, model
+
+
+@contextmanager
+def _input(source: str) -> Iterator[Path]:
+    """The input as a file, since it is read twice: standard input is kept in a temporary one."""
+    if source != PIPE:
+        yield Path(source).expanduser()
+        return
+    with tempfile.NamedTemporaryFile(prefix="lockstep-", suffix=".jsonl") as kept:
+        shutil.copyfileobj(sys.stdin.buffer, kept)
+        kept.flush()
+        yield Path(kept.name)
+
+
+def _checked(path: Path, source: str, names: Sequence[str]) -> CheckedInput:
+    """The input without a fault.
+
+    Raises:
+        UsageError: it cannot be read or has faults, each told with its line; or it asks for another model.
+    """
+    from lockstep.server.batches import checked_input
+    from lockstep.server.options import ServerOptions
+
+    try:
+        with path.open("rb") as file:
+            checked = checked_input(file, None, ServerOptions().max_body_bytes, MAX_REQUESTS)
+    except OSError as error:
+        raise UsageError(f"{source} cannot be read: {error.strerror or error}") from None
+    for fault in checked.faults[1:MAX_TOLD_FAULTS]:
+        _say(f"{source}, line {fault.line}: {fault.message}")
+    if checked.faults:
+        first = checked.faults[0]
+        where = source if first.line is None else f"{source}, line {first.line}"
+        raise UsageError(f"{where}: {first.message}")
+    for model, line in checked.models.items():
+        if model is not None and model not in names:
+            raise UsageError(
+                f"{source}, line {line}: model is {model!r}, and it is {' or '.join(map(repr, names))} here; say "
+                f"--served-model-name {model}, or leave model out of the requests"
+            )
+    return checked
+
+
+@contextmanager
+def _job(path: Path, target: str, model: str, checked: CheckedInput, *, resumes: bool) -> Iterator[Job]:
+    """The work on an input, whose answers are kept beside the output until it is whole."""
+    from lockstep.server.batches import Job, Journal
+
+    if target == PIPE:
+        if resumes:
+            raise UsageError("--resume has nothing to go on with where OUT is standard output; name a file")
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            journal = Journal(Path(folder) / "part", NAME, len(checked.offsets))
+            with closing(Job(NAME, "", path, checked.offsets, journal)) as job:
+                yield job
+        return
+    part = part_of(target)
+    if part.exists() and not resumes:
+        raise UsageError(f"{part} has the answers of a run that was broken off; say --resume, or remove it")
+    if resumes and not part.exists():
+        raise UsageError(f"--resume: there is no {part}, so nothing was broken off; leave it out")
+    make_folder(part, OUTPUT)
+    digest = blake2b(path.read_bytes() + b"\0" + model.encode(), digest_size=16).hexdigest()
+    journal = Journal(part, digest, len(checked.offsets))
+    with closing(Job(NAME, "", path, checked.offsets, journal)) as job:
+        yield job
+
+
+def part_of(target: str) -> Path:
+    """The file of answers while they come."""
+    path = Path(target).expanduser()
+    return path.with_name(f"{path.name}.part")
+
+
+def _answer(
+    job: Job,
+    model: str,
+    names: Sequence[str],
+    load: LoadOptions,
+    run: RunFlags,
+    kwargs: dict[str, object],
+    reasoning: str,
+) -> None:
+    """Load the model, and answer what has no answer yet."""
+    from lockstep.cluster.cluster import Cluster
+    from lockstep.cluster.manifest import Manifest
+    from lockstep.cluster.state import ClusterOptions
+    from lockstep.server.app import create_app
+    from lockstep.server.options import ServerOptions
+    from lockstep.worker.link import WorkerOptions
+
+    if job.journal.is_whole:  # it was broken off while the output was written
+        return
+    options = ServerOptions(chat_template_kwargs=kwargs, reasoning=reasoning, log_requests=False)
+    manifest = Manifest.of_model(model, tuple(names), load.chat_template)
+    with loading_progress(model) as progress:
+        cluster = Cluster(
+            manifest,
+            ClusterOptions(load=load, worker=WorkerOptions(run.worker), is_fixed=True),
+            progress=lambda _, stage, fraction: progress(stage, fraction),
+        )
+        app = create_app(cluster, options)
+        asyncio.run(_run(cluster, app, job, run.max_num_seqs))
+
+
+async def _run(cluster: Cluster, app: FastAPI, job: Job, num_at_once: int) -> None:
+    from lockstep.server.batches import Door, run_job
+
+    shown = _Progress(job)
+    try:
+        await cluster.prepare()
+        await cluster.start()
+        await run_job(job, Door(app), num_at_once, shown.update)
+    except asyncio.CancelledError:
+        journal = job.journal
+        num_answered = journal.num_completed + journal.num_failed
+        _say(f"broken off: {num_answered} of {journal.num_requests} answered; --resume goes on")
+        raise
+    finally:
+        await cluster.close()
+
+
+class _Progress:
+    """Lines on standard error that say how far a job is."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._is_terminal = sys.stderr.isatty()
+        self._told_s = time.monotonic()
+
+    def update(self) -> None:
+        now_s, journal = time.monotonic(), self._job.journal
+        if now_s - self._told_s < (0.2 if self._is_terminal else REPORT_S):
+            return
+        self._told_s = now_s
+        done = journal.num_completed + journal.num_failed
+        failed = f", {journal.num_failed} failed" if journal.num_failed else ""
+        text = f"{done} of {journal.num_requests} requests{failed}"
+        if self._is_terminal:
+            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+        else:
+            _say(text)
+
+
+def _write(job: Job, target: str) -> None:
+    """Write all answers in order; a file is there as soon as it is whole."""
+    from lockstep.server.batches import write_results
+
+    if target == PIPE:
+        write_results(job, sys.stdout.buffer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+        return
+    path = Path(target).expanduser()
+    whole = path.with_name(f"{path.name}.whole")
+    try:
+        with whole.open("wb") as file:
+            write_results(job, file, file)
+            file.flush()
+            os.fsync(file.fileno())
+        whole.replace(path)
+    except OSError as error:
+        raise UsageError(f"{target}: {OUTPUT} cannot be written there: {error.strerror or error}") from None
+
+
+def _say(text: str) -> None:
+    begin = "\r" if sys.stderr.isatty() else ""  # over the line of progress
+    print(f"{begin}lockstep: {text}", file=sys.stderr)
