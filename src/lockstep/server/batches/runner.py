@@ -66,7 +66,7 @@ class _Open:
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class RunningRequest:
     """A request that is being answered."""
 
     owner: _Open
@@ -82,7 +82,7 @@ class _Running:
             self.task.cancel()
 
 
-def to_set_back(running: Iterable[_Running]) -> list[_Running]:
+def to_set_back(running: Iterable[RunningRequest]) -> list[RunningRequest]:
     """Requests that are aborted for a client's: all but the few that were aborted as often as they may be."""
     spared = [each for each in running if each.num_set_backs >= MAX_SET_BACKS][:MAX_BESIDE]
     return [each for each in running if each not in spared]
@@ -97,7 +97,7 @@ class BatchRunner:
         self._serving = serving
         self._door = Door(app)
         self._open: dict[str, _Open] = {}
-        self._running: list[_Running] = []
+        self._running: list[RunningRequest] = []
         self._wake = asyncio.Event()
         self._turn = 0
         self._busy_s = 0.0
@@ -167,7 +167,7 @@ class BatchRunner:
                 if each.job is not None:
                     await self.store.database.run(each.job.close)
 
-    async def _stop(self, running: Iterable[_Running]) -> None:
+    async def _stop(self, running: Iterable[RunningRequest]) -> None:
         """Abort requests, and wait until those that have their answer have kept it."""
         tasks = [each.task for each in running if each.task is not None]
         for each in list(running):
@@ -201,7 +201,7 @@ class BatchRunner:
             found.task.add_done_callback(partial(self._ended, found))
         return TEND_S
 
-    def _next(self) -> _Running | None:
+    def _next(self) -> RunningRequest | None:
         """The next request: batches take turns."""
         at_work = [each for each in self._open.values() if each.batch.status == "in_progress" and each.job is not None]
         for place in range(len(at_work)):
@@ -210,10 +210,10 @@ class BatchRunner:
             index = owner.job.take()
             if index is not None:
                 self._turn = (self._turn + place + 1) % len(at_work)
-                return _Running(owner, owner.job, index, owner.set_backs.get(index, 0))
+                return RunningRequest(owner, owner.job, index, owner.set_backs.get(index, 0))
         return None
 
-    async def _answer(self, running: _Running) -> bool:
+    async def _answer(self, running: RunningRequest) -> bool:
         """Answer a request and keep the answer; True if it was answered well."""
         job, index, database = running.job, running.index, self.store.database
         request = await database.run(lambda: job.request(index))
@@ -222,7 +222,7 @@ class BatchRunner:
         await database.run(lambda: job.answer(index, request, reply))
         return reply.is_success
 
-    def _ended(self, running: _Running, task: asyncio.Task[bool]) -> None:
+    def _ended(self, running: RunningRequest, task: asyncio.Task[bool]) -> None:
         """Take down what became of a request, also of one that was aborted before it began."""
         job, index, owner = running.job, running.index, running.owner
         self._running.remove(running)

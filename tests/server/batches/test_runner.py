@@ -1,0 +1,132 @@
+"""Rules of the runner: who is aborted for a client, when a request is tried again, and what an upload may be."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx2
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.server.app import create_app
+from lockstep.server.batches.answering import MAX_LOST_TRIES, MAX_TRIES, MAX_WAIT_S, Door, answer, wait_s
+from lockstep.server.batches.input_file import BatchRequest
+from lockstep.server.batches.job import Job, Reply
+from lockstep.server.batches.journal import Journal
+from lockstep.server.batches.runner import MAX_BESIDE, MAX_SET_BACKS, RunningRequest, to_set_back
+from lockstep.server.batches.store import BatchStore, StoreLimits
+from tests.cluster.support import one_model
+from tests.server.batches.inputs import CHAT, jsonl, line
+from tests.server.support import error_of
+
+REQUEST = BatchRequest("one", CHAT, b"{}", None)
+
+
+def running(*num_set_backs: int) -> list[RunningRequest]:
+    nobody = cast(Any, None)
+    return [RunningRequest(nobody, nobody, index, count) for index, count in enumerate(num_set_backs)]
+
+
+def test_all_are_aborted_but_one_that_was_often_enough() -> None:
+    each = running(0, MAX_SET_BACKS, 1, MAX_SET_BACKS, MAX_SET_BACKS + 1)
+    assert [one.index for one in to_set_back(each)] == [0, 2, 3, 4]
+    assert MAX_BESIDE == 1
+    assert to_set_back(running(MAX_SET_BACKS)) == []
+
+
+def test_waits_between_tries_grow_to_a_bound_and_heed_the_server() -> None:
+    waits = [wait_s(attempt, 0.0, 1.0) for attempt in range(MAX_TRIES)]
+    assert waits == sorted(waits)
+    assert waits[-1] == MAX_WAIT_S
+    assert wait_s(0, 7.0, 0.0) == 7.0
+    assert wait_s(3, 0.0, 0.0) == wait_s(3, 0.0, 1.0) / 2
+
+
+class Replies(Door):
+    """A door that gives replies in turn, the last one for ever."""
+
+    def __init__(self, *replies: Reply) -> None:
+        super().__init__(cast(Any, None))
+        self._replies = replies
+        self.num_asked = 0
+
+    async def ask(self, request: BatchRequest, tenant: str, request_id: str) -> Reply:
+        self.num_asked += 1
+        return self._replies[min(self.num_asked, len(self._replies)) - 1]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(jsonl([line(0)]))
+    return Job("batch_1", "", source, array("Q", [0]), Journal(tmp_path / "j", "d", 1))
+
+
+@pytest.fixture(autouse=True)
+def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.server.batches.answering.wait_s", lambda *_: 0.0)
+
+
+async def test_a_request_is_tried_again_until_it_is_answered(job: Job) -> None:
+    busy, done = Reply(503, "r", b"{}", 0.0), Reply(200, "r", b"{}")
+    door = Replies(busy, busy, done)
+    assert await answer(door, job, 0, REQUEST) == done
+    assert door.num_asked == 3
+    job.close()
+
+
+async def test_tries_have_an_end_and_sooner_where_the_worker_ended(job: Job) -> None:
+    busy = Replies(Reply(429, "r", b"no JSON", 0.0))
+    assert (await answer(busy, job, 0, REQUEST)).status == 429
+    lost = Replies(Reply(503, "r", b'{"error": {"code": "worker_lost"}}', 0.0))
+    assert (await answer(lost, job, 0, REQUEST)).status == 503
+    assert (busy.num_asked, lost.num_asked) == (MAX_TRIES, MAX_LOST_TRIES)
+    job.close()
+
+
+def test_an_input_that_was_changed_since_is_told(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b"{}\n")
+    with pytest.raises(ConfigError, match="request 1 of batch_1 was changed since it was checked"):
+        job.request(0)
+    job.close()
+
+
+@pytest.fixture
+async def small(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    """A server whose files are at most 1,000 bytes."""
+    store = BatchStore(tmp_path, StoreLimits(max_file_bytes=1_000))
+    app = create_app(one_model("stub://alpha"), batch_store=store)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://test") as client:
+        yield client
+    store.close()
+
+
+@pytest.mark.parametrize("size", [1_001, 100_000])
+async def test_a_file_larger_than_one_may_be_is_refused(small: httpx2.AsyncClient, size: int) -> None:
+    """Also where the whole form is longer than it may be, so that its end is never read."""
+    answered = await small.post("/v1/files", files={"file": ("a", b"x" * size)}, data={"purpose": "batch"})
+    assert (answered.status_code, error_of(answered)["param"]) == (413, "file")
+    kept = await small.get("/v1/files")
+    assert kept.json() == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+
+
+async def test_what_is_no_form_is_refused(small: httpx2.AsyncClient) -> None:
+    for body, kind in (
+        (b"{}", "application/json"),
+        (b"x", "multipart/form-data"),
+        (b"x", "multipart/form-data; boundary=a"),
+    ):
+        answered = await small.post("/v1/files", content=body, headers={"Content-Type": kind})
+        assert answered.status_code == 400, answered.text
+        error_of(answered)
+
+
+async def test_an_application_without_a_store_says_so() -> None:
+    app = create_app(one_model("stub://alpha"))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://test") as client:
+        answered = await client.get("/v1/batches")
+        assert answered.status_code == 503
+        assert "`lockstep serve` runs them" in error_of(answered)["message"]
