@@ -3,9 +3,9 @@
     python -m benchmarks.batch
     python -m benchmarks.batch --model hf://Qwen/Qwen3-0.6B --rate 1 --input-len 256
 
-One server, and turns of an open loop against it: the same requests at the same times, once with nothing else to do and
-once beside a batch that is larger than the turn can answer, in alternating order. The ratio of the two p95 has an
-interval of 95 %, by bootstrap over the pairs of turns and the requests in them.
+One server, and turns of an open loop against it, each with prompts of its own: once with nothing else to do and once
+beside a batch that is larger than the turn can answer, in alternating order. The ratio of the two p95 has an interval
+of 95 %, by bootstrap over the pairs of turns and the requests in them.
 """
 
 from __future__ import annotations
@@ -127,12 +127,13 @@ def main() -> None:
         answered, beside_s = 0, 0.0
         for number in range(1, arguments.rounds + 1):
             for side in ("without", "beside") if number % 2 else ("beside", "without"):
+                seed = 2 * number + (side == "beside")  # prompts of their own: none is in the cache
                 if side == "without":
-                    times[side].append(turn(number))
+                    times[side].append(turn(seed))
                     continue
                 begin_s = time.monotonic()
                 with batches.running() as counts:
-                    times[side].append(turn(number))
+                    times[side].append(turn(seed))
                 answered, beside_s = answered + counts["completed"], beside_s + time.monotonic() - begin_s
             shown = {side: f"{np.percentile(found[-1], 95) * 1e3:.1f} ms" for side, found in times.items()}
             print(f"round {number}: p95 without {shown['without']}, beside {shown['beside']}", flush=True)
