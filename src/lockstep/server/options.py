@@ -76,5 +76,5 @@ class ServerOptions:
     max_stored_responses: int = 4_096
     batch_dir: str | None = None
     """Folder for uploaded files and batches; None: a temporary one."""
-    max_batch_requests: int = 8
+    max_batch_requests: int = 4
     """Requests of batches that are answered at once, while no others are."""
