@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, OLLAMA, GENERATE = "/v1/messages", "/api/chat", "/api/generate"
 USER = {"role": "user", "content": "hello"}
 FUNCTION: dict[str, Any] = {"name": "f", "parameters": {"type": "object"}}
 TOOL: dict[str, Any] = {"type": "function", "function": FUNCTION}
@@ -17,6 +18,9 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
     "/v1/embeddings": {"input": "hello"},
     "/tokenize": {},
     "/detokenize": {},
+    MESSAGES: {"max_tokens": 4, "messages": [USER]},
+    OLLAMA: {"model": "alpha", "messages": [USER]},
+    GENERATE: {"model": "alpha", "prompt": "hello"},
 }
 Override = Mapping[str, Any]
 
@@ -266,9 +270,97 @@ def posts() -> Iterator[tuple[str, Override, dict[str, Any]]]:
             yield path, override, {**GOOD[path], **override}
 
 
+def _blocks(*blocks: Mapping[str, Any], role: str = "user") -> Override:
+    return {"messages": [{"role": role, "content": list(blocks)}]}
+
+
+USE: Mapping[str, Any] = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+OF_MESSAGES: Sequence[Override] = (
+    {"model": "nobody"},
+    {"max_tokens": None},
+    {"max_tokens": 0},
+    {"messages": []},
+    {"messages": [{"role": "robot", "content": "x"}]},
+    _blocks({"type": "image", "source": {"type": "base64"}}),
+    _blocks({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}),
+    _blocks({"type": "document", "source": {"type": "text"}}),
+    _blocks({"type": "tool_result", "tool_use_id": "a"}),
+    _blocks({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}),
+    _blocks(USE),
+    _blocks({"type": "tool_result", "tool_use_id": "a"}, role="assistant"),
+    _blocks({**USE, "input": "{}"}, role="assistant"),
+    {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+    {"tools": [{"name": "f", "input_schema": {"type": "array"}}]},
+    {"tools": [{"name": "f", "input_schema": {}}] * 2},
+    {"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]},
+    {"tool_choice": {"type": "any"}},
+    {"tool_choice": {"type": "tool"}},
+    {"tool_choice": {"type": "auto", "name": "f"}},
+    {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}},
+    {"thinking": {"type": "between_tools"}},
+    {"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}},
+    {
+        "output_config": {"format": {"type": "json_schema", "schema": {}}},
+        "output_format": {"type": "json_schema", "schema": {}},
+    },
+    {"temperature": 1e9},
+    {"stop_sequences": [""]},
+    {"container": "c"},
+    {"mcp_servers": [{"url": "https://example.com"}]},
+    {"priority": 1},
+    {"inference_geo": "eu"},
+)
+OF_OLLAMA: Sequence[Override] = (
+    {"model": None},
+    {"model": "nobody:latest"},
+    {"messages": [{"role": "robot"}]},
+    {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
+    {"messages": [{"role": "tool", "content": "x"}]},
+    {"format": "yaml"},
+    {"format": {"type": 5}},
+    {"think": "loudly"},
+    {"top_logprobs": 3},
+    {"options": {"num_predict": -3}},
+    {"options": {"temperature": 1e9}},
+    {"options": {"mirostat": 1}},
+    {"options": {"nothing": 1}},
+    {"messages": [], "keep_alive": 0},
+)
+OF_GENERATE: Sequence[Override] = (
+    {"suffix": "x"},
+    {"template": "x"},
+    {"context": [1]},
+    {"images": ["aGk="]},
+    {"raw": True, "system": "x"},
+    {"raw": True, "top_logprobs": 1},
+)
+DOORS: Sequence[tuple[str, Sequence[Override]]] = (
+    (MESSAGES, OF_MESSAGES),
+    (OLLAMA, OF_OLLAMA),
+    (GENERATE, OF_GENERATE),
+)
+
+
+def posts_to_doors() -> Iterator[tuple[str, Override, dict[str, Any]]]:
+    """The same of other APIs, in whose shapes they are refused."""
+    for path, overrides in DOORS:
+        for override in overrides:
+            yield path, override, {**GOOD[path], **override}
+
+
 RAW: Sequence[tuple[str, str, str | None, Mapping[str, str]]] = (
     ("GET", "/nowhere", None, {}),
     ("GET", "/v1", None, {}),
+    ("GET", "/api/nowhere", None, {}),
+    ("GET", MESSAGES, None, {}),
+    ("GET", "/v1/models/nobody", None, {"anthropic-version": "2023-06-01"}),
+    ("POST", "/api/pull", '{"model": "llama3"}', {}),
+    ("POST", "/api/push", '{"model": "llama3"}', {}),
+    ("POST", "/api/create", '{"model": "llama3"}', {}),
+    ("POST", "/api/copy", '{"source": "a", "destination": "b"}', {}),
+    ("DELETE", "/api/delete", '{"model": "llama3"}', {}),
+    ("POST", OLLAMA, "{", {"Content-Type": "application/x-www-form-urlencoded"}),
+    ("POST", MESSAGES, "{}", {"Content-Type": "application/x-www-form-urlencoded"}),
     ("GET", CHAT, None, {}),
     ("PUT", CHAT, "{}", {}),
     ("DELETE", "/v1/models", None, {}),

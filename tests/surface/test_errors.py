@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx2
@@ -14,22 +14,29 @@ from lockstep.server.options import ServerOptions
 from tests.server.managing import Hosted, Managed
 from tests.server.support import JSON, client_of
 from tests.surface.held import hold
-from tests.surface.refusals import RAW, posts
+from tests.surface.refusals import RAW, Override, posts, posts_to_doors
 
 MAX_SHOWN_CHARS = 160
+REQUEST_ID = re.compile(r'(?<="request_id": ")req-[0-9a-f]+')
 SECONDS = re.compile(r"\d+(?= s\.)|(?<=\"retry-after\": \")\d+")
 """How long to wait for a rate's next request; the clock's, so it is not held."""
 
 
 async def test_refused_requests_get_the_bodies_that_clients_know() -> None:
     async with client_of() as client:
-        told = [line async for line in _told_of_bodies(client)]
+        told = [line async for line in _told_of(client, posts())]
     async with client_of(options=ServerOptions(allowed_hosts=("test",))) as client:
         for method, path, body, headers in RAW:
             answer = await client.request(method, path, content=body, headers={**(JSON if body else {}), **headers})
             shown = f"{method} {path} {_short(body or '')} {json.dumps(headers) if headers else ''}"
             told += _told(shown.rstrip(), answer)
     hold("errors.txt", told)
+
+
+async def test_other_doors_refuse_in_their_own_shapes() -> None:
+    async with client_of() as client:
+        told = [line async for line in _told_of(client, posts_to_doors())]
+    hold("errors_doors.txt", told)
 
 
 async def test_who_lacks_a_key_is_told_which() -> None:
@@ -43,6 +50,8 @@ async def test_who_lacks_a_key_is_told_which() -> None:
             ("PUT", "/v1/manifest", {"X-Api-Key": "key"}),
             ("GET", "/v1/events", {"X-Api-Key": "key"}),
             ("DELETE", "/v1/sessions/a", {"X-Api-Key": "key"}),
+            ("POST", "/v1/messages", {"X-Api-Key": "wrong"}),
+            ("POST", "/api/chat", {"Authorization": "Bearer wrong"}),
         ):
             answer = await client.request(method, path, headers=headers)
             told += _told(f"{method} {path} {json.dumps(headers)}", answer)
@@ -81,8 +90,10 @@ async def test_what_a_cluster_refuses_is_told_as_clients_know_it() -> None:
     hold("errors_cluster.txt", told)
 
 
-async def _told_of_bodies(client: httpx2.AsyncClient) -> AsyncIterator[str]:
-    for path, override, body in posts():
+async def _told_of(
+    client: httpx2.AsyncClient, bodies: Iterable[tuple[str, Override, dict[str, Any]]]
+) -> AsyncIterator[str]:
+    for path, override, body in bodies:
         answer = await client.post(path, json=body)
         for line in _told(f"POST {path} {_short(json.dumps(override))}", answer):
             yield line
@@ -97,7 +108,7 @@ def _told(request: str, answer: httpx2.Response) -> Iterator[str]:
     }
     yield f"  {answer.status_code} {json.dumps(headers) if headers else ''}".rstrip()
     body: Mapping[str, Any] = answer.json()
-    yield f"  {json.dumps(body, ensure_ascii=False)}"
+    yield f"  {REQUEST_ID.sub('ID', json.dumps(body, ensure_ascii=False))}"
 
 
 def _short(text: str) -> str:

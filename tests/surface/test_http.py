@@ -19,7 +19,7 @@ from tests.cluster.support import one_model
 from tests.server.managing import Hosted
 from tests.server.support import NAME, client_of
 from tests.surface.held import hold
-from tests.surface.refusals import CHAT, RESPONSES, TEXT, TOOL, USER
+from tests.surface.refusals import CHAT, GENERATE, MESSAGES, OLLAMA, RESPONSES, TEXT, TOOL, USER
 
 MANIFEST = """\
 cluster: shop
@@ -42,10 +42,12 @@ routing:
   dispatch_rule: router.output.intent -> specialists.{intent}
 """
 VOLATILE = (
-    (re.compile(r"\b(chatcmpl|cmpl|resp|msg|call|rs|fc|embd|fp|req)(-|_)[0-9A-Za-z]{6,}"), r"\1\2ID"),
+    (re.compile(r"\b(chatcmpl|cmpl|resp|msg|toolu|call|rs|fc|embd|fp|req)(-|_)[0-9A-Za-z]{6,}"), r"\1\2ID"),
     (re.compile(r'"(created|created_at|completed_at)":\d+'), r'"\1":0'),
     (re.compile(r'"(\w+_ms|\w+_s|tokens_per_second)":[0-9.e-]+'), r'"\1":0'),
     (re.compile(r'"request_id":"[0-9a-f-]+"'), '"request_id":"ID"'),
+    (re.compile(r'"(created_at|modified_at)":"[^"]+"'), r'"\1":"TIME"'),
+    (re.compile(r'"(\w+_duration)":\d+'), r'"\1":0'),
     (re.compile(r"(-?\d+\.\d{6})\d+"), r"\1"),
 )
 """What differs from run to run, or in its last digits from machine to machine."""
@@ -70,6 +72,24 @@ ANSWERED: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", TEXT, {"prompt": [104, 105], "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2}),
     ("POST", RESPONSES, {"input": "hello", "store": False}),
     ("POST", RESPONSES, {"input": "hello", "stream": True, "store": False, "max_output_tokens": 1}),
+    ("POST", MESSAGES, {"max_tokens": 40, "messages": [USER], "model": NAME}),
+    (
+        "POST",
+        MESSAGES,
+        {
+            "max_tokens": 1,
+            "messages": [USER],
+            "stream": True,
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        },
+    ),
+    ("POST", f"{MESSAGES}/count_tokens", {"messages": [USER]}),
+    ("POST", OLLAMA, {"model": "alpha:latest", "messages": [USER], "options": {"num_predict": 3}}),
+    ("POST", GENERATE, {"model": NAME, "prompt": "hello", "stream": False, "keep_alive": "5m"}),
+    ("POST", GENERATE, {"model": NAME}),
+    ("GET", "/api/tags", None),
+    ("GET", "/api/ps", None),
+    ("POST", "/api/show", {"model": "alpha"}),
     ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}),
     ("POST", "/tokenize", {"messages": [USER]}),
     ("POST", "/detokenize", {"tokens": [104, 105]}),

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from lockstep.cluster.base import Accepted
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, RequestError
+from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.answer_response import Answer, AnswerResponse, Encoder
 from lockstep.server.chat import ChatBody, ChatCall, chat_call
 from lockstep.server.choices import open_choices
@@ -43,7 +44,8 @@ class Vocabulary:
 
     def names(self, names: Mapping[str, str]) -> Mapping[str, str]:
         """Names of the engine's parameters in the other API, from those in a chat request."""
-        return {engines: self.name(chats) for engines, chats in names.items()}
+        same = dict.fromkeys(SamplingParams.__struct_fields__) | {"prompt": None}
+        return {engines: self.name(names.get(engines, engines)) for engines in {**same, **names}}
 
     def error(self, error: RequestError) -> RequestError:
         """An error that names a parameter of chat completions, naming the other API's."""

@@ -20,6 +20,7 @@ from pydantic import (
     Tag,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
     with_config,
 )
@@ -101,6 +102,22 @@ def absent(why: str) -> BeforeValidator:
 
     def check(value: object) -> None:
         if value is not None:
+            raise ValueError(why)
+
+    return BeforeValidator(check)
+
+
+NOTHING = WithJsonSchema(
+    {"anyOf": [{"type": "null"}, {"const": ""}, {"type": "array", "maxItems": 0}, {"const": False}]}
+)
+"""The schema of what says nothing; beside `empty`."""
+
+
+def empty(why: str) -> BeforeValidator:
+    """For members that are not done here: only null and what says nothing are taken, and the error says why."""
+
+    def check(value: object) -> None:
+        if value not in (None, "", [], False):
             raise ValueError(why)
 
     return BeforeValidator(check)

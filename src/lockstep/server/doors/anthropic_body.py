@@ -16,11 +16,13 @@ from lockstep.server.chat import ChatBody
 from lockstep.server.chat_adapter import Vocabulary, chat_body_of
 from lockstep.server.fields import (
     MAX_SEQUENCE_TOKENS,
+    NOTHING,
     Body,
     JsonObject,
     Marked,
     Name,
     absent,
+    empty,
     in_pieces,
     text_or_list,
 )
@@ -257,8 +259,7 @@ class CountBody(Body):
     """Unused, as everywhere: prefixes are found in the cache without it."""
     context_management: ContextManagement | None = None
     """Nothing is cleared or summed up here: a warning says so where something might be."""
-    mcp_servers: Annotated[list[JsonObject] | None, Field(max_length=0)] = None
-    """This server calls no others."""
+    mcp_servers: Annotated[None, empty("this server calls no others"), NOTHING] = None
     speed: Literal["standard"] | None = None
     chat_template_kwargs: JsonObject | None = None
     """Of this server, not of Anthropic's: variables for the model's chat template."""
@@ -474,7 +475,9 @@ def _tool_choice(choice: MessagesToolChoice, *, has_tools: bool) -> str | dict[s
         )
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
-    if not has_tools and choice.type != "any":
+    if not has_tools and choice.type == "any":
+        raise InvalidParameterError("tool_choice is 'any', but there are no tools", param="tool_choice")
+    if not has_tools:
         return None
     return "required" if choice.type == "any" else choice.type
 

@@ -197,11 +197,13 @@ def served_name(cluster: Cluster, name: str) -> str:
     """
     try:
         cluster.card(name)
-    except ModelNotFoundError:
-        if not name.endswith(LATEST):
-            raise
-        name = name.removesuffix(LATEST)
-        cluster.card(name)
+    except ModelNotFoundError as error:
+        bare = name.removesuffix(LATEST)
+        try:
+            cluster.card(bare)
+        except ModelNotFoundError:
+            raise error from None
+        return bare
     return name
 
 

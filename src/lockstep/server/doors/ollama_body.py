@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, Tag
 
 from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError
@@ -17,9 +17,11 @@ from lockstep.server.completions import CompletionBody
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     MAX_SEQUENCE_TOKENS,
+    NOTHING,
     Body,
     JsonObject,
     Name,
+    empty,
     text_or_object,
 )
 from lockstep.server.generation import StopStrings
@@ -28,21 +30,6 @@ from lockstep.server.tools.definitions import MAX_TOOLS, Function
 LATEST = ":latest"
 ENDS_ALONE = (-2, -1, 0)
 """Values of `num_predict` that set no bound."""
-
-
-NOTHING = WithJsonSchema(
-    {"anyOf": [{"type": "null"}, {"const": ""}, {"type": "array", "maxItems": 0}, {"const": False}]}
-)
-
-
-def empty(why: str) -> BeforeValidator:
-    """For members that are not done here: only null and what says nothing are taken, and the error says why."""
-
-    def check(value: object) -> None:
-        if value not in (None, "", [], False):
-            raise ValueError(why)
-
-    return BeforeValidator(check)
 
 
 NoImages = Annotated[None, empty("models here know text only"), NOTHING]
