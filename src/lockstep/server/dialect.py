@@ -28,6 +28,8 @@ _ANTHROPIC_TYPES = {
     529: "overloaded_error",
 }
 """By status; other refusals are of invalid requests, other failures the API's."""
+_ANTHROPIC_CODES = {"thread": "thread_unsupported_request"}
+"""By the parameter that is refused: codes at which Anthropic's own client asks again without it."""
 OVERLOADED_STATUS = 529
 
 
@@ -57,7 +59,10 @@ class Dialect:
 
 def _anthropic_body(error: HttpError, request_id: str) -> Mapping[str, Any]:
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    told: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.param in _ANTHROPIC_CODES:
+        told["details"] = {"error_code": _ANTHROPIC_CODES[error.param]}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 OPENAI = Dialect("openai", lambda error, _: error.body())
@@ -79,6 +84,7 @@ class AnthropicErrorDetail(BaseModel):
 
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class AnthropicErrorBody(BaseModel):

@@ -152,6 +152,18 @@ def test_tools_go_round(served: ServerProcess, asked: anthropic.Anthropic, clien
     assert text_of(second) == chat.choices[0].message.content
 
 
+def test_the_clients_tool_runner_goes_on_without_a_conversation_that_is_kept(asked: anthropic.Anthropic) -> None:
+    """It asks for one first, and again with all messages where a server says that it keeps none."""
+
+    @anthropic.beta_tool
+    def look(number: int) -> str:
+        """Looks up an invoice."""
+        return f"{number} is paid."
+
+    runner = asked.beta.messages.tool_runner(model="pocket", max_tokens=24, messages=[USER], tools=[look])
+    assert runner.until_done().content
+
+
 def test_a_schema_is_obeyed(asked: anthropic.Anthropic) -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"urgent": {"type": "boolean"}}, "required": ["urgent"]}
     schema["additionalProperties"] = False

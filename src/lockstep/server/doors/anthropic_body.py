@@ -260,6 +260,7 @@ class CountBody(Body):
     context_management: ContextManagement | None = None
     """Nothing is cleared or summed up here: a warning says so where something might be."""
     mcp_servers: Annotated[None, empty("this server calls no others"), NOTHING] = None
+    thread: Annotated[None, absent("conversations are not kept here; send the whole of it as messages")] = None
     speed: Literal["standard"] | None = None
     chat_template_kwargs: JsonObject | None = None
     """Of this server, not of Anthropic's: variables for the model's chat template."""
