@@ -197,6 +197,9 @@ def test_an_empty_prompt_loads_the_model_and_no_time_to_keep_it_unloads_it(tmp_p
         assert "b:latest" not in [model.model for model in client.ps().models]
         assert client.generate("b").done_reason == "load"
         assert "b:latest" in [model.model for model in client.ps().models]
+        with server.client() as page:
+            body, origin = {"model": "b", "keep_alive": 0}, {"Origin": "http://localhost:3000"}
+            assert page.post("/api/generate", json=body, headers=origin).status_code == 403, "a page ends nothing"
         assert client.chat("b", keep_alive=0).done_reason == "unload"
         assert "b:latest" not in [model.model for model in client.ps().models]
 

@@ -211,19 +211,8 @@ class OutputConfig(Body):
     """The answer obeys the schema."""
 
 
-class ContextEdit(Body):
-    type: Annotated[str, Field(min_length=1, max_length=64)]
-    keep: Any = None
-    trigger: JsonObject | None = None
-    clear_at_least: JsonObject | None = None
-    exclude_tools: list[str] | None = None
-    clear_tool_inputs: bool | list[str] | None = None
-    instructions: str | None = None
-    pause_after_compaction: bool | None = None
-
-
 class ContextManagement(Body):
-    edits: Annotated[list[ContextEdit] | None, Field(max_length=MAX_EDITS)] = None
+    edits: Annotated[list[JsonObject] | None, Field(max_length=MAX_EDITS)] = None
 
 
 class RequestMetadata(Body):
@@ -352,7 +341,7 @@ def chat_body(body: CountBody) -> ChatBody:
 def warnings_of(body: CountBody) -> Iterator[str]:
     """Warnings of all that a body asks for and is not done, a sentence each."""
     edits = (None if body.context_management is None else body.context_management.edits) or ()
-    if any(edit.keep not in ("all", {"type": "all"}) for edit in edits):
+    if any(edit.get("keep") not in ("all", {"type": "all"}) for edit in edits):
         yield "context_management: conversations are answered as they are sent; nothing is cleared or summed up"
     if body.thinking is not None and body.thinking.budget_tokens is not None:
         yield "thinking.budget_tokens: thoughts are not bounded apart; max_tokens bounds them with the text"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any, Literal, NotRequired
 
@@ -15,10 +16,12 @@ from starlette.responses import JSONResponse, Response
 
 from lockstep.cluster.base import Accepted
 from lockstep.cluster.cluster import Cluster
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import InvalidParameterError, ModelNotFoundError, RequestError
-from lockstep.server.admission import forbidden, is_operator
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.server.admission import forbidden, is_operator, origin_fault
 from lockstep.server.answer import Extension, Framing, encode
-from lockstep.server.answer_response import Answer, AnswerResponse
+from lockstep.server.answer_response import Answer, AnswerResponse, accepted_of
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_adapter import answer_as_chat
 from lockstep.server.choices import Choice, open_choices
@@ -39,14 +42,13 @@ from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import Caller
 from lockstep.server.logprobs import TokenLogprob, chat_logprobs
-from lockstep.server.request_context import RequestContext, context_of, refusal
+from lockstep.server.request_context import RequestContext, context_of, disconnected, refusal, unless_gone
 from lockstep.server.serving import serving_of, translated
 from lockstep.worker.progress import LOADING
 
 NS = 1e9
 NDJSON = b"application/x-ndjson"
 ERRORS = documented_errors(OllamaErrorBody)
-Member = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class OllamaFunction(Shape):
@@ -282,17 +284,43 @@ async def _load(request: Request, body: OllamaBody, said: Mapping[str, Any]) -> 
     cluster = serving.cluster
     context.model = name = cluster.card(served_name(cluster, body.model)).name
     unloads = is_unloading(body.keep_alive)
-    if unloads and cluster.is_fixed:
+    if unloads:
+        refused = _unloading_fault(request, name)
+        if refused is not None:
+            return refusal(refused, context)
+        await cluster.unload_model(name)
+    elif cluster.card(name).tier not in ("resident", "remote"):
+        call = GenerationRequest(
+            " ",
+            SamplingParams(max_tokens=1),
+            model=name,
+            tenant=context.tenant,
+            queue_deadline_s=serving.options.queue_timeout_s,
+            deadline_s=serving.options.request_timeout_s,
+        )
+        await unless_gone(disconnected(request.receive), _begun(cluster, call, context), context)
+    line = {"model": name, "created_at": now_text(), **said}
+    return JSONResponse({**line, "done": True, "done_reason": "unload" if unloads else "load"})
+
+
+async def _begun(cluster: Cluster, call: GenerationRequest, context: RequestContext) -> None:
+    """Bring up the model of a call as the call itself would, and leave when it is accepted."""
+    async with aclosing(cluster.stream(call, context.progress)) as stream:
+        await accepted_of([stream])
+
+
+def _unloading_fault(request: Request, name: str) -> HttpError | None:
+    """The refusal of unloading a model, which is an operator's; None: the caller may."""
+    serving, context = serving_of(request), context_of(request)
+    options = serving.options
+    if serving.cluster.is_fixed:
         raise InvalidParameterError(
             "keep_alive is 0, but this server serves one model and keeps it; stop the server to unload it, or serve a "
             "manifest",
             param="keep_alive",
         )
-    if unloads and not is_operator(context.tenant, serving.options):
-        return refusal(forbidden(), context)
-    if unloads:
-        await cluster.unload_model(name)
-    elif not cluster.is_fixed and cluster.card(name).tier != "remote":
-        await cluster.load_model(name)
-    line = {"model": name, "created_at": now_text(), **said}
-    return JSONResponse({**line, "done": True, "done_reason": "unload" if unloads else "load"})
+    if not is_operator(context.tenant, options):
+        return forbidden()
+    path = f"/v1/models/{name}/unload"  # which a page of another origin may not ask for either
+    has_keys = bool(options.api_keys or options.admin_keys)
+    return None if has_keys else origin_fault(options.cors_origins, "POST", path, request.scope["headers"])
