@@ -52,9 +52,32 @@ def test_anchors_that_a_page_links_to_are_headings(page: str) -> None:
     assert missing == []
 
 
+@cache
+def others() -> dict[str, str]:
+    """Texts of files that are no pages and name some: sources, deployments, examples."""
+    folders = ("src", "deploy", "examples", "tools", "benchmarks", ".github")
+    suffixes = {".py", ".yaml", ".yml", ".json", ".service", ".example", ".html", ".js", ""}
+    paths = [ROOT / "Makefile", ROOT / "pyproject.toml"]
+    paths += [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths if path.is_file()}
+
+
+def test_pages_that_other_files_name_are_there() -> None:
+    named = {(name, page) for name, text in others().items() for page in re.findall(r"\bdocs/[\w-]+\.md", text)}
+    assert len(named) >= 5
+    assert [f"{name}: {page}" for name, page in sorted(named) if not (ROOT / page).is_file()] == []
+
+
 def test_addresses_elsewhere_are_whole() -> None:
     """Nobody asks them here: there is no network. Each is one that could be asked."""
     urls = {url.rstrip(".,;:") for page in PAGES for url in _URL.findall(without_code((ROOT / page).read_text()))}
+    urls |= {
+        url.rstrip(".,;:")
+        for name, text in others().items()
+        if name.startswith(("deploy/", "examples/")) and name.endswith((".yaml", ".yml", ".service", "Dockerfile"))
+        for url in _URL.findall(text)
+        if url.startswith("https://")  # others are of the reader's own network
+    }
     assert len(urls) > 20
     for url in sorted(urls):
         parts = urlsplit(url)
