@@ -56,7 +56,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(
             f"documents: {sums['commands']} commands and {sums['snippets']} snippets ran, "
             f"{sums['targets']} targets are there; {sums['slow']} more do with `-m slow`, "
-            f"{sums['by_hand']} are run by hand, {sums['shown']} blocks are only shown"
+            f"{sums['by_hand']} are run by hand, {sums['missing']} need what is not on this machine, "
+            f"{sums['shown']} blocks are only shown"
         )
 
 

@@ -86,6 +86,12 @@ def test_what_fails_is_told_with_its_place_and_the_rest_is_tried(
     assert walk.tally.snippets >= 1
 
 
+def test_a_command_whose_program_is_not_here_is_counted(walk: Walk) -> None:
+    walk.environment["PATH"] = str(walk.folder)
+    assert walk.page(blocks_of("p", "\n".join((FENCE, "jq . cost.json", FENCE)))) == []
+    assert (walk.tally.commands, walk.tally.missing) == (0, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SLOW)
 def test_a_page_does_what_it_says_where_that_takes_long(page: str, walk: Walk) -> None:

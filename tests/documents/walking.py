@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,6 +73,8 @@ PROGRAMS = (
     "zstd",
 )
 """All that is run of a page: no other command of an unmarked block touches the machine that the tests run on."""
+BUILTINS = ("eval", "export")
+"""Those of them that are the shell's own."""
 _ADDRESS = re.compile(r"(?:127\.0\.0\.1|localhost):(9\d\d\d)\b")
 _SHELL_ONLY = re.compile(r"[|<>&;$`]|\n(?!\s)")
 SLOW_S = 1800.0
@@ -96,6 +99,8 @@ class Tally:
     """Of `make`, which were found and not made."""
     slow: int = 0
     by_hand: int = 0
+    missing: int = 0
+    """Commands that need a program that is not on this machine."""
     shown: int = 0
     """Blocks of output of which nothing is run or compared."""
 
@@ -155,13 +160,21 @@ class Walk:
             return False
         return True
 
+    def _is_missing(self, text: str) -> bool:
+        """True if a command needs a program that is not on this machine, such as jq."""
+        path = self.environment["PATH"]
+        known = [word for word in programs_of(text) if word in PROGRAMS and word not in BUILTINS]
+        is_missing = any(shutil.which(word, path=path) is None for word in known)
+        self.tally.missing += is_missing
+        return is_missing
+
     def _shell(self, block: Block) -> None:
         claimed: set[int] = set()
         for text in block.first:
             with self._trying(f"{block.where}: before it, {text}"):
                 self._one(text, (), claimed)
         for command in block.commands():
-            if not self._is_run(block, command.text):
+            if not self._is_run(block, command.text) or self._is_missing(command.text):
                 continue
             is_target = command.text.startswith("make ")
             self.tally.targets += is_target
