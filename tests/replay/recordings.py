@@ -12,7 +12,8 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.trace import read_frames
-from lockstep.worker.flight.entries import ChunkReader, ChunkWriter, Entry, Header
+from lockstep.worker.flight.chunks import ChunkReader, ChunkWriter
+from lockstep.worker.flight.entries import Entry, Header
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, Ask, ResetPrefixCache, Submit
 from tests.worker.support import Bench, running

@@ -16,15 +16,8 @@ from lockstep.replay import trace
 from lockstep.replay.live import workload_of
 from lockstep.replay.trace import Cut, open_trace, read_entries
 from lockstep.replay.verify import verify
-from lockstep.worker.flight.entries import (
-    SCHEMA_VERSION,
-    CacheReset,
-    ChunkWriter,
-    Entry,
-    Turn,
-    ids_of,
-    runs_of,
-)
+from lockstep.worker.flight.chunks import ChunkWriter
+from lockstep.worker.flight.entries import SCHEMA_VERSION, CacheReset, Entry, Turn, ids_of, runs_of
 from tests.replay.recordings import files_of, record, rewrite, rewrite_entries
 
 

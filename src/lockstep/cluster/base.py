@@ -53,6 +53,8 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 Event = Routed | Accepted | TokenOutput
+ShownChunk = tuple[int, int, int]
+"""Completion of ``n``, its tokens that are new, and microseconds since the chunk before."""
 EventStream = AsyncGenerator[Sequence[Event], None]
 """All that has come since the last turn, in order, and never nothing."""
 

@@ -7,13 +7,13 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.backend import Backend
-from lockstep.cluster.base import EventStream, Health, ModelCard
+from lockstep.cluster.base import EventStream, Health, ModelCard, ShownChunk
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.figures import Figures, History, figures_of
 from lockstep.cluster.hosting import Hosting
@@ -39,7 +39,9 @@ from lockstep.errors import (
     SessionNotFoundError,
     UnavailableError,
 )
+from lockstep.worker.messages import AnswerShown
 from lockstep.worker.progress import CallProgress
+from lockstep.worker.supervised import SupervisedWorker
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +133,19 @@ class Cluster:
             QueueDeadlineError, DeadlineError, RequestFailedError, WorkerLostError: accepted, then ended.
         """
         return self._handler.stream(request, progress or CallProgress())
+
+    @property
+    def records_chunks(self) -> bool:
+        """True if `shown` is worth a word: content is recorded, and on this machine."""
+        trace = self._state.options.worker.trace
+        return trace is not None and trace.has_content and self._state.hosts is None
+
+    def shown(self, progress: CallProgress, chunks: Sequence[ShownChunk]) -> None:
+        """Record in which chunks the answer to a request of one call was streamed, for whoever gives it again."""
+        worker = self._state.worker
+        if chunks and progress.places and isinstance(worker, SupervisedWorker):
+            place = progress.places[-1]  # an entry model's part comes before
+            worker.shown(AnswerShown(place.replica, place.seq_id, tuple(chunks)))
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
         """Metrics of each replica under its first model, since others that share it are counted with it; read also

@@ -23,12 +23,12 @@ from lockstep.replay.timeline import Tick
 from lockstep.replay.workload import PS_PER_US, Workload, content_number
 from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
+from lockstep.worker.flight.chunks import ChunkWriter
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SCHEMA_VERSION,
     Added,
     Arrival,
-    ChunkWriter,
     Closed,
     End,
     EngineEntry,

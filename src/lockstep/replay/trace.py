@@ -14,15 +14,8 @@ import zstandard
 
 from lockstep.errors import ConfigError, TraceError
 from lockstep.replay.wholeness import Finding, Kind, Part, arranged
-from lockstep.worker.flight.entries import (
-    SCHEMA_VERSION,
-    SUFFIX,
-    ChangedChunkError,
-    ChunkReader,
-    EngineEntry,
-    Entry,
-    Header,
-)
+from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader
+from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, EngineEntry, Entry, Header
 
 MAX_FRAME_BYTES = 256 << 20
 """Of one frame, decompressed: the checkpoint of a large pool has megabytes."""

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lockstep.cluster.base import Accepted, Event, EventStream, Routed
+from lockstep.cluster.base import Accepted, Event, EventStream, Routed, ShownChunk
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import RequestError, RequestFailedError, SlowReaderError
@@ -99,6 +99,10 @@ class Answer:
         self._num_open = len(accepted)
         self._changed: list[Choice] = []
         self._opening = encoder.opening(choices)
+        self._shown_tokens = [0] * len(choices)
+        self._shown_us = round(context.started_s * 1e6)
+        self.shown: list[ShownChunk] | None = None
+        """Chunks that were shown, where somebody wants to know."""
 
     @property
     def is_complete(self) -> bool:
@@ -183,6 +187,10 @@ class Answer:
         return b"".join([self._show(choice, self if choice is last else None) for choice in changed])
 
     def _show(self, choice: Choice, answer: Answer | None) -> bytes:
+        if self.shown is not None:
+            now_us, before = round(time.monotonic() * 1e6), self._shown_tokens[choice.index]
+            self.shown.append((choice.index, choice.num_tokens - before, now_us - self._shown_us))
+            self._shown_tokens[choice.index], self._shown_us = choice.num_tokens, now_us
         data = self._encoder.chunk(choice, answer)
         choice.shown()
         choice.is_queued = False
@@ -268,6 +276,8 @@ class AnswerResponse(Response):
             context.hops = [hop for each in accepted for hop in each.hops]
             answer = self._make_answer(accepted)
             context.count = partial(_totals_so_far, answer)
+            if self._is_stream and len(streams) == 1 and self._serving.cluster.records_chunks:
+                answer.shown = []
             readers = [self._loop.create_task(self._read(answer, call, each)) for call, each in enumerate(streams)]
             if self._is_stream:
                 context.error = await self._write(answer, send)
@@ -281,6 +291,8 @@ class AnswerResponse(Response):
             for stream in streams:  # what has not ended is aborted
                 await stream.aclose()
             if answer is not None:
+                if answer.shown is not None:
+                    self._serving.cluster.shown(context.progress, answer.shown)
                 outputs = answer.outputs
                 conclude(context, outputs, answer.unanswered)
                 context.count = None

@@ -33,6 +33,7 @@ from lockstep.worker.kv_events import KVEventPublisher, KVEventsOptions
 from lockstep.worker.messages import (
     Abort,
     Answered,
+    AnswerShown,
     Ask,
     AskHealth,
     AskKept,
@@ -137,7 +138,7 @@ class DeviceWorker:
                 self._prioritise(replica, priority)
             case Unload():  # behind the load that it may have to wait for
                 self._loads.submit(self._steps.order, command)
-            case Ask():
+            case Ask() | AnswerShown():
                 self._steps.order(command)
             case WatchSteps(max_per_s):
                 self._steps.sampler.watch(max_per_s)

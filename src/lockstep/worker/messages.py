@@ -157,11 +157,21 @@ class WatchSteps(_Command, frozen=True):
     max_per_s: float
 
 
+class AnswerShown(_Command, frozen=True):
+    """Record in which chunks a streamed answer was shown to its client; where content is recorded. Nothing answers."""
+
+    replica: str
+    seq_id: int
+    """First sequence of its request."""
+    chunks: tuple[tuple[int, int, int], ...]
+    """As `lockstep.worker.flight.entries.Shown` has them."""
+
+
 class Stop(_Command, frozen=True):
     """End every request, free every replica and end. Nothing answers."""
 
 
-Command = Load | OpenStore | Prioritise | Unload | Submit | Abort | Ask | WatchSteps | Stop
+Command = Load | OpenStore | Prioritise | Unload | Submit | Abort | Ask | WatchSteps | AnswerShown | Stop
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):

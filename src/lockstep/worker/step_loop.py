@@ -23,6 +23,7 @@ from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.messages import (
     Answer,
     Answered,
+    AnswerShown,
     Ask,
     AskSessions,
     Check,
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[Event], None]
 """Called by several threads; must not block."""
-Order = Unload | Ask
+Order = Unload | Ask | AnswerShown
 """Commands that the step thread obeys between two steps."""
 IDLE_WAIT_S = 1.0
 MAX_STEP_REPORTS_PER_S = 50.0
@@ -240,6 +241,9 @@ class StepLoop:
                 self._unload(key)
             case Ask(ask_id, question):
                 self._emit(Answered(ask_id, self._answer(question)))
+            case AnswerShown():
+                if self._recorder is not None:
+                    self._recorder.shown(order)
 
     def _answer(self, question: Question) -> Answer:
         replicas = self._registry.present.replicas

@@ -29,6 +29,7 @@ from lockstep.worker.messages import (
     Abort,
     Answer,
     Answered,
+    AnswerShown,
     Ask,
     AskKept,
     AskMetrics,
@@ -305,6 +306,10 @@ class SupervisedWorker:
         """Be notified of so many steps of each replica in a second at most, by this worker and its successors."""
         self._watched_per_s = max_per_s
         self._life.send(WatchSteps(max_per_s))
+
+    def shown(self, shown: AnswerShown) -> None:
+        """Have the worker record how an answer was shown."""
+        self._life.send(shown)
 
     async def _sweep(self, question: Sweep | EndSession) -> Swept:
         report = await self._ask(question, SessionsSwept)

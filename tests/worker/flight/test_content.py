@@ -16,14 +16,12 @@ from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.trace import open_trace, read_frames
 from lockstep.replay.verify import verify
+from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader, ChunkWriter
 from lockstep.worker.flight.content import decode_request
 from lockstep.worker.flight.entries import (
     SCHEMA_VERSION,
     Added,
     Arrival,
-    ChangedChunkError,
-    ChunkReader,
-    ChunkWriter,
     Entry,
     Header,
     Idle,

@@ -16,7 +16,8 @@ from lockstep.replay.trace import open_trace, read_frames
 from lockstep.replay.verify import verify
 from lockstep.replay.wholeness import Kind
 from lockstep.worker.flight import files
-from lockstep.worker.flight.entries import ChunkReader, Header
+from lockstep.worker.flight.chunks import ChunkReader
+from lockstep.worker.flight.entries import Header
 from lockstep.worker.flight.recorder import DEFECT
 from lockstep.worker.messages import AskHealth, AskMetrics, HealthReport, MetricsReport
 from tests.replay.recordings import POOL, files_of, options, record, submit
@@ -217,7 +218,7 @@ def test_a_file_says_who_wrote_it_and_which_of_its_run_it_is(tmp_path: Path) -> 
     [frame] = read_frames(path)
     first = next(ChunkReader().read(frame.data))
     assert isinstance(first, Header)
-    assert first.schema == 7
+    assert first.schema == 8
     assert path.name == f"{first.run}-{first.file:06}.lstrace"
 
 

@@ -32,8 +32,9 @@ from lockstep.replay.readers.formats import (
 from lockstep.replay.readers.source import numbered_lines, open_source
 from lockstep.replay.trace import open_trace
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
-from lockstep.worker.flight.entries import HEAD_BYTES as RECORDING_HEAD_BYTES
-from lockstep.worker.flight.entries import SUFFIX, begins_recording
+from lockstep.worker.flight.chunks import HEAD_BYTES as RECORDING_HEAD_BYTES
+from lockstep.worker.flight.chunks import begins_recording
+from lockstep.worker.flight.entries import SUFFIX
 
 MAX_SAME_STAMP = 100_000
 """Requests that share a stamp are held together while they are spread."""

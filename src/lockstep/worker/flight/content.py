@@ -21,6 +21,7 @@ import secrets
 import struct
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -33,6 +34,7 @@ from lockstep.worker.wire import request_decoder, request_encoder
 
 DIGEST_BYTES = 8
 _KEY_BYTES = 32
+Key = TypeVar("Key", bytes, str)
 
 
 class Digests:
@@ -68,9 +70,39 @@ class Digests:
         return blake2b(data, digest_size=DIGEST_BYTES, key=self._key, person=person).digest()
 
 
+class Numbers(Generic[Key]):
+    """Dense numbers, counted as keys come; forgotten ones come again under new numbers."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Key, int] = {}
+        self._kept: dict[Key, int] | None = None
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def of(self, key: Key) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = self._next
+            self._next += 1
+        if self._kept is not None:
+            self._kept[key] = number
+        return number
+
+    def forget_others(self) -> None:
+        """From now on remember what is asked for; `end_forgetting` drops the rest."""
+        self._kept = {}
+
+    def end_forgetting(self) -> None:
+        assert self._kept is not None, "forgetting ends once it has begun"
+        self._numbers, self._kept = self._kept, None
+
+
 def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
-    """The request as msgpack: its prompt as token ids, its seed as it was drawn, its salt by a number; without tenant,
-    session, model and deadlines, whose effects are recorded as commands, and without the caller's names for it."""
+    """The request as msgpack: its prompt as token ids, its seed as it was drawn, its salt by a number, the name of the
+    model that it was asked of; without tenant, session and deadlines, whose effects are recorded as commands, and
+    without the caller's names for it."""
     request = live.request
     return request_encoder().encode(
         replace(
@@ -83,7 +115,6 @@ def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
             queue_deadline_s=None,
             session_id=None,
             session_owner="",
-            model=None,
             external_id="",
             segment="",
         )

@@ -1,13 +1,8 @@
 """Entries of a recording: what is written, what is read, and what both mean.
 
-A recording is a sequence of files, each a sequence of zstd frames with checksums (``zstd -d`` reads it). A frame holds
-whole *chunks*: an unsigned number of four bytes, little-endian, so many bytes of msgpack, an array of entries, and a
-digest of 16 bytes. An entry is an array: its tag, then the fields of its class below, in order. Each file begins with a
-chunk that holds its `Header` alone, and then with the state of everything, so that it can be understood without those
-before it.
-
-The digests of a file's chunks are a chain over everything in it, durations, arrivals and contents included: each is
-BLAKE2b-128 of its chunk's msgpack, with the digest before it as the key; the first has none.
+A recording is a sequence of files of chunks (`lockstep.worker.flight.chunks`). An entry is an array: its tag, then the
+fields of its class below, in order. Each file begins with a chunk that holds its `Header` alone, and then with the
+state of everything, so that it can be understood without those before it.
 
 - Engines are numbered in the order in which they first had to do with the device.
 - A ``step`` is how many steps of its engine had begun before the entry's command. A command takes effect before the
@@ -20,10 +15,7 @@ The schema's number grows with every change of what is below; other schemas are 
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator
-from hashlib import blake2b
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 
@@ -32,7 +24,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import SeatRow
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 SUFFIX = ".lstrace"
 """Of a recording's files."""
 MARK_BYTES = 4
@@ -40,15 +32,6 @@ MARK_BYTES = 4
 stub with 8 streams, a step takes 7.6 bytes without, 8.1 with 2, 8.4 with 4 and 9.1 with all 8."""
 MAX_RUN = 1 << 24
 """Numbers in one list of runs: no context has as many blocks."""
-_LENGTH = struct.Struct("<I")
-_ARRAY = struct.Struct(">BI")
-_ARRAY_32 = 0xDD
-"""Of msgpack: an array with its length in the four bytes that follow, big-endian."""
-CHAIN_BYTES = 16
-"""Of a file's chain, after each chunk: about as many in a second."""
-HEAD_BYTES = _LENGTH.size + _ARRAY.size
-"""As many tell a recording."""
-
 Runs = tuple[int, ...]
 
 
@@ -350,6 +333,24 @@ class Tokens(_Entry, frozen=True, tag=19):
     tokens: tuple[tuple[int, ...], ...]
 
 
+class TextSide(_Entry, frozen=True, tag=24):
+    """Text side of an engine's model, beside its `EngineEntry`, so that its tokens can be read without it."""
+
+    engine: int
+    text: bytes
+    """A `lockstep.worker.messages.TokenizerPayload`, as msgpack."""
+
+
+class Shown(_Entry, frozen=True, tag=25):
+    """Chunks in which a streamed answer was shown to its client, told when it had ended."""
+
+    engine: int
+    seq_id: int
+    """First sequence of its request."""
+    chunks: tuple[tuple[int, int, int], ...]
+    """(completion of ``n``, its tokens that are new, microseconds since the chunk before, or since the request came)"""
+
+
 Command = Added | Aborted | Named | Pinned | Swept | Filled | CacheReset
 Entry = (
     Header
@@ -369,107 +370,9 @@ Entry = (
     | End
     | RequestEntry
     | Tokens
+    | TextSide
+    | Shown
 )
-
-
-# -- chunks -----------------------------------------------------------------------------------------------------------
-
-
-class ChangedChunkError(ValueError):
-    """A chunk that is not under its file's chain."""
-
-
-class ChunkWriter:
-    """Collects entries into chunks, and keeps the chain of their file."""
-
-    def __init__(self) -> None:
-        self._chain = b""
-        self._encode_into = msgspec.msgpack.Encoder().encode_into
-        self._entries = bytearray()
-        self._count = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Collected so far."""
-        return len(self._entries)
-
-    def put(self, entry: Entry) -> None:
-        self._encode_into(entry, self._entries, -1)
-        self._count += 1
-
-    def take(self) -> bytes:
-        """The chunk; the next one is begun."""
-        entries = _ARRAY.pack(_ARRAY_32, self._count) + self._entries
-        self._chain = _chained(self._chain, entries)
-        self.clear()
-        return b"".join((_LENGTH.pack(len(entries)), entries, self._chain))
-
-    def begin_file(self, header: Header) -> bytes:
-        """The first chunk of a file, which begins its chain; nothing else is collected."""
-        assert not self._count, "what was collected belongs to the file before"
-        self._chain = b""
-        self.put(header)
-        return self.take()
-
-    def clear(self) -> None:
-        """Forget what was collected."""
-        self._entries.clear()
-        self._count = 0
-
-
-class ChunkReader:
-    """Reads the frames of one file in order.
-
-    Args:
-        is_at_beginning: whether the first frame is the file's; the chain is followed from the first chunk that is read.
-    """
-
-    def __init__(self, is_at_beginning: bool = True) -> None:
-        self._chain = b"" if is_at_beginning else None
-        self._decode: Any = msgspec.msgpack.Decoder(list[Entry]).decode
-        self.offset = 0
-        """Of the chunk in its frame that is being read."""
-        self.end: End | None = None
-        """The file's last entry, once it was read."""
-
-    def read(self, frame: bytes) -> Iterator[Entry]:
-        """The entries of a frame.
-
-        Raises:
-            IndexError: it ends within a chunk; those before were yielded.
-            ChangedChunkError: a chunk is not the one that was recorded there; those before were yielded.
-            msgspec.MsgspecError: it is no frame of ours.
-        """
-        self.offset = 0
-        data = memoryview(frame)
-        while self.offset < len(data):
-            begin = self.offset + _LENGTH.size
-            if begin > len(data):
-                raise IndexError(f"it ends at byte {len(data)}, within the length of a chunk")
-            end = begin + _LENGTH.unpack_from(data, self.offset)[0]
-            after = end + CHAIN_BYTES
-            if after > len(data):
-                raise IndexError(f"a chunk ends at byte {after}, and the frame at byte {len(data)}")
-            self._follow(data[begin:end], data[end:after])
-            for entry in self._decode(data[begin:end]):
-                if isinstance(entry, End):
-                    self.end = entry
-                yield entry
-            self.offset = after
-
-    def _follow(self, entries: memoryview, digest: memoryview) -> None:
-        if self._chain is not None and _chained(self._chain, entries) != digest:
-            raise ChangedChunkError("is not what was recorded there: the digest behind it is of something else")
-        self._chain = bytes(digest)
-
-
-def begins_recording(head: bytes) -> bool:
-    """True for the first bytes of a file of ours, decompressed: a chunk of one entry."""
-    return head[_LENGTH.size : HEAD_BYTES] == _ARRAY.pack(_ARRAY_32, 1)
-
-
-def _chained(chain: bytes, entries: bytes | memoryview) -> bytes:
-    return blake2b(entries, digest_size=CHAIN_BYTES, key=chain).digest()
 
 
 def runs_of(ids: Iterable[int]) -> Runs:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import wraps
-from typing import Generic, ParamSpec, TypeVar
+from typing import ParamSpec
 
 import msgspec
 
@@ -29,7 +29,8 @@ from lockstep.errors import UsageError
 from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
-from lockstep.worker.flight.content import Digests, encode_request, tokens_of
+from lockstep.worker.flight.chunks import ChunkWriter
+from lockstep.worker.flight.content import Digests, Numbers, encode_request, tokens_of
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SCHEMA_VERSION,
@@ -38,7 +39,6 @@ from lockstep.worker.flight.entries import (
     Arrival,
     CacheReset,
     Checkpoint,
-    ChunkWriter,
     Closed,
     End,
     EngineEntry,
@@ -54,7 +54,9 @@ from lockstep.worker.flight.entries import (
     RequestDigest,
     RequestEntry,
     SeatsEntry,
+    Shown,
     Swept,
+    TextSide,
     Tokens,
     Turn,
     WithWork,
@@ -62,6 +64,7 @@ from lockstep.worker.flight.entries import (
 )
 from lockstep.worker.flight.files import TraceFiles, TraceReport
 from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.messages import AnswerShown, TokenizerPayload
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +75,6 @@ MAX_CHUNK_BYTES = 1 << 16
 MAX_CONTENTS = 1 << 18
 """Numbers of block hashes that are remembered; with more, the next file begins, with those that are in use."""
 DEFECT = "a defect of the recorder, which the log shows, ended the recording"
-Key = TypeVar("Key", bytes, str)
 Arguments = ParamSpec("Arguments")
 
 
@@ -87,35 +89,6 @@ def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
             arguments[0].give_up()  # type: ignore[attr-defined]  # self
 
     return call
-
-
-class _Numbers(Generic[Key]):
-    """Dense numbers, counted as keys come; forgotten ones come again under new numbers."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Key, int] = {}
-        self._kept: dict[Key, int] | None = None
-        self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def of(self, key: Key) -> int:
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = self._next
-            self._next += 1
-        if self._kept is not None:
-            self._kept[key] = number
-        return number
-
-    def forget_others(self) -> None:
-        """From now on remember what is asked for; `end_forgetting` drops the rest."""
-        self._kept = {}
-
-    def end_forgetting(self) -> None:
-        assert self._kept is not None, "forgetting ends once it has begun"
-        self._numbers, self._kept = self._kept, None
 
 
 class Recorder:
@@ -133,8 +106,8 @@ class Recorder:
         """Entries that were not handed over yet."""
         self.is_on = False
         """Whether there is a file to write to."""
-        self.contents: _Numbers[bytes] = _Numbers()
-        self.tenants: _Numbers[str] = _Numbers()
+        self.contents: Numbers[bytes] = Numbers()
+        self.tenants: Numbers[str] = Numbers()
         self.has_stepped = False
         self._has_given_up = False
         self._lock = threading.Lock()
@@ -217,6 +190,14 @@ class Recorder:
             if not self._is_idle:
                 self.chunk.put(Idle())
                 self._is_idle = True
+
+    @guarded
+    def shown(self, shown: AnswerShown) -> None:
+        """An answer has been shown; of a replica that is still there, with content only."""
+        engine = self._engines.get(shown.replica)
+        if engine is not None and self.is_on and self.has_content:
+            engine.open()
+            self.chunk.put(Shown(engine.number, shown.seq_id, shown.chunks))
 
     @guarded
     def closed(self, key: str) -> None:
@@ -315,6 +296,7 @@ class EngineRecorder:
         self._key = key
         self._model = model
         self._config = config
+        self._text = _text_of(model) if recorder.has_content else b""
         self.number = -1
         """Of the engine, once it had to do with the device."""
         self.is_open = False
@@ -353,6 +335,8 @@ class EngineRecorder:
             None if self._model.probe is None else self._model.probe.deterministic,
         )
         self._recorder.chunk.put(entry)
+        if self._text:
+            self._recorder.chunk.put(TextSide(self.number, self._text))
 
     def begin_file(self) -> None:
         """A file begins; an engine that was told nothing yet needs no checkpoint."""
@@ -487,6 +471,10 @@ def _secret_of(options: TraceOptions) -> bytes:
     except UsageError as error:
         log.warning("%s; the recording has a key of its own, and compares with no other", error)
         return b""
+
+
+def _text_of(model: LoadedModel) -> bytes:
+    return msgspec.msgpack.encode(TokenizerPayload.of(model.tokenizer.parts))
 
 
 def _ms(seconds: float | None) -> int | None:
