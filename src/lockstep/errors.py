@@ -14,6 +14,7 @@
     │   │   └── InvalidJsonError           a body is not the JSON that it says it is
     │   ├── PromptTooLongError         the prompt cannot fit the context or the KV pool
     │   ├── ModelNotFoundError         no model of that name is served
+    │   ├── NotRecordedError           no recorded request has that prompt
     │   ├── ResponseNotFoundError      no response of that id is stored
     │   ├── StoredFileNotFoundError    no uploaded or written file of that id is kept
     │   ├── BatchNotFoundError         no batch of that id is kept
@@ -159,6 +160,10 @@ class PromptTooLongError(RequestError):
 
 class ModelNotFoundError(RequestError):
     """No model of that name is served."""
+
+
+class NotRecordedError(RequestError):
+    """No request of a recording has that prompt, or a beginning of it, so that there is no answer to give again."""
 
 
 class ResponseNotFoundError(RequestError):

@@ -27,6 +27,7 @@ from lockstep.cli.serve_flags import (
     ForeignFlags,
     ListenFlags,
     ModelFlags,
+    RecordFlags,
     ReportFlags,
     WorkerFlags,
     answers_to,
@@ -306,7 +307,9 @@ def test_the_files_values_become_what_flags_would_hold(tmp_path: Path) -> None:
 
 def known_flags() -> set[str]:
     return {
-        f.name for group in (ListenFlags, ModelFlags, ClusterFlags, WorkerFlags, ReportFlags) for f in fields(group)
+        f.name
+        for group in (ListenFlags, ModelFlags, ClusterFlags, WorkerFlags, ReportFlags, RecordFlags)
+        for f in fields(group)
     } | {flag.name for group in (ENGINE, LIMITS, OPENVINO) for flag in group.parameters()}
 
 

@@ -50,6 +50,8 @@ ANSWERS: Mapping[str, tuple[int, ...]] = {
 """Exit codes that are answers, of verbs that have more than one."""
 READERS = ("replay", "diff", "bisect", "sweep", "calibrate", "gate", "mirror", "mirror-gate")
 """Verbs that read what a server has recorded: before them it gets some work, and is stopped."""
+SERVERS = (("serve",), ("replay", "--serve"))
+"""Verbs that stay up for what follows on their page."""
 CLIENTS = ("chat", "ps", "top", "bench")
 """Verbs that talk to the server at 127.0.0.1:9000 where nothing else is said."""
 TERMINALS = ("top",)
@@ -184,14 +186,17 @@ class Walk:
                 f"{foreign[0]!r} is not run by tests, which know {', '.join(PROGRAMS)}; say why above the block: "
                 "<!-- run: by hand, because it needs ... -->"
             )
-        if words[:2] != ["lockstep", "serve"] or needs_shell(text):
+        verb = serving_verb(words)
+        if not verb or needs_shell(text):
             self._command(text)
             compare(shown, self.printed)
             return
         port = int(words[words.index("--port") + 1]) if "--port" in words else DEFAULT_PORT
         if port not in claimed:  # a second one of a block is a variant of the first: the page goes on with that
             self._stop(port)
-        server = self._serve(words[2:], text)
+        if verb[0] in READERS:
+            self._end_recordings()
+        server = self._serve(words[1 + len(verb) :], text, verb)
         if port in claimed:
             server.stop()
             return
@@ -200,12 +205,12 @@ class Walk:
         if "--trace" in words:
             self.recording.add(port)
 
-    def _serve(self, arguments: list[str], text: str) -> ServerProcess:
+    def _serve(self, arguments: list[str], text: str, verb: tuple[str, ...]) -> ServerProcess:
         self._prepare(text)
         if "--port" in arguments:
             at = arguments.index("--port")
             arguments = [*arguments[:at], *arguments[at + 2 :]]
-        server = ServerProcess(*arguments, "--port", "0", environment=self.environment, folder=self.folder)
+        server = ServerProcess(*arguments, "--port", "0", environment=self.environment, folder=self.folder, verb=verb)
         try:
             server.wait_ready()
         except AssertionError:
@@ -323,6 +328,11 @@ def give_work(server: ServerProcess) -> None:
             return client.post("/v1/chat/completions", json=body).status_code
 
         assert set(threads.map(ask, range(_NUM_REQUESTS))) == {200}
+
+
+def serving_verb(words: Sequence[str]) -> tuple[str, ...]:
+    """The verb of a command that stays up as a server; empty: it ends by itself."""
+    return next((verb for verb in SERVERS if tuple(words[: 1 + len(verb)]) == ("lockstep", *verb)), ())
 
 
 def needs_shell(text: str) -> bool:

@@ -13,7 +13,7 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.trace import read_frames
 from lockstep.worker.flight.chunks import ChunkReader, ChunkWriter
-from lockstep.worker.flight.entries import Entry, Header
+from lockstep.worker.flight.entries import SUFFIX, Entry, Header
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, Ask, ResetPrefixCache, Submit
 from tests.worker.support import Bench, running
@@ -57,7 +57,7 @@ def submit(bench: Bench, num_requests: int, first: int = 0) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+    return sorted(folder.glob(f"*{SUFFIX}"))
 
 
 def entries_in(path: Path) -> list[Entry]:

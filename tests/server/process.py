@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -43,19 +43,24 @@ class ServerProcess:
 
     Args:
         arguments: what follows `lockstep serve`; ``--port 0`` is added where no address is given.
+        verb: in its place, where another verb serves.
         environment: variables on top of this process's.
         folder: where it is started; this process's own folder if nothing is said.
     """
 
     def __init__(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, folder: Path | None = None
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        verb: Sequence[str] = ("serve",),
     ) -> None:
         where = () if {"--port", "--addr", "--config"} & set(arguments) else ("--port", "0")
         clean = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         with open(os.devnull) as nothing:
             streams = (nothing.fileno(), out_end, err_end)
-            words, variables = ["serve", *arguments, *where], {**clean, **(environment or {})}
+            words, variables = [*verb, *arguments, *where], {**clean, **(environment or {})}
             self._program = Program(words, streams, variables, folder=folder)
         os.close(out_end)
         os.close(err_end)
@@ -151,8 +156,10 @@ class _Lines:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+def serve(
+    *arguments: str, environment: Mapping[str, str] | None = None, verb: Sequence[str] = ("serve",)
+) -> Iterator[ServerProcess]:
     """A server that is ready, e.g. ``serve("stub://alpha", "--max-num-seqs", "8")``; ended with the block."""
-    with ServerProcess(*arguments, environment=environment) as server:
+    with ServerProcess(*arguments, environment=environment, verb=verb) as server:
         server.wait_ready()
         yield server

@@ -60,6 +60,10 @@ VERBS: Mapping[str, tuple[str, str]] = {
         "lockstep.cli.replay:replay",
         "Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes.",
     ),
+    "replay --serve": (
+        "lockstep.cli.replay_serve:replay_serve",
+        "Answer recorded requests again, token by token with their recorded times: a server without a model.",
+    ),
     "diff": (
         "lockstep.cli.diff:diff",
         "Tell the first step that A and B decide differently, and why; exit code 1 if there is one.",
@@ -110,10 +114,20 @@ class _LazyGroup(TyperGroup):
     """Commands that stand only with their line of help, until one is chosen and imported."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # the types are of a module that typer keeps private
-        if " ".join(args[:2]) in VERBS:  # a verb of two words beside one that takes files
-            args = [" ".join(args[:2]), *args[2:]]
+        args = _joined(args)
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else command_of(name), rest
+
+
+def _joined(args: list[str]) -> list[str]:
+    """Arguments with a verb of two words as one: beside a verb that takes files, or anywhere behind it a flag."""
+    if " ".join(args[:2]) in VERBS:
+        return [" ".join(args[:2]), *args[2:]]
+    for at, flag in enumerate(args):
+        name, equals, value = flag.partition("=")
+        if flag.startswith("--") and f"{args[0]} {name}" in VERBS:
+            return [f"{args[0]} {name}", *args[1:at], *([value] if equals else []), *args[at + 1 :]]
+    return args
 
 
 app = typer.Typer(

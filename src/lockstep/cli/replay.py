@@ -87,6 +87,8 @@ class RecordingFlags:
     """With --verify: files that are missing or cut are told, and are no fault."""
     request: Annotated[str | None, Flag(metavar="ID")] = None
     """Of a recording tell this request, by its x-request-id: its steps, waits and tokens."""
+    serve: Annotated[Path | None, Flag(metavar="RECORDING")] = None
+    """Answer its requests again, as a server without a model; see `lockstep replay --serve --help`."""
 
 
 @dataclass(frozen=True, slots=True)

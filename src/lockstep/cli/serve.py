@@ -26,6 +26,7 @@ from lockstep.cli.serve_flags import (
     ForeignFlags,
     ListenFlags,
     ModelFlags,
+    RecordFlags,
     ReportFlags,
     WorkerFlags,
     answers_to,
@@ -79,10 +80,11 @@ def serve(
     engine: Annotated[EngineOptions, ENGINE],
     limits: Annotated[ServerOptions, LIMITS],
     report: ReportFlags,
+    record: RecordFlags,
     foreign: ForeignFlags,
 ) -> None:
     """Serve a model, or a cluster of them, to OpenAI clients."""
-    with _worker(worker_flags, report) as worker:
+    with _worker(worker_flags, report, record) as worker:
         from lockstep.server.run import run_server
         from lockstep.worker.logs import log_to_stderr
 
@@ -107,13 +109,13 @@ def serve(
 
 
 @contextmanager
-def _worker(worker_flags: WorkerFlags, report: ReportFlags) -> Iterator[WorkerOptions]:
+def _worker(worker_flags: WorkerFlags, report: ReportFlags, record: RecordFlags) -> Iterator[WorkerOptions]:
     """The device worker's options, with its process started ahead of the server's imports, which take as long as its
     own."""
     from lockstep.worker.health import HealthLimits
     from lockstep.worker.link import SpawnedWorker, WorkerOptions
 
-    trace, kv_events = trace_options(report), kv_events_options(report)
+    trace, kv_events = trace_options(record), kv_events_options(record)
     ahead = None
     if worker_flags.worker == "process":
         ahead = SpawnedWorker(report.log_format, report.log_level, trace, kv_events=kv_events)
@@ -249,37 +251,37 @@ def kv_options(worker_flags: WorkerFlags) -> KVStoreOptions:
     )
 
 
-def trace_options(report: ReportFlags) -> TraceOptions | None:
+def trace_options(record: RecordFlags) -> TraceOptions | None:
     """Options of the recording; UsageError where it is said how, but not where."""
     from lockstep.worker.flight.options import TraceOptions
 
-    if report.trace is None:
-        given = {"--trace-content": report.trace_content, "--trace-key": report.trace_key is not None}
+    if record.trace is None:
+        given = {"--trace-content": record.trace_content, "--trace-key": record.trace_key is not None}
         for flag in (flag for flag, is_given in given.items() if is_given):
             raise UsageError(f"{flag} is said of a recording; give --trace DIR, or leave it out")
         return None
-    key_file = "" if report.trace_key is None else str(report.trace_key.expanduser().absolute())
-    directory = str(report.trace.absolute())
-    options = TraceOptions(directory, report.trace_max_mb << 20, report.trace_content, key_file)
+    key_file = "" if record.trace_key is None else str(record.trace_key.expanduser().absolute())
+    directory = str(record.trace.absolute())
+    options = TraceOptions(directory, record.trace_max_mb << 20, record.trace_content, key_file)
     options.secret()  # what is wrong with it is said now
     return options
 
 
-def kv_events_options(report: ReportFlags) -> KVEventsOptions | None:
+def kv_events_options(record: RecordFlags) -> KVEventsOptions | None:
     """Endpoints of KV events; UsageError where they cannot be, or it is said how, but not where."""
     from lockstep.worker.kv_events import MODEL, KVEventsOptions
 
-    if report.kv_events is None:
+    if record.kv_events is None:
         given = {
-            "--kv-events-replay": report.kv_events_replay is not None,
-            "--kv-events-topic": report.kv_events_topic != MODEL,
-            "--kv-events-allow-remote": report.kv_events_allow_remote,
+            "--kv-events-replay": record.kv_events_replay is not None,
+            "--kv-events-topic": record.kv_events_topic != MODEL,
+            "--kv-events-allow-remote": record.kv_events_allow_remote,
         }
         for flag in (flag for flag, is_given in given.items() if is_given):
             raise UsageError(f"{flag} is said of KV events; give --kv-events ENDPOINT, or leave it out")
         return None
-    options = KVEventsOptions(report.kv_events, report.kv_events_replay or "", report.kv_events_topic)
-    options.check(report.kv_events_allow_remote)
+    options = KVEventsOptions(record.kv_events, record.kv_events_replay or "", record.kv_events_topic)
+    options.check(record.kv_events_allow_remote)
     return options
 
 

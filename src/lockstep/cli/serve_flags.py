@@ -141,7 +141,7 @@ ENGINE = OptionFlags(
 
 @dataclass(frozen=True, slots=True)
 class ReportFlags:
-    """Logs, metrics, traces and recordings."""
+    """Logs, metrics and traces."""
 
     log_format: Literal["text", "json"] = "text"
     """How log lines are written."""
@@ -163,6 +163,12 @@ class ReportFlags:
     """Keep uploaded files and batches there, over restarts; None: a temporary folder."""
     enable_debug_endpoints: Annotated[bool, SWITCH] = False
     """POST /reset_prefix_cache and GET /debug/check."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFlags:
+    """Recordings of decisions, and events of caches."""
+
     trace: Annotated[Path | None, Flag(metavar="DIR")] = None
     """Record every decision there, for lockstep replay; no text and no tokens."""
     trace_content: Annotated[bool, SWITCH] = False

@@ -7,6 +7,7 @@ from enum import StrEnum
 from urllib.parse import quote, urlencode
 
 from lockstep.cluster.manifest import Entry, Manifest, Persona, Tier
+from lockstep.cluster.recorded import RecordedBackend
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.executors.stub import StubOptions
 from lockstep.pocket import GENERAL_PERSONA, PERSONAS, ROUTER_PERSONA
@@ -35,7 +36,7 @@ class OneModel:
         return self.source
 
 
-def served_by(manifest: Manifest, backend: Backend | OneModel) -> Manifest:
+def served_by(manifest: Manifest, backend: Backend | OneModel | RecordedBackend) -> Manifest:
     """The manifest with sources that the backend has.
 
     A remote model becomes one that is loaded when it is needed; under ``auto`` only where its source is a stub, which
@@ -43,6 +44,8 @@ def served_by(manifest: Manifest, backend: Backend | OneModel) -> Manifest:
     """
 
     def served(entry: Entry) -> Entry:
+        if isinstance(backend, RecordedBackend):
+            return backend.served(entry)
         if isinstance(backend, OneModel):
             return replace(_local(entry), source=backend.source)
         if backend is Backend.POCKET:

@@ -50,6 +50,8 @@ class Accepted(msgspec.Struct, frozen=True):
     prompt_token_ids: tuple[int, ...]
     hops: tuple[Hop, ...] = ()
     """What others did before, in order, where the request was routed."""
+    recorded: str = ""
+    """Which recorded request answers and how it was matched, where nothing is computed; empty: a model answers."""
 
 
 Event = Routed | Accepted | TokenOutput

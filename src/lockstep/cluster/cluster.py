@@ -20,6 +20,7 @@ from lockstep.cluster.hosting import Hosting
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse, plain
 from lockstep.cluster.models import Model
+from lockstep.cluster.recorded import RecordedBackend, RecordedModel
 from lockstep.cluster.reload import Reloads, first_of
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.requests import RequestHandler
@@ -133,6 +134,11 @@ class Cluster:
             QueueDeadlineError, DeadlineError, RequestFailedError, WorkerLostError: accepted, then ended.
         """
         return self._handler.stream(request, progress or CallProgress())
+
+    @property
+    def keeps_chunks(self) -> bool:
+        """True if each batch of a stream's events is to be shown by itself, however slow its reader is."""
+        return isinstance(self._state.options.backend, RecordedBackend)
 
     @property
     def records_chunks(self) -> bool:
@@ -444,7 +450,8 @@ class Cluster:
         replica = model.replica
         loaded = None if replica is None else replica.loaded
         probe = None if loaded is None else loaded.probe
-        tokenizer = None if replica is None else replica.tokenizer
+        recorded = model.remote.text if isinstance(model.remote, RecordedModel) else None
+        tokenizer = recorded.tokenizer if recorded else replica.tokenizer if replica else None
         mates = () if replica is None else self._state.models_on(replica)
         return ModelCard(
             name=model.id,
@@ -452,8 +459,8 @@ class Cluster:
             root=model.entry.source,
             created_s=self._created_s,
             tier=model.status(time.monotonic()),
-            max_model_len=None if loaded is None else loaded.config.max_model_len,
-            deterministic=None if probe is None else probe.deterministic,
+            max_model_len=recorded.max_model_len if recorded else loaded.config.max_model_len if loaded else None,
+            deterministic=recorded.deterministic if recorded else probe.deterministic if probe else None,
             has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
             parent=mates[0].id if mates and mates[0] is not model else None,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.cluster.manifest import Entry, Manifest
 from lockstep.cluster.planner import Phase
+from lockstep.cluster.recorded import RecordedModel
 from lockstep.cluster.remote import RemoteModel
 from lockstep.cluster.replica_state import FAILED, ReplicaState
 from lockstep.cluster.routing import Router
@@ -25,7 +26,8 @@ class Model:
     """As the manifest says."""
     replica: ReplicaState | None
     """The replica that computes for it; None: it is remote, or its source was not opened yet."""
-    remote: RemoteModel | None
+    remote: RemoteModel | RecordedModel | None
+    """Who answers where nothing is computed here: another server, or a recording."""
     sessions: ModelSessions
     num_requests: int = 0
     num_running: int = 0
@@ -38,9 +40,9 @@ class Model:
         return self.entry.id
 
     def status(self, now_s: float) -> str:
-        """The state that it is shown in: ``remote``, or that of its replica."""
+        """The state that it is shown in: that of its replica, or of who answers in its place."""
         if self.replica is None:
-            return "loading" if self.remote is None else "remote"
+            return "loading" if self.remote is None else self.remote.status
         return self.replica.status(now_s)
 
     def snapshot(self, worker_trouble: str, now_s: float) -> ModelSnapshot:

@@ -103,6 +103,9 @@ class RemoteModel:
             trust_env=False,
         )
 
+    status = "remote"
+    """The state that it is shown in."""
+
     @property
     def state(self) -> BreakerState:
         """State of the breaker. An open one closes by the first call that tries and succeeds."""

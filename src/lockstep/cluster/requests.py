@@ -14,6 +14,7 @@ from lockstep.cluster.base import Accepted, EventStream, Hop, Routed
 from lockstep.cluster.models import Model
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.prompt_tokeniser import PromptTokeniser
+from lockstep.cluster.remote import RemoteModel
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.routing import Router, addressed
 from lockstep.cluster.sessions import SessionName
@@ -254,7 +255,7 @@ class RequestHandler:
     def _must_wait(self, model: Model, call: GenerationRequest) -> bool:
         """True where a call would be neither taken nor refused at once."""
         if model.remote is not None:
-            return model.remote.health().ready
+            return isinstance(model.remote, RemoteModel) and model.remote.health().ready
         assert model.replica is not None, "a model is local or remote"
         if self._state.replicas.refusal(model.replica) is not None:
             return False

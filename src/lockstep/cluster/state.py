@@ -22,6 +22,7 @@ from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
 from lockstep.cluster.models import Model, ModelSet
 from lockstep.cluster.plan_recorder import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy, UnloadReason, plan
+from lockstep.cluster.recorded import RecordedBackend, RecordedModel
 from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replica_state import FAILED, STANDBY, ReplicaState
 from lockstep.cluster.replicas import LOST, Replicas
@@ -58,7 +59,7 @@ LRU_REASONS = ("room", "idle")
 class ClusterOptions:
     """Options of how a manifest is served."""
 
-    backend: Backend | OneModel = Backend.AUTO
+    backend: Backend | OneModel | RecordedBackend = Backend.AUTO
     load: LoadOptions = field(default_factory=LoadOptions)
     """Of every model, where its own ``engine`` says nothing else."""
     worker: WorkerOptions = field(default_factory=WorkerOptions)
@@ -210,7 +211,9 @@ class ClusterState:
 
         return ModelSet(manifest, opened.manifest, make)
 
-    def _remote(self, entry: Entry, old: Model | None) -> RemoteModel:
+    def _remote(self, entry: Entry, old: Model | None) -> RemoteModel | RecordedModel:
+        if isinstance(self.options.backend, RecordedBackend):
+            return self.options.backend.model(entry)
         if old is not None and old.remote is not None and old.entry == entry:
             return old.remote
         key_name = None if entry.remote is None else entry.remote.api_key_env
@@ -327,7 +330,7 @@ class ClusterState:
             sessions_live=self.sessions.num_live,
             counters=msgspec.structs.replace(self.counters),
             transitions=tuple(self.transitions),
-            remotes=tuple(model.remote.snapshot() for model in models.by_id.values() if model.remote is not None),
+            remotes=tuple(m.remote.snapshot() for m in models.by_id.values() if isinstance(m.remote, RemoteModel)),
             warnings=(*models.declared.notes, *self.warnings()),
             hosts=() if self.hosts is None else self.hosts.hosts(),
             places=() if self.hosts is None else self.hosts.places(),

@@ -60,17 +60,16 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         reads_cache=request.prompt_logprobs is None,
         allows_forced=params.logprobs is None and not params.bad_words,
     )
-    model_ends = model.tokenizer.end_token_ids
-    end_ids, ignored_end_ids = ((), model_ends) if params.ignore_eos else (model_ends, ())
+    end_ids, ignored_end_ids = ends_of(model.tokenizer, params)
     return LiveRequest(
         request=request,
         prompt_ids=prompt_ids,
         core_request=core_request,
         max_output_tokens=output_limit(config, core_request),
-        end_ids=tuple(dict.fromkeys((*end_ids, *params.stop_token_ids))),
+        end_ids=end_ids,
         ignored_end_ids=ignored_end_ids,
         grammars=() if params.constraint is None else model.grammars.build(params.constraint, params.n),
-        shown_ids=_shown_ids(model, request),
+        shown_ids=shown_ids_of(model.tokenizer, request),
         banned_runs=banned_runs(model.tokenizer, params.bad_words) if params.bad_words else (),
         sampling=params.resolve(model.sampling_defaults),
         seed=secrets.randbits(63) if params.seed is None else params.seed,
@@ -185,18 +184,25 @@ def _check_labels(request: GenerationRequest) -> None:
             raise InvalidParameterError(f"{name} must have at most {most} characters", param=name)
 
 
-def _shown_ids(model: LoadedModel, request: GenerationRequest) -> frozenset[int]:
+def ends_of(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens that end an answer, in a fixed order, and end tokens of the model after which it goes on."""
+    model_ends = tokenizer.end_token_ids
+    ends, ignored = ((), model_ends) if params.ignore_eos else (model_ends, ())
+    return tuple(dict.fromkeys((*ends, *params.stop_token_ids))), ignored
+
+
+def shown_ids_of(tokenizer: Tokenizer, request: GenerationRequest) -> frozenset[int]:
     """All special tokens, or those among some texts; the others are ordinary text, which is shown anyway."""
     texts = request.shown_specials
     if not request.params.skip_special_tokens:
-        return model.tokenizer.special_token_ids
+        return tokenizer.special_token_ids
     if not texts:
         return frozenset()
     if len(texts) > MAX_SHOWN_SPECIALS or not all(isinstance(text, str) and text for text in texts):
         raise InvalidParameterError(
             f"shown_specials must be at most {MAX_SHOWN_SPECIALS} texts that are not empty", param="shown_specials"
         )
-    return model.tokenizer.special_ids(texts)
+    return tokenizer.special_ids(texts)
 
 
 def _check_ids(prompt_ids: tuple[int, ...], vocab_size: int) -> None:

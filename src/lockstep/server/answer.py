@@ -117,6 +117,16 @@ SSE = Framing(b"text/event-stream; charset=utf-8", b": ping\n\n")
 """Server-sent events."""
 
 
+RECORDED_HEADER = b"x-lockstep-recorded"
+"""Which recorded request answered, and how it was matched."""
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+def recorded_headers(accepted: Sequence[Accepted]) -> Headers:
+    """Headers for the calls of an answer that a recording answers, one each."""
+    return [(RECORDED_HEADER, each.recorded.encode("latin-1", "replace")) for each in accepted if each.recorded]
+
+
 def documented(shape: Any) -> dict[int | str, dict[str, Any]]:
     """Document the success of a route: a whole answer, or a stream, for whose events OpenAPI 3.1 has no schema."""
     events = {"example": "data: {...}\n\ndata: [DONE]\n\n"}

@@ -24,7 +24,7 @@ from lockstep.cluster.base import Accepted, Event, EventStream, Routed, ShownChu
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import RequestError, RequestFailedError, SlowReaderError
-from lockstep.server.answer import Extension, Framing, Usage, extension_of, usage_of
+from lockstep.server.answer import Extension, Framing, Headers, Usage, extension_of, recorded_headers, usage_of
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.generation import in_the_requests_words
@@ -246,6 +246,9 @@ class AnswerResponse(Response):
         self._before_end = before_end
         self._loop = asyncio.get_running_loop()
         self._news = _News(self._loop)
+        self._is_taken = asyncio.Event()
+        """Whether all that has come was shown; who keeps chunks reads on then."""
+        self._keeps_chunks = is_stream and self._serving.cluster.keeps_chunks
         self._failure: Exception | None = None
         self._sent_s = self._loop.time()
         self._is_sending = False
@@ -280,10 +283,10 @@ class AnswerResponse(Response):
                 answer.shown = []
             readers = [self._loop.create_task(self._read(answer, call, each)) for call, each in enumerate(streams)]
             if self._is_stream:
-                context.error = await self._write(answer, send)
+                context.error = await self._write(answer, send, recorded_headers(accepted))
             else:
                 await asyncio.gather(*readers)
-                await self._send_whole(answer, send)
+                await self._send_whole(answer, send, recorded_headers(accepted))
         finally:
             for reader in readers:
                 reader.cancel()
@@ -308,6 +311,9 @@ class AnswerResponse(Response):
                     if context.first_token_s is None and isinstance(events[0], TokenOutput):
                         context.first_token_s = time.monotonic()
                     self._news.set()
+                    if self._keeps_chunks and not answer.is_complete:
+                        self._is_taken.clear()
+                        await self._is_taken.wait()
                     if self._is_stream and answer.num_pending_bytes > limit:
                         raise SlowReaderError(
                             f"the client is too slow: more than {limit} bytes of its answer wait to be read; "
@@ -319,21 +325,22 @@ class AnswerResponse(Response):
             self._failure = self._failure or error
             self._news.set()
 
-    async def _send_whole(self, answer: Answer, send: Send) -> None:
+    async def _send_whole(self, answer: Answer, send: Send, others: Headers) -> None:
         if self._before_end is not None:
             await self._before_end(answer)
         body = answer.whole()
-        headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+        headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *others)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _write(self, answer: Answer, send: Send) -> HttpError | None:
+    async def _write(self, answer: Answer, send: Send, headers: Headers) -> HttpError | None:
         """Stream the answer; returns what the client was told went wrong."""
         news = self._news
         self._sent_s = self._loop.time()
         news.set()  # an answer may have something to show before its first token
-        await send({"type": "http.response.start", "status": 200, "headers": answer.framing.headers})
+        await send({"type": "http.response.start", "status": 200, "headers": [*answer.framing.headers, *headers]})
         while True:
+            self._is_taken.set()
             await news.wait()
             frames = answer.take()
             if self._failure is None and answer.is_complete and self._before_end is not None:

@@ -21,18 +21,27 @@ import secrets
 import struct
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
+import zstandard
 from msgspec.structs import replace
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepResult
 from lockstep.engine.generation import Generation, LiveRequest
 from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.errors import TraceError
+from lockstep.worker.messages import TokenizerPayload
 from lockstep.worker.wire import request_decoder, request_encoder
 
 DIGEST_BYTES = 8
+TEXT_SUFFIX = ".lstext"
+"""Of a file with a model's vocabulary and template, in a recording's folder."""
+MAX_TEXT_BYTES = 1 << 28
+"""Of one, unpacked: the largest vocabularies have some 30 MB."""
+_TEXT_BYTES = 8
 _KEY_BYTES = 32
 Key = TypeVar("Key", bytes, str)
 
@@ -52,9 +61,7 @@ class Digests:
         return self._digest(b"prompt", _packed(prompt_ids))
 
     def parameters(self, request: GenerationRequest) -> bytes:
-        params = replace(request.params, seed=None, n=1, logprobs=None)
-        plain = msgspec.to_builtins((params, request.pooling), str_keys=True, order="sorted")
-        return self._digest(b"parameters", msgspec.msgpack.encode(plain))
+        return self._digest(b"parameters", parameters_as_bytes(request))
 
     def output(self, generation: Generation) -> bytes:
         """The digest of a sequence that has ended: of its tokens, or of its vector where it was to give one."""
@@ -99,6 +106,13 @@ class Numbers(Generic[Key]):
         self._numbers, self._kept = self._kept, None
 
 
+def parameters_as_bytes(request: GenerationRequest) -> bytes:
+    """All of a request that decides its model's output, but for its prompt and its seed; as msgpack."""
+    params = replace(request.params, seed=None, n=1, logprobs=None)
+    plain = msgspec.to_builtins((params, request.pooling), str_keys=True, order="sorted")
+    return msgspec.msgpack.encode(plain)
+
+
 def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
     """The request as msgpack: its prompt as token ids, its seed as it was drawn, its salt by a number, the name of the
     model that it was asked of; without tenant, session and deadlines, whose effects are recorded as commands, and
@@ -130,6 +144,45 @@ def decode_request(data: bytes) -> GenerationRequest:
     request = request_decoder().decode(data)
     assert not isinstance(request.prompt, (str, Conversation)), "a recorded prompt is token ids"
     return replace(request, prompt=tuple(request.prompt))
+
+
+def write_text(folder: Path, text: TokenizerPayload) -> str:
+    """Keep a model's vocabulary and template in a recording's folder, once for all recordings there; returns its name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data = msgspec.msgpack.encode(text)
+    name = blake2b(data, digest_size=_TEXT_BYTES).hexdigest()
+    path = folder / f"{name}{TEXT_SUFFIX}"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{secrets.token_hex(4)}.part")  # several servers may record there
+        part.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(data))
+        part.replace(path)
+    return name
+
+
+def read_text(folder: Path, name: str) -> TokenizerPayload:
+    """A vocabulary and template that `write_text` kept.
+
+    Raises:
+        TraceError: it is not there, or not what was kept.
+    """
+    if not name:
+        raise TraceError(f"{folder}: the recording's vocabulary could not be kept when it was made; its log says why")
+    path = folder / f"{name}{TEXT_SUFFIX}"
+    try:
+        data = zstandard.ZstdDecompressor().decompress(path.read_bytes(), max_output_size=MAX_TEXT_BYTES)
+    except OSError as error:
+        raise TraceError(
+            f"{path}: the vocabulary of the recording cannot be read: {error.strerror}; it belongs beside its files"
+        ) from None
+    except zstandard.ZstdError as error:
+        raise TraceError(f"{path}: the vocabulary of the recording is damaged: {error}") from None
+    if blake2b(data, digest_size=_TEXT_BYTES).hexdigest() != name:
+        raise TraceError(f"{path}: it is not the vocabulary that was kept under that name")
+    return msgspec.msgpack.decode(data, type=TokenizerPayload)
 
 
 def tokens_of(result: StepResult, touched: Sequence[Generation]) -> list[tuple[int, ...]]:

@@ -78,6 +78,9 @@ class EngineEntry(_Entry, frozen=True, tag=2):
     bytes_per_block: int
     deterministic: bool | None = None
     """Whether the probe at load found a sequence's bits to be the same in any company; None: it was not run."""
+    text: str = ""
+    """Name of its vocabulary and template, which lie beside the files (`lockstep.worker.flight.content.read_text`);
+    empty: not kept."""
 
 
 class Checkpoint(_Entry, frozen=True, tag=3):
@@ -333,15 +336,7 @@ class Tokens(_Entry, frozen=True, tag=19):
     tokens: tuple[tuple[int, ...], ...]
 
 
-class TextSide(_Entry, frozen=True, tag=24):
-    """Text side of an engine's model, beside its `EngineEntry`, so that its tokens can be read without it."""
-
-    engine: int
-    text: bytes
-    """A `lockstep.worker.messages.TokenizerPayload`, as msgpack."""
-
-
-class Shown(_Entry, frozen=True, tag=25):
+class Shown(_Entry, frozen=True, tag=24):
     """Chunks in which a streamed answer was shown to its client, told when it had ended."""
 
     engine: int
@@ -370,7 +365,6 @@ Entry = (
     | End
     | RequestEntry
     | Tokens
-    | TextSide
     | Shown
 )
 

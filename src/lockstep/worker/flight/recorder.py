@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import wraps
+from pathlib import Path
 from typing import ParamSpec
 
 import msgspec
@@ -30,7 +31,7 @@ from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.chunks import ChunkWriter
-from lockstep.worker.flight.content import Digests, Numbers, encode_request, tokens_of
+from lockstep.worker.flight.content import Digests, Numbers, encode_request, tokens_of, write_text
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SCHEMA_VERSION,
@@ -56,7 +57,6 @@ from lockstep.worker.flight.entries import (
     SeatsEntry,
     Shown,
     Swept,
-    TextSide,
     Tokens,
     Turn,
     WithWork,
@@ -101,6 +101,7 @@ class Recorder:
 
     def __init__(self, options: TraceOptions, turns: DeviceScheduler) -> None:
         self.has_content = options.has_content
+        self._directory = options.directory
         self.digests = Digests(_secret_of(options))
         self.chunk = ChunkWriter()
         """Entries that were not handed over yet."""
@@ -132,6 +133,15 @@ class Recorder:
         with self._lock:
             self._engines = {**self._engines, key: engine}
         return engine
+
+    def keep_text(self, model: LoadedModel) -> str:
+        """Keep what a model's tokens are written with; its name, or nothing where it cannot be kept."""
+        try:
+            return write_text(Path(self._directory), TokenizerPayload.of(model.tokenizer.parts))
+        except OSError as error:
+            what = "the vocabulary of %s cannot be kept in %s, so its recording cannot be served again: %s"
+            log.warning(what, model.name, self._directory, error.strerror)
+            return ""
 
     def report(self) -> TraceReport:
         report = self._files.report()
@@ -296,7 +306,7 @@ class EngineRecorder:
         self._key = key
         self._model = model
         self._config = config
-        self._text = _text_of(model) if recorder.has_content else b""
+        self._text = recorder.keep_text(model) if recorder.has_content else ""
         self.number = -1
         """Of the engine, once it had to do with the device."""
         self.is_open = False
@@ -333,10 +343,9 @@ class EngineRecorder:
             dict(executor.environment),
             executor.geometry.bytes_per_block,
             None if self._model.probe is None else self._model.probe.deterministic,
+            self._text,
         )
         self._recorder.chunk.put(entry)
-        if self._text:
-            self._recorder.chunk.put(TextSide(self.number, self._text))
 
     def begin_file(self) -> None:
         """A file begins; an engine that was told nothing yet needs no checkpoint."""
@@ -471,10 +480,6 @@ def _secret_of(options: TraceOptions) -> bytes:
     except UsageError as error:
         log.warning("%s; the recording has a key of its own, and compares with no other", error)
         return b""
-
-
-def _text_of(model: LoadedModel) -> bytes:
-    return msgspec.msgpack.encode(TokenizerPayload.of(model.tokenizer.parts))
 
 
 def _ms(seconds: float | None) -> int | None:
