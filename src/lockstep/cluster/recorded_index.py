@@ -102,7 +102,7 @@ class RecordedIndex:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Of the shortest and the longest recorded prompt."""
+        """Lengths of the shortest and the longest recorded prompt, in tokens."""
         return (self._lengths[0], self._lengths[-1]) if self._lengths else (0, 0)
 
     def add(self, prompt_ids: Iterable[int], answer: RecordedAnswer) -> None:

@@ -173,7 +173,10 @@ def read_text(folder: Path, name: str) -> TokenizerPayload:
         raise TraceError(f"{folder}: the recording's vocabulary could not be kept when it was made; its log says why")
     path = folder / f"{name}{TEXT_SUFFIX}"
     try:
-        data = zstandard.ZstdDecompressor().decompress(path.read_bytes(), max_output_size=MAX_TEXT_BYTES)
+        packed = path.read_bytes()
+        if not 0 <= zstandard.frame_content_size(packed) <= MAX_TEXT_BYTES:
+            raise TraceError(f"{path}: it is no vocabulary of a recording, which has at most {MAX_TEXT_BYTES} bytes")
+        data = zstandard.ZstdDecompressor().decompress(packed)
     except OSError as error:
         raise TraceError(
             f"{path}: the vocabulary of the recording cannot be read: {error.strerror}; it belongs beside its files"
