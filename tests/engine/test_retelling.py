@@ -31,7 +31,7 @@ def asked(
 ) -> tuple[GenerationRequest, RequestOutput]:
     """A request, its prompt in token ids, and what the engine answered."""
     request = GenerationRequest(tuple(llm.model.tokenizer.encode(text)), params)
-    (output,) = llm.generate([request.prompt], params)
+    (output,) = llm.generate(request.prompt, params)
     return request, output
 
 
