@@ -30,9 +30,9 @@ def asked(
     llm: LLM, params: SamplingParams, text: str = "my invoice is wrong"
 ) -> tuple[GenerationRequest, RequestOutput]:
     """A request, its prompt in token ids, and what the engine answered."""
-    request = GenerationRequest(tuple(llm.model.tokenizer.encode(text)), params)
-    (output,) = llm.generate(request.prompt, params)
-    return request, output
+    ids = llm.model.tokenizer.encode(text)
+    (output,) = llm.generate(ids, params)
+    return GenerationRequest(ids, params), output
 
 
 def told(llm: LLM, request: GenerationRequest, output: RequestOutput, draw: random.Random) -> RequestOutput | None:
