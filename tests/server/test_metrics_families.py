@@ -133,7 +133,7 @@ def test_a_group_that_goes_gives_its_name_to_the_one_that_comes() -> None:
 
 
 def test_the_manual_has_each_of_them_and_no_other() -> None:
-    manual = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text()
+    manual = (Path(__file__).resolve().parents[2] / "docs" / "watching.md").read_text()
     rows = re.findall(r"^\| (`(?:host|replica)_.*?`) \| (.*?) \|", manual, flags=re.MULTILINE)
     named = {
         (f"l:cluster_{name}", tuple(sorted(re.findall(r"`(\w+)`", labels))))

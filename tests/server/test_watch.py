@@ -155,7 +155,7 @@ async def test_an_unknown_type_is_refused_with_those_there_are() -> None:
 
 
 def test_the_manual_has_every_type_with_its_fields() -> None:
-    manual = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text()
+    manual = (Path(__file__).resolve().parents[2] / "docs" / "watching.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", manual.split("## Events")[1], re.MULTILINE))
     assert {type_: set(re.findall(r"`(\w+)`", row)) for type_, row in rows.items()} == {
         type_: set(fields) for type_, fields in EVENTS.items()
