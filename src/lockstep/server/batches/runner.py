@@ -38,10 +38,9 @@ MAX_BESIDE = 1
 """Requests that run on beside those of clients."""
 SETTLE_S = 0.02
 """Idle time before requests are handed in: a client often sends its next one at once."""
-MAX_AT_ONCE = 2
-"""Requests that are handed in together, and below the time between: a step of many prompts would last, and a client's
-request that comes meanwhile waits for its end."""
 STAGGER_S = 0.01
+"""Time between requests that are handed in: a client's that comes while one is taken in waits, and for two it would
+wait twice as long."""
 TEND_S = 1.0
 """Time after which batches are looked at although nothing happened: one may have expired."""
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
@@ -192,23 +191,20 @@ class BatchRunner:
             self._wake.set()
 
     def _hand_in(self) -> float:
-        """Begin to answer requests if nobody else waits; returns the seconds after which to look again."""
+        """Begin to answer a request if nobody else waits; returns the seconds after which to look again."""
         if self._serving.traffic.num_open or not self._serving.lifecycle.is_admitting:
             return TEND_S
         now_s = time.monotonic()
         wait_s = max(self._busy_s + SETTLE_S, self._handed_in_s + STAGGER_S) - now_s
         if wait_s > 0:
             return wait_s
-        room = self._serving.options.max_batch_requests - len(self._running)
-        for _ in range(min(room, MAX_AT_ONCE)):
-            found = self._next()
-            if found is None:
-                return TEND_S
-            self._handed_in_s = now_s
-            self._running.append(found)
-            found.task = asyncio.create_task(self._answer(found), name="batch request")
-            found.task.add_done_callback(partial(self._ended, found))
-        return STAGGER_S if room > MAX_AT_ONCE else TEND_S
+        if len(self._running) >= self._serving.options.max_batch_requests or (found := self._next()) is None:
+            return TEND_S
+        self._handed_in_s = now_s
+        self._running.append(found)
+        found.task = asyncio.create_task(self._answer(found), name="batch request")
+        found.task.add_done_callback(partial(self._ended, found))
+        return STAGGER_S
 
     def _next(self) -> RunningRequest | None:
         """The next request: batches take turns."""
