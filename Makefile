@@ -104,14 +104,15 @@ dist: $(STAMP)
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 
-# Plain requirement files with hashes and no download addresses.
+# Plain requirement files with hashes and no download addresses. Extras stay in the names: without them pip picks the newest
+# release of a package that another one requires with an extra, and refuses it because its hash is not listed.
 lock: $(STAMP)
 	$(BIN)/python -m pip install -q uv
-	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes -q \
+	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-strip-extras -q \
 		--custom-compile-command "make lock" -o requirements/runtime.txt
-	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes -q \
+	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-strip-extras -q \
 		--custom-compile-command "make lock" -o requirements/dev.txt
-	$(BIN)/uv pip compile --group release --universal --python-version 3.11 --generate-hashes -q \
+	$(BIN)/uv pip compile --group release --universal --python-version 3.11 --generate-hashes --no-strip-extras -q \
 		--custom-compile-command "make lock" -o requirements/release.txt
 
 OPS := src/lockstep/executors/openvino/ops
