@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 # A room may import rooms of a strictly lower floor, and itself. Rooms on one floor do not know each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "spelling", "vendored", "version"),
+    ("errors", "owned_folders", "spelling", "vendored", "version"),
     ("core", "pocket", "report"),
     ("artifacts",),
     ("executors",),

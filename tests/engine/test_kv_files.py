@@ -320,7 +320,7 @@ def test_a_process_may_die_at_every_call_of_a_save(tmp_path: Path) -> None:
 def test_host_folders_of_dead_servers_are_removed(tmp_path: Path) -> None:
     mine = claim_host_folder(tmp_path)
     dead = claim_host_folder(tmp_path)
-    os.close(dead.descriptor)  # as its process's end does
+    os.close(dead.folder.descriptor)  # as its process's end does
     other = claim_host_folder(tmp_path)
     assert mine.path.exists()
     assert not dead.path.exists()

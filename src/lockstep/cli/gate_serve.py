@@ -36,8 +36,9 @@ def gate_serve(
     """Follow files that grow and tell the verdict over HTTP: to Argo Rollouts, to Flagger, to anybody."""
     import uvicorn
 
+    from lockstep.owned_folders import temporary_folder
     from lockstep.release.live import Follower, LiveGate, app_of
-    from lockstep.release.store import temporary_folder
+    from lockstep.release.store import TEMPORARY
     from lockstep.server.options import ServerOptions
     from lockstep.server.run import bind, listen, url_of
     from lockstep.worker.logs import log_to_stderr
@@ -49,7 +50,7 @@ def gate_serve(
     keys = tuple(api_key or ())
     options = ServerOptions(host=host, port=port, api_keys=keys)
 
-    with temporary_folder() as folder:
+    with temporary_folder(TEMPORARY) as folder:
         followers = [Follower(path, folder / f"{number}-{path.name}") for number, path in enumerate(paths)]
         live = LiveGate(followers, lambda copies: judging.judge_files(copies, policy).verdict)
         listener = bind(options)

@@ -14,13 +14,12 @@ has a folder at a time.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
-import stat
 import struct
 import sys
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,6 +29,7 @@ from typing import NamedTuple
 
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
+from lockstep.owned_folders import OwnedFolder, claim_folder, lock_file
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +43,9 @@ UNKNOWN_CLASS = 1 << 16
 _SUFFIX = ".kv"
 SHARED_MEMORY = Path("/dev/shm")
 """Where Linux has files in memory; elsewhere they are in the folder for temporary files."""
-_HOST_PREFIX, _OWNER = "lockstep-kv-", "owner"
+_HOST_PREFIX = "lockstep-kv-"
 USABLE_SHARE = 0.9
 """Of the free part of host memory's folder; others have files there too."""
-MAX_CLAIMS = 10
-"""Folders that a server makes in host memory before it gives up; each may be taken for one that was left."""
 
 
 class BlockKey(NamedTuple):
@@ -271,44 +269,37 @@ def check_folder(folder: Path) -> None:
 
 
 def _unusable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"{folder}: KV blocks cannot be kept there: {error.strerror}")
+    return UsageError(f"{folder}: KV blocks cannot be kept there: {error.strerror or error}")
 
 
 class HostFolder(NamedTuple):
     """Folder in host memory that a server has made for its workers."""
 
-    path: Path
-    descriptor: int
-    """Of the file that says that the server lives."""
+    folder: OwnedFolder
     usable_bytes: int
     """What KV may take there: the most of what was free at first."""
 
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
     def remove(self) -> None:
         """Give back the memory."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self.descriptor)
+        self.folder.remove()
 
 
 def claim_host_folder(parent: Path = SHARED_MEMORY) -> HostFolder:
-    """Make a folder in host memory, and remove those of servers that died without a word.
+    """Make a folder in host memory, and remove those of servers that were killed.
 
     Raises:
         UsageError: it cannot be made.
     """
-    import tempfile
-
     parent = parent if parent.is_dir() else Path(tempfile.gettempdir())
     try:
-        for left in sorted(parent.glob(f"{_HOST_PREFIX}*")):
-            with suppress(OSError, UsageError):
-                _remove_left(left)
-        for _ in range(MAX_CLAIMS):
-            path = Path(tempfile.mkdtemp(prefix=_HOST_PREFIX, dir=parent))
-            with suppress(FileNotFoundError, UsageError):  # another server took it for one that was left
-                return HostFolder(path, _locked(path / _OWNER), _usable_bytes(path))
+        folder = claim_folder(parent, _HOST_PREFIX)
+        return HostFolder(folder, _usable_bytes(folder.path))
     except OSError as error:
         raise _unusable(parent, error) from error
-    raise UsageError(f"{parent}: {MAX_CLAIMS} folders for KV blocks were removed as they were made; look who does it")
 
 
 def _usable_bytes(folder: Path) -> int:
@@ -326,29 +317,14 @@ def host_fault(parent: Path, budget_bytes: int, usable_bytes: int) -> str:
     )
 
 
-def _remove_left(folder: Path) -> None:
-    """Remove the folder of a server that has died, if it is ours; OSError or UsageError: it is not, or it lives."""
-    state = folder.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid():
-        return
-    owner = _locked(folder / _OWNER)
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(owner)
-
-
 def _locked(path: Path) -> int:
     """Descriptor of a file that this process alone has."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(path)
     except BlockingIOError:
-        os.close(descriptor)
         raise UsageError(
             f"{path.parent}: another process keeps its KV blocks there; give each its own folder"
         ) from None
-    return descriptor
 
 
 def _folders(path: str | Path, length: int) -> list[os.DirEntry[str]]:

@@ -9,9 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import secrets
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import EvidenceError
+from lockstep.owned_folders import temporary_folder
 from lockstep.release.observation import Side
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
+TEMPORARY = "lockstep-gate-"
+"""Beginning of the names of temporary folders."""
 MEMORY_LIMIT = "500MB"
 """Of DuckDB; what needs more goes to its folder."""
 ROWS_AT_ONCE = 20_480
@@ -130,26 +130,11 @@ def sentence_of(error: BaseException, names: Mapping[Path, Path] | None = None) 
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A new folder of this process's user alone, which goes whatever ends the block.
-
-    Its name is known before it is made: a signal between the two would otherwise leave it, as one in the middle of
-    `tempfile.TemporaryDirectory()` does.
-    """
-    folder = Path(tempfile.gettempdir()) / f"lockstep-gate-{secrets.token_hex(8)}"
-    try:
-        folder.mkdir(mode=0o700)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
 def open_store() -> Iterator[Store]:
     """An empty store; what it keeps on disk goes with it."""
     import duckdb
 
-    with temporary_folder() as folder:
+    with temporary_folder(TEMPORARY) as folder:
         connection = duckdb.connect(
             config={
                 "autoinstall_known_extensions": "false",
