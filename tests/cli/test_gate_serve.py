@@ -41,6 +41,54 @@ def test_a_verdict_follows_its_file(tmp_path: Path) -> None:
     assert not list(temporary.iterdir()), "nothing of the copies stays"
 
 
+def test_a_line_that_cannot_be_read_is_reported_by_the_users_path_and_its_number(tmp_path: Path) -> None:
+    """Over HTTP and on standard error, and no path of ours is in either."""
+    path, temporary = tmp_path / "pairs.jsonl", tmp_path / "temporary"
+    temporary.mkdir()
+    path.write_text(line(0) + line(1) + '{"request_id": "r2", "baseline": {"latency_ms": "slow"}}\n' + line(3))
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with Piped("gate", "serve", str(path), "--port", "0", environment=environment) as program:
+        found = re.search(r"http://[\d.:]+", program.stdout.readline())
+        assert found is not None
+        with httpx2.Client(base_url=found.group()) as client:
+            for address in ("/v1/verdict", "/argo"):
+                reason = client.get(address).json()["reason"]
+                assert reason.startswith(f"{path}:3: the baseline's latency_ms has to be a number")
+                assert str(temporary) not in reason
+            path.write_text(line(0) + line(1))
+            until(lambda: client.get("/argo").json()["pairs"] == 2)
+        program.program.send_signal(signal.SIGTERM)
+        code, _, errors = program.communicate()
+    assert code == 0
+    assert f"{path}:3: " in errors
+    assert str(temporary) not in errors
+
+
+@pytest.mark.parametrize("next_command", [("gate",), ("gate", "serve", "--port", "0")])
+def test_folders_of_a_gate_that_was_killed_are_removed_at_the_next_start(
+    tmp_path: Path, next_command: tuple[str, ...]
+) -> None:
+    path, temporary = tmp_path / "pairs.jsonl", tmp_path / "temporary"
+    temporary.mkdir()
+    path.write_text(line(0))
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with Piped("gate", "serve", str(path), "--port", "0", environment=environment) as killed:
+        assert killed.stdout.readline()
+        with Piped("gate", "serve", str(path), "--port", "0", environment=environment) as alive:
+            assert alive.stdout.readline()
+            killed.program.send_signal(signal.SIGKILL)
+            killed.program.wait()
+            assert len(list(temporary.iterdir())) >= 2
+            with Piped(*next_command, str(path), environment=environment) as following:
+                assert following.stdout.readline()
+                following.program.send_signal(signal.SIGTERM)
+                following.program.wait()
+            until(lambda: len(list(temporary.iterdir())) == 1, "the folder of the gate that runs stays, and no other")
+            alive.program.send_signal(signal.SIGTERM)
+            assert alive.program.wait() == 0
+    assert not list(temporary.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

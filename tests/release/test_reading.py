@@ -207,6 +207,54 @@ def test_a_wrong_value_in_a_pair_is_refused_by_its_side_and_field(tmp_path: Path
     refused(write_lines(tmp_path / "input", [PAIR, wrong]), "the candidate's ttft_ms has to be a number", None)
 
 
+def line_of(number: int) -> dict[str, Any]:
+    return {"request_id": f"r{number}", "ts": float(number), "latency_ms": 1.0}
+
+
+@pytest.mark.parametrize("num_lines", [1, 2, 3, 50])
+@pytest.mark.parametrize("wrong", ['{"request_id": "cut", "latency_ms": 1', '{"latency_ms": "slow"}', "[1, 2]"])
+def test_a_line_that_cannot_be_read_is_refused_by_its_number(tmp_path: Path, num_lines: int, wrong: str) -> None:
+    """Wherever it is, with blank lines before it, and the first of several is named."""
+    for place in sorted({0, 1, num_lines // 2, num_lines - 1, num_lines}):
+        lines = [json.dumps(line_of(each)) for each in range(num_lines)]
+        lines[place:place] = ["", wrong] if place else [wrong]
+        lines += [json.dumps(line_of(99)), '{"latency_ms": "also wrong"}']
+        path = tmp_path / "input"
+        path.write_text("\n".join(lines) + "\n")
+        if place:  # a first line that is no record is taken for the head of a log
+            refused(path, rf"^{path}:{place + 2}: ")
+        elif wrong.startswith('{"latency_ms"'):
+            refused(path, rf"^{path}:1: latency_ms has to be a number")
+
+
+def test_a_line_is_named_by_its_number_in_what_was_compressed_in_logs_and_in_tables(tmp_path: Path) -> None:
+    good, wrong = json.dumps(line_of(0)), '{"request_id": "r1", "latency_ms": "slow"}'
+    packed, log, table = tmp_path / "packed.gz", tmp_path / "log", tmp_path / "table.csv"
+    packed.write_bytes(gzip.compress(f"{good}\n{good}\n{wrong}\n".encode()))
+    refused(packed, rf"^{packed}:3: latency_ms has to be a number")
+    table.write_text("request_id,latency_ms\na,1\nb,slow\n")
+    refused(table, rf"^{table}:3: latency_ms has to be a number")
+    document = write_json(tmp_path / "document", {"baseline": [line_of(0), json.loads(wrong)], "candidate": []})
+    refused(document, rf"^{document}: record 2: latency_ms has to be a number", None)
+    log.write_text(f'{json.dumps({**line_of(0), "side": "baseline"})}\n\n{good}\n')
+    refused(log, rf"^{log}:3: 1 observations have no side", None)
+
+
+def test_a_copy_is_named_as_the_file_that_it_is_of(tmp_path: Path) -> None:
+    copy, given = write_lines(tmp_path / "copy", [SPARSE, {**SPARSE, "latency_ms": "slow"}]), Path("mine.jsonl")
+    with open_store() as store, pytest.raises(EvidenceError, match=r"^mine\.jsonl:2: ") as caught:
+        read(store, copy, "baseline", given)
+    assert str(tmp_path) not in str(caught.value)
+    for content in (b"", b"PK\x03\x04", b"\x1f\x8bno", b"a,b\n", b'{"baseline": 3}', b'{"latency": 3}\n{}\n'):
+        copy.write_bytes(content)
+        with open_store() as store, pytest.raises(EvidenceError, match=r"^mine\.jsonl: ") as caught:
+            read(store, copy, "baseline", given)
+        assert str(tmp_path) not in str(caught.value)
+    write_lines(copy, [SPARSE])
+    with open_store() as store:
+        assert read(store, copy, "baseline", given)[0].path == given
+
+
 @pytest.mark.parametrize(
     ("records", "side", "message"),
     [

@@ -206,12 +206,14 @@ def judge_files(
     policy: PolicyFlags = _DEFAULT_POLICY,
     second: Path | None = None,
     gate_input: Path | None = None,
+    names: Sequence[Path] | None = None,
 ) -> Judged:
     """Judge one file with both sides, or a file or recording of each.
 
     Args:
         second: answers of a second baseline, of the kind of the first one's.
         gate_input: where the converted files go; None: nowhere.
+        names: of the files in messages, if they are copies of others.
 
     Raises:
         EvidenceError: the files, the policy or the owners cannot be read.
@@ -226,7 +228,7 @@ def judge_files(
         raise UsageError("--aa goes with two files: BASELINE CANDIDATE --aa SECOND_BASELINE")
     with ExitStack() as stores:
         store = stores.enter_context(open_store())
-        sources, given, recorded = _read(store, paths)
+        sources, given, recorded = _read(store, paths, names)
         rules = policy_from(policy, (str(sources[0].path), given))
         evidence = gather(store, rules.numeric_tolerances, rules.agreement_field)
         beside = None
@@ -253,21 +255,24 @@ def paths_of(files: list[Path] | None, given: Path | None) -> list[Path]:
     return paths
 
 
-def _read(store: Store, paths: Sequence[Path]) -> tuple[list[Source], dict[str, Any] | None, Recordings | None]:
+def _read(
+    store: Store, paths: Sequence[Path], names: Sequence[Path] | None = None
+) -> tuple[list[Source], dict[str, Any] | None, Recordings | None]:
     from lockstep.release.observation import SIDES
     from lockstep.release.reading import read
     from lockstep.release.recordings import is_recording, read_recordings
 
+    names = names or paths
     recorded = [is_recording(path) for path in paths]
     if len(paths) == 1:
         if recorded[0]:
             raise EvidenceError(f"{paths[0]}: a folder or recording is one side; give two: BASELINE CANDIDATE")
-        source, policy = read(store, paths[0], None)
+        source, policy = read(store, paths[0], None, names[0])
         return [source], policy, None
     if any(recorded):
         recordings = read_recordings(store, list(paths))
         return list(recordings.sources), None, recordings
-    found = [read(store, path, side) for path, side in zip(paths, SIDES, strict=True)]
+    found = [read(store, *each) for each in zip(paths, SIDES, names, strict=True)]
     return [source for source, _ in found], None, None
 
 

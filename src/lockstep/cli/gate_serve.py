@@ -52,7 +52,7 @@ def gate_serve(
 
     with temporary_folder(TEMPORARY) as folder:
         followers = [Follower(path, folder / f"{number}-{path.name}") for number, path in enumerate(paths)]
-        live = LiveGate(followers, lambda copies: judging.judge_files(copies, policy).verdict)
+        live = LiveGate(followers, lambda copies: judging.judge_files(copies, policy, names=paths).verdict)
         listener = bind(options)
         live.look()  # who asks first is told what a gate that was never away would tell
         listen(listener, options)

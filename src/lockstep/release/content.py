@@ -57,21 +57,23 @@ class Content:
     """Why its first line is no record: it may be a log."""
 
 
-def content_of(path: Path, plain: Path) -> Content:
+def content_of(path: Path, plain: Path, given: Path | None = None) -> Content:
     """Look into a file.
 
     Args:
         plain: a name that is free, for the file or for what is unpacked of it.
+        given: the file's name in messages, if it is a copy of another.
 
     Raises:
         EvidenceError: it cannot be read, is not whole, or nothing that the gate reads.
     """
-    magic = _magic(path, path)
+    source, path = path, given or path
+    magic = _magic(source, path)
     if magic.startswith((_GZIP, _ZSTD, _BOM)):
-        _unpack(path, plain, magic)
+        _unpack(source, plain, magic, path)
         magic = _magic(plain, path)
     else:
-        plain.symlink_to(path.absolute())
+        plain.symlink_to(source.absolute())
     if magic.startswith(_PICKLES):
         raise EvidenceError(f"{path}: a pickle, which can run code when it is opened and never is; export JSON lines")
     if magic.startswith(_ZIP):
@@ -100,12 +102,12 @@ def _magic(path: Path, given: Path) -> bytes:
     return magic
 
 
-def _unpack(path: Path, plain: Path, magic: bytes) -> None:
+def _unpack(source: Path, plain: Path, magic: bytes, path: Path) -> None:
     num_bytes = 0
     try:
-        most = min(MAX_UNPACKED_BYTES, max(MAX_DOCUMENT_BYTES, MAX_PACKING * path.stat().st_size))
-        with path.open("rb") as source, plain.open("wb") as target:
-            for chunk in _unpacked(source, magic):
+        most = min(MAX_UNPACKED_BYTES, max(MAX_DOCUMENT_BYTES, MAX_PACKING * source.stat().st_size))
+        with source.open("rb") as packed, plain.open("wb") as target:
+            for chunk in _unpacked(packed, magic):
                 num_bytes += len(chunk)
                 if num_bytes > most:
                     raise EvidenceError(f"{path}: more than {most >> 20:,} MiB when it is unpacked; unpack it yourself")

@@ -5,8 +5,9 @@ Records are copied as they stand; only what holds them together is understood.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -15,6 +16,7 @@ from lockstep.release.formats import Format
 Raw = msgspec.Raw
 OUTCOMES = ("successful", "errored", "incomplete")
 """Lists of requests in a benchmark of guidellm."""
+_CHUNK_BYTES = 1 << 20
 
 
 class DocumentError(Exception):
@@ -25,6 +27,53 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Write records, a line each."""
     with path.open("wb") as file:
         file.writelines(line + b"\n" for line in lines)
+
+
+def first_bad_line(path: Path, part: Path, is_bad: Callable[[], bool]) -> int | None:
+    """Number, from 1, of the first line of a file that fails a check.
+
+    The file is halved again and again, so about as many bytes as it has are checked.
+
+    Args:
+        part: a file that is overwritten; each check is of its lines. At the end it holds the line that was found.
+        is_bad: the check.
+
+    Returns:
+        None: no line fails by itself.
+    """
+    begin, end = 0, path.stat().st_size
+    with path.open("rb") as file:
+        while (middle := _line_between(file, begin, end)) > begin:
+            _copy(file, begin, middle, part)
+            if is_bad():
+                end = middle
+            else:
+                begin = middle
+        _copy(file, begin, end, part)
+        if not is_bad():
+            return None
+        file.seek(0)
+        return 1 + sum(file.read(min(_CHUNK_BYTES, begin - at)).count(b"\n") for at in range(0, begin, _CHUNK_BYTES))
+
+
+def _line_between(file: IO[bytes], begin: int, end: int) -> int:
+    """Where a line begins that is near the middle of a part of a file; `begin`: the part is one line."""
+    file.seek((begin + end) // 2)
+    file.readline()
+    if file.tell() < end:
+        return file.tell()
+    place = begin
+    file.seek(begin)
+    while (following := place + len(file.readline())) < end:
+        place = following
+    return place
+
+
+def _copy(file: IO[bytes], begin: int, end: int, part: Path) -> None:
+    file.seek(begin)
+    with part.open("wb") as target:
+        for at in range(begin, end, _CHUNK_BYTES):
+            target.write(file.read(min(_CHUNK_BYTES, end - at)))
 
 
 def items_of(value: Raw | bytes, name: str) -> list[Raw]:

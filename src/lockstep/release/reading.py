@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import msgspec
 
 from lockstep.errors import EvidenceError
 from lockstep.release.content import MAX_LINE_BYTES, Content, Members, content_of
-from lockstep.release.documents import DocumentError, items_of, lines_of, one_line, write_lines
+from lockstep.release.documents import DocumentError, first_bad_line, items_of, lines_of, one_line, write_lines
 from lockstep.release.formats import FILE, FORMATS, OWN, Format
 from lockstep.release.observation import FIELDS, NAMES, SIDES, Side
 from lockstep.release.store import Store, quoted, sentence_of
 from lockstep.spelling import did_you_mean, listed
 
+_PLACE = re.compile(r'Malformed JSON in file ".*", at byte (\d+) in line \d+: ')
+_CSV_LINE = re.compile(r"CSV Error on Line: (\d+)(?:; )?")
 LARGE = {field.name for field in FIELDS if field.type.endswith("[]")} | {"text"}
 OBSERVATION = "STRUCT(" + ", ".join(f'"{field.name}" {field.type}' for field in FIELDS) + ")"
 SHARED: Mapping[str, str] = {field.name: field.type for field in FIELDS if field.name != "side"}
@@ -74,11 +77,14 @@ class _Records:
         return ((name, wanted.get(name, "VARCHAR")) for name in self.content.records[0])
 
 
-def read(store: Store, path: Path, side: Side | None) -> tuple[Source, dict[str, Any] | None]:
+def read(
+    store: Store, path: Path, side: Side | None, given: Path | None = None
+) -> tuple[Source, dict[str, Any] | None]:
     """Read a file as the view of its side, or of both.
 
     Args:
         side: whose file it is; None: it says itself, by pairs, by two lists, or in each observation.
+        given: the file's name in messages and in the source, if it is a copy of another.
 
     Returns:
         What it was, and the policy that it holds, if any.
@@ -87,8 +93,9 @@ def read(store: Store, path: Path, side: Side | None) -> tuple[Source, dict[str,
         EvidenceError: it cannot be read, is empty, or of an unknown version.
     """
     sides = SIDES if side is None else (side,)
+    copy, path = path, given or path
     store.paths |= dict.fromkeys(sides, path)
-    content = content_of(path, store.folder / f"input-{side or 'both'}")
+    content = content_of(copy, store.folder / f"input-{side or 'both'}", path)
     if content.kind == "parquet":
         content = replace(content, records=(_parquet_types(store, content),))
     is_table = content.kind in ("csv", "parquet")
@@ -299,15 +306,21 @@ def _unread(content: Content, *records: Members) -> tuple[str, ...]:
 
 def _keep(store: Store, records: _Records, name: str, fields: Mapping[str, str], found: Format = OWN) -> str:
     """Write the fields of records into a file that can be read again and again, column by column; SQL of its table."""
-    rows = records.table() if found.table == FILE else found.table.replace(FILE, records.table())
-    condition = f" WHERE {found.where}" if found.where else ""
+    try:
+        return store.save(_query(records, fields, found), name)
+    except EvidenceError as error:
+        raise EvidenceError(_located(store, records, fields, found, error)) from None
+
+
+def _query(records: _Records, fields: Mapping[str, str], found: Format) -> str:
     types = {field.name: f"::{field.type}" for field in FIELDS}
     listed_ = ", ".join(f'({text}){types.get(field, "")} AS "{field}"' for field, text in fields.items())
-    try:
-        return store.save(f"SELECT {listed_} FROM {rows}{condition}", name)
-    except EvidenceError as error:
-        told = _fault(store, records, fields, rows, error.__cause__ or error)
-        raise EvidenceError(f"{records.content.given}: {told}") from None
+    condition = f" WHERE {found.where}" if found.where else ""
+    return f"SELECT {listed_} FROM {_rows(records, found)}{condition}"
+
+
+def _rows(records: _Records, found: Format) -> str:
+    return records.table() if found.table == FILE else found.table.replace(FILE, records.table())
 
 
 def _view(
@@ -346,7 +359,18 @@ def _check_sides(
         told = f"{found[0]:,} observations" + (f" say of their side {found[1]!r}" if found[1] else " have no side")
         advice = "" if found[1] else "; or give two files, one of each"
         right = " or ".join(sides) + advice if len(sides) > 1 else f"it is given as the {sides[0]}'s file"
-        raise EvidenceError(f"{content.given}: {told}; {right}")
+        raise EvidenceError(f"{content.given}{_place_of_side(content, sides)}: {told}; {right}")
+
+
+def _place_of_side(content: Content, sides: tuple[Side, ...]) -> str:
+    """``:LINE`` of the first line without a right side; empty: the file has no line for each observation."""
+    if content.kind != "lines" or content.fault:
+        return ""
+    right = sides if len(sides) > 1 else (*sides, None)
+    with content.path.open("rb") as file:
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        wrong = (number for number, line in lines if msgspec.json.decode(line).get("side") not in right)
+        return f":{next(wrong)}"
 
 
 def _check_types(store: Store, records: _Records) -> None:
@@ -361,11 +385,50 @@ def _check_types(store: Store, records: _Records) -> None:
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
+def _located(
+    store: Store, records: _Records, fields: Mapping[str, str], found: Format, error: EvidenceError
+) -> str:
+    """The message on records that cannot be read: ``FILE:LINE: message`` where they are lines of the given file."""
+    cause = error.__cause__ or error
+    part = replace(records, path=store.folder / "part.jsonl")
+    query, last = _query(part, fields, found), cause
+
+    def is_bad() -> bool:
+        nonlocal last
+        try:
+            store.save(query, "part")
+        except EvidenceError as caught:
+            last = caught.__cause__ or caught
+            return True
+        return False
+
+    content = records.content
+    number = None if content.kind == "csv" else first_bad_line(records.path, part.path, is_bad)
+    if number is None:
+        told = _fault(store, records, fields, _rows(records, found), cause)
+        in_csv = _CSV_LINE.search(told)
+        place = f":{in_csv[1]}" if in_csv else ""
+        return f"{content.given}{place}: {_CSV_LINE.sub('', told)}"
+    told = _fault(store, part, fields, _rows(part, found), last)
+    if found.layout == "log":
+        number = _line_of_record(content.path, number)
+    elif records.path != content.path:
+        return f"{content.given}: record {number}: {told}"
+    return f"{content.given}:{number}: {told}"
+
+
+def _line_of_record(path: Path, record: int) -> int:
+    """Number of the line of a log that holds its n-th record."""
+    with path.open("rb") as file:
+        numbers = (number for number, line in enumerate(file, 1) if line.startswith(b"{"))
+        return next(islice(numbers, record - 1, None))
+
+
 def _fault(store: Store, records: _Records, fields: Mapping[str, str], rows: str, error: BaseException) -> str:
     """DuckDB's message, with the name of the member or the field that it is about."""
     told = sentence_of(error, {records.path: records.content.given, records.content.path: records.content.given})
     if "Malformed" in told:
-        return f"not JSON, or not whole: {told}"
+        return "not JSON, or not whole: " + _PLACE.sub(r"at byte \1: ", told)
     if "maximum_object_size" in told:
         return f"a line of more than {MAX_LINE_BYTES >> 20} MiB, which is too long for an observation"
     anything = next(iter(records.columns))
