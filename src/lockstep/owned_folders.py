@@ -71,7 +71,9 @@ def claim_folder(parent: Path, prefix: str) -> OwnedFolder:
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
-    raise FileNotFoundError(f"{MAX_CLAIMS} folders {prefix}* were removed as they were made; find the process that does")
+    raise FileNotFoundError(
+        f"{MAX_CLAIMS} folders {prefix}* were removed as they were made; find the process that does"
+    )
 
 
 @contextmanager

@@ -236,7 +236,7 @@ def test_a_line_is_named_by_its_number_in_what_was_compressed_in_logs_and_in_tab
     refused(table, rf"^{table}:3: latency_ms has to be a number")
     document = write_json(tmp_path / "document", {"baseline": [line_of(0), json.loads(wrong)], "candidate": []})
     refused(document, rf"^{document}: record 2: latency_ms has to be a number", None)
-    log.write_text(f'{json.dumps({**line_of(0), "side": "baseline"})}\n\n{good}\n')
+    log.write_text(f"{json.dumps({**line_of(0), 'side': 'baseline'})}\n\n{good}\n")
     refused(log, rf"^{log}:3: 1 observations have no side", None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import json
@@ -37,8 +38,8 @@ def browser() -> Iterator[Browser]:
         yield launched
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[int]:
+@contextlib.contextmanager
+def own_page() -> Iterator[int]:
     """The port of somebody's own page."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -57,6 +58,12 @@ def site() -> Iterator[int]:
         yield server.server_port
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[int]:
+    with own_page() as port:
+        yield port
 
 
 def asked(page: Page, url: str, method: str, path: str, body: object = None) -> tuple[int, str]:

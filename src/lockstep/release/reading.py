@@ -385,9 +385,7 @@ def _check_types(store: Store, records: _Records) -> None:
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def _located(
-    store: Store, records: _Records, fields: Mapping[str, str], found: Format, error: EvidenceError
-) -> str:
+def _located(store: Store, records: _Records, fields: Mapping[str, str], found: Format, error: EvidenceError) -> str:
     """The message on records that cannot be read: ``FILE:LINE: message`` where they are lines of the given file."""
     cause = error.__cause__ or error
     part = replace(records, path=store.folder / "part.jsonl")

@@ -42,18 +42,18 @@ class AdmissionMiddleware:
         self._limits = RateLimits(options.requests_per_minute, options.tokens_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         context: RequestContext = scope["state"]["context"]
         if context.is_background:  # it was let in with its batch, and waits for all that is counted here
             await self._app(scope, receive, send)
             return
-        is_work = scope["method"] in WORK
+        is_open = scope["path"] in OPEN_PATHS
+        is_work = not is_open and scope["method"] in WORK
         refusal = (
-            self._known_host(scope)
-            or self._known_origin(scope)
-            or self._authenticate(scope, context)
+            (None if is_open else self._known_host(scope) or self._authenticate(scope, context))
+            or self._known_origin(scope, context)
             or (self._admit(context) if is_work else None)
         )
         if refusal is not None:
@@ -67,10 +67,12 @@ class AdmissionMiddleware:
         allowed = self._serving.options.allowed_hosts
         return host_fault(allowed, scope["headers"]) if allowed else None
 
-    def _known_origin(self, scope: Scope) -> HttpError | None:
-        if self._keys:  # which no page of another origin has
+    def _known_origin(self, scope: Scope, context: RequestContext) -> HttpError | None:
+        if scope["method"] in _READING or context.tenant:  # a page of another origin has no key
             return None
-        return origin_fault(self._serving.options.cors_origins, scope["method"], scope["path"], scope["headers"])
+        options = self._serving.options
+        allows_loopback = options.allows_loopback_origins and asks_models(scope["path"])
+        return origin_fault(options.cors_origins, allows_loopback, scope["headers"])
 
     def _authenticate(self, scope: Scope, context: RequestContext) -> HttpError | None:
         if not self._keys:
@@ -229,6 +231,10 @@ _INFERENCE = re.compile(
     r"|/api/[a-z]+"
 )
 _READING = ("GET", "HEAD", "OPTIONS")
+"""Methods that change nothing; every other one is checked for the page that it comes from."""
+_OWN_SITES = ("same-origin", "none")
+"""Values of ``Sec-Fetch-Site`` for this server's own pages and for what a user does in the browser's own windows."""
+_SHOWN_CHARS = 64
 _BEARER = b"bearer "
 _ADMIN = "admin-"
 _OPERATED = re.compile(
@@ -243,6 +249,11 @@ _OWN = re.compile(r"/v1/(requests|sessions(/.*)?)")
 def is_operators(path: str) -> bool:
     """True if a path shows or changes what belongs to all callers together."""
     return _OPERATED.fullmatch(path) is not None
+
+
+def asks_models(path: str) -> bool:
+    """True if a path asks models, or shows which there are, and changes nothing that callers share."""
+    return _INFERENCE.fullmatch(path) is not None and not is_operators(path)
 
 
 class OriginMiddleware:
@@ -267,9 +278,7 @@ class OriginMiddleware:
         self._models = cors(_LOOPBACK_ORIGIN) if allows_loopback else self._others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        is_models = _INFERENCE.fullmatch(path) is not None and not is_operators(path)
-        await (self._models if is_models else self._others)(scope, receive, send)
+        await (self._models if asks_models(scope.get("path", "")) else self._others)(scope, receive, send)
 
 
 class AccessKeys:
@@ -385,22 +394,34 @@ def host_fault(allowed: Collection[str], headers: Iterable[tuple[bytes, bytes]])
 
 
 def origin_fault(
-    allowed: Collection[str], method: str, path: str, headers: Iterable[tuple[bytes, bytes]]
+    allowed: Collection[str], allows_loopback: bool, headers: Iterable[tuple[bytes, bytes]]
 ) -> HttpError | None:
-    """The refusal of a page that would change what belongs to all callers; None: no page asks, or it may.
+    """The refusal of a request that may change something and that a page of a foreign origin has sent.
 
-    A browser keeps the answer from a page of a foreign origin, but its POST without a body it sends without asking
-    us. Our own pages may, and what is no browser names no origin.
+    Browsers send some requests without asking the server first: those without a body, of forms, and of uploads. They
+    name the page in ``Origin``, and its relation to the server in ``Sec-Fetch-Site``, which no page can set. Clients
+    that are not browsers send neither.
+
+    Args:
+        allowed: origins, or ``*``.
+        allows_loopback: whether pages of loopback origins may send this request.
     """
     found = dict(headers)
     origin = found.get(b"origin", b"").decode("latin-1")
-    if not origin or method in _READING or not is_operators(path) or not {"*", origin}.isdisjoint(allowed):
+    site = found.get(b"sec-fetch-site", b"").decode("latin-1")
+    if site:
+        is_own = site in _OWN_SITES
+    else:
+        is_own = not origin or origin.lower().partition("://")[2] == found.get(b"host", b"").decode("latin-1").lower()
+    if is_own or not {"*", origin}.isdisjoint(allowed):
         return None
-    if origin.lower().partition("://")[2] == found.get(b"host", b"").decode("latin-1").lower():
+    if allows_loopback and re.fullmatch(_LOOPBACK_ORIGIN, origin):
         return None
+    shown = repr(origin[:_SHOWN_CHARS]) if origin else "another site"
     return HttpError(
         403,
-        "Pages of this origin may change nothing here; --cors-origin ORIGIN lets them, or an --api-key for the server.",
+        f"A page of {shown} may send nothing here that can change something; start the server with --cors-origin "
+        "ORIGIN for pages of that origin, or send an API key.",
         code="unknown_origin",
     )
 
