@@ -25,6 +25,8 @@
     │   ├── QueueFullError             the bounded queue is full; try again later
     │   ├── UnavailableError           loading, draining or restarting; try again later (`retry_after_s`)
     │   │   └── WorkerLostError            the process that computed the answer ended
+    │   ├── StorageError               what has to be kept cannot be written to disk now
+    │   │   └── StorageFullError           there is no room for it
     │   ├── DeadlineError              time was up before the answer was complete
     │   │   └── QueueDeadlineError         time was up before anything was computed
     │   ├── ChatTemplateError          no template, or it failed on these messages
@@ -223,6 +225,14 @@ class WorkerLostError(UnavailableError):
     ) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
         self.is_suspect = is_suspect
+
+
+class StorageError(RequestError):
+    """What has to be kept cannot be written to disk now; the message names the folder."""
+
+
+class StorageFullError(StorageError):
+    """There is no room on disk for what has to be kept."""
 
 
 class LinkRefusedError(LockstepError):

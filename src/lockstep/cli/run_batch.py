@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -23,6 +23,7 @@ from lockstep.cli.progress import loading_progress
 from lockstep.cli.writing import check_places, make_folder
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
+from lockstep.owned_folders import temporary_folder
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -39,6 +40,9 @@ NUM_AT_ONCE = 64
 REPORT_S = 10.0
 """Progress is told so often where nobody looks at a terminal."""
 PIPE = "-"
+_PART = ".part"
+_TEMPORARY = "lockstep-run-batch-"
+"""Beginning of the names of temporary folders."""
 OUTPUT = "the output"
 NAME = "run-batch"
 """Begins the ids of requests."""
@@ -171,8 +175,8 @@ def _job(path: Path, target: str, model: str, checked: CheckedInput, *, resumes:
     if target == PIPE:
         if resumes:
             raise UsageError("--resume has nothing to go on with where OUT is standard output; name a file")
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-            journal = Journal(Path(folder) / "part", NAME, len(checked.offsets))
+        with temporary_folder(_TEMPORARY) as folder:
+            journal = Journal(folder / "part", NAME, len(checked.offsets))
             with closing(Job(NAME, "", path, checked.offsets, journal)) as job:
                 yield job
         return
@@ -183,7 +187,10 @@ def _job(path: Path, target: str, model: str, checked: CheckedInput, *, resumes:
         raise UsageError(f"--resume: there is no {part}, so nothing was broken off; leave it out")
     make_folder(part, OUTPUT)
     digest = blake2b(path.read_bytes() + b"\0" + model.encode(), digest_size=16).hexdigest()
-    journal = Journal(part, digest, len(checked.offsets))
+    try:
+        journal = Journal(part, digest, len(checked.offsets))
+    except OSError as error:
+        raise _not_kept(part, error) from None
     with closing(Job(NAME, "", path, checked.offsets, journal)) as job:
         yield job
 
@@ -191,7 +198,7 @@ def _job(path: Path, target: str, model: str, checked: CheckedInput, *, resumes:
 def part_of(target: str) -> Path:
     """The file of answers while they come."""
     path = Path(target).expanduser()
-    return path.with_name(f"{path.name}.part")
+    return path.with_name(f"{path.name}{_PART}")
 
 
 def _answer(
@@ -232,7 +239,10 @@ async def _run(cluster: Cluster, app: FastAPI, job: Job, num_at_once: int) -> No
     try:
         await cluster.prepare()
         await cluster.start()
-        await run_job(job, Door(app), num_at_once, shown.update)
+        try:
+            await run_job(job, Door(app), num_at_once, shown.update)
+        except OSError as error:
+            raise _not_kept(job.journal.path, error) from None
     except asyncio.CancelledError:
         journal = job.journal
         num_answered = journal.num_completed + journal.num_failed
@@ -240,6 +250,13 @@ async def _run(cluster: Cluster, app: FastAPI, job: Job, num_at_once: int) -> No
         raise
     finally:
         await cluster.close()
+
+
+def _not_kept(path: Path, error: OSError) -> UsageError:
+    """The refusal of a run whose answers the disk does not take."""
+    advice = ", and go on with --resume" if path.suffix == _PART else ""
+    why = error.strerror or error
+    return UsageError(f"{path}: answers cannot be kept there: {why}; free space on that disk{advice}")
 
 
 class _Progress:
@@ -266,7 +283,7 @@ class _Progress:
 
 def _write(job: Job, target: str) -> None:
     """Write all answers in order; a file is there as soon as it is whole."""
-    from lockstep.server.batches import write_results
+    from lockstep.server.batches import sync_folder, write_results
 
     if target == PIPE:
         write_results(job, sys.stdout.buffer, sys.stdout.buffer)
@@ -280,7 +297,10 @@ def _write(job: Job, target: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         whole.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
+        with suppress(OSError):
+            whole.unlink(missing_ok=True)
         raise UsageError(f"{target}: {OUTPUT} cannot be written there: {error.strerror or error}") from None
 
 

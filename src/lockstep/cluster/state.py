@@ -285,7 +285,7 @@ class ClusterState:
         why = "; ".join(dict.fromkeys(filter(None, faults)))
         recording = f"nothing is recorded now: {why}; requests are answered all the same" if why else ""
         hosts = () if self.hosts is None else self.hosts.warnings()
-        return tuple(filter(None, (recording, self._kept.fault, *hosts)))
+        return tuple(filter(None, (recording, self._kept.fault, self.worker.kv_fault, *hosts)))
 
     async def close(self) -> None:
         """End the worker, and what is recorded."""

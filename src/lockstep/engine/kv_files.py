@@ -38,6 +38,11 @@ _KEYS = struct.Struct("<8s16s16sQ")
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = _KEYS.size + _CHECKSUM_BYTES
 _PAGE_BYTES = 4096
+MAX_RETRIES = 1
+"""Tries of a block that the disk had no room for, after another block was removed for it."""
+RECOVERED_BYTES, RECOVERED_BLOCKS = 1 << 20, 8
+"""A disk that refused a file has room again when it takes so much more, whichever is larger."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 UNKNOWN_CLASS = 1 << 16
 """Of blocks that no engine of this process has asked for yet."""
 _SUFFIX = ".kv"
@@ -78,8 +83,10 @@ class BlockFiles:
         self.num_bytes = 0
         """Of all files, in whole pages."""
         self.num_evicted = 0
-        self.is_full = False
-        """True where the disk took less than the budget at the last attempt."""
+        self.fault = ""
+        """Why the disk takes less than the budget, in one sentence; empty: as far as is known it does not."""
+        self._refused_bytes = 0
+        """`num_bytes` when it refused the last file."""
         self._blocks: dict[BlockKey, tuple[int, int]] = {}
         """Class and bytes of each block that is there."""
         self._order: dict[int, OrderedDict[BlockKey, None]] = {}
@@ -170,26 +177,56 @@ class BlockFiles:
         num_bytes = pages(HEADER_BYTES + len(content))
         if not self._evict(num_bytes, class_):
             return False
+        is_written = self._write(key, content, class_)
+        if is_written:
+            self._note(key, class_, num_bytes)
+            self._took(num_bytes)
+        return is_written
+
+    def _write(self, key: BlockKey, content: Blocks, class_: int) -> bool:
         path = self._path(key)
         partial = path.with_suffix(".part")
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-            with open(os.open(partial, flags, 0o600), "wb", buffering=0) as file:
-                _write_all(file.fileno(), header_of(key, content), content.data)
-            partial.rename(path)
-        except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            if not self.is_full:
-                log.warning("%s: KV blocks are not kept there now: %s", self.folder, error.strerror)
-            self.is_full = True
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._evict_one(class_)  # somebody else's files took the room: these give way
-            return False
-        self.is_full = False
-        self._note(key, class_, num_bytes)
-        return True
+        for _ in range(1 + MAX_RETRIES):
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+                with open(os.open(partial, flags, 0o600), "wb", buffering=0) as file:
+                    _write_all(file.fileno(), header_of(key, content), content.data)
+                partial.rename(path)
+                return True
+            except OSError as error:
+                with suppress(OSError):
+                    partial.unlink(missing_ok=True)
+                if not self.refused(error, class_):
+                    break
+        return False
+
+    def refused(self, error: OSError, class_: int | None = None) -> bool:
+        """Note that the disk refuses a file of the folder: one warning until it has room again.
+
+        Args:
+            class_: the file's priority; None: above that of every block.
+
+        Returns:
+            True if a block that is not better was removed for the file, so that another try may succeed.
+        """
+        before, self.fault = self.fault, f"{self.folder}: KV blocks are not kept there now: {error.strerror}"
+        if error.errno in _FULL:
+            self.fault += "; free space on that disk, or lower the budget for KV there"
+        if not before:
+            log.warning("%s", self.fault)
+        self._refused_bytes = self.num_bytes
+        return error.errno in _FULL and self._evict_one(class_)  # somebody else's files took the room: these give way
+
+    def _took(self, num_bytes: int) -> None:
+        """End the fault when clearly more is kept than when the disk refused something.
+
+        At the edge it takes one block for each that is removed, and refuses the next.
+        """
+        margin = max(RECOVERED_BYTES, RECOVERED_BLOCKS * num_bytes)
+        if self.fault and self.num_bytes >= min(self._refused_bytes + margin, self.budget_bytes - num_bytes):
+            self.fault = ""
+            log.info("%s: KV blocks are kept there again", self.folder)
 
     def remove(self, key: BlockKey) -> bool:
         """Forget a block; False: it was not there."""

@@ -100,7 +100,7 @@ class SessionRecords:
         if self.tier is None:
             return
         record, path = self._records.get(name), self.tier.folder / _FOLDER / name
-        partial = path.with_suffix(".part")
+        partial, before = path.with_suffix(".part"), self._file_bytes.get(name, 0)
         try:
             if record is None:
                 path.unlink(missing_ok=True)
@@ -111,7 +111,10 @@ class SessionRecords:
                 partial.write_bytes(data)
                 partial.rename(path)
         except OSError as error:
-            log.warning("%s: what a session will come back for cannot be noted: %s", path.parent, error.strerror)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            self._charge(self.tier, name, before)  # the file is as it was
+            self.tier.refused(error)
 
     def _read(self, tier: BlockFiles) -> None:
         """Take over what an earlier process left; whatever is no record, or too much, is removed."""

@@ -128,6 +128,11 @@ class KVTiers:
         self.num_checked[place] += 1
         self.num_rejected[place] += not is_same
 
+    @property
+    def fault(self) -> str:
+        """Why less is kept than the budgets allow, in one sentence; empty: it is not."""
+        return next((files.fault for files in self._files.values() if files.fault), "")
+
     def stats(self) -> dict[Place, TierStats]:
         """Figures of each tier."""
         return {

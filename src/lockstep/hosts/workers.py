@@ -172,6 +172,11 @@ class HostedWorkers:
         faults = (worker.recording_fault for worker in self._workers())
         return next((fault for fault in faults if fault), "")
 
+    @property
+    def kv_fault(self) -> str:
+        """Why a worker keeps less KV outside of its device than its budgets allow; empty: none does."""
+        return next((worker.kv_fault for worker in self._workers() if worker.kv_fault), "")
+
     # -- requests -------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -1,8 +1,12 @@
-"""SQLite files of the server: opened or made, known as ours by their header, and used on one thread of their own."""
+"""SQLite files of the server: opened or made, known as ours by their header, and used on one thread of their own.
+
+What the disk refuses, a full one above all, becomes a `StorageError` that names the folder.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -10,14 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, StorageError, StorageFullError
 
 BUSY_TIMEOUT_S = 5.0
 """How long to wait for another process that is writing to the file."""
 OWNER_ONLY = 0o600
 """The files hold what people said."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_BROKEN = frozenset({errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ESTALE})
+_BROKEN_DATABASE = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
 
 T = TypeVar("T")
 Value = str | bytes | int | float | None
@@ -34,6 +41,8 @@ class Schema:
     """Plural noun of what it holds, for messages."""
     is_exclusive: bool = False
     """Whether one process at a time may use it."""
+    synchronous: Literal["NORMAL", "FULL"] = "NORMAL"
+    """FULL: what was committed survives a power failure. NORMAL: the last changes may be lost, the file stays whole."""
 
 
 class Database:
@@ -49,10 +58,22 @@ class Database:
         except (OSError, sqlite3.Error) as error:
             why = "another server uses it" if schema.is_exclusive and "locked" in str(error) else str(error)
             raise ConfigError(f"{path}: {schema.kept} cannot be kept there: {why}") from error
+        self._folder, self._kept = path.absolute().parent, schema.kept
         self._thread = ThreadPoolExecutor(1, f"lockstep-{schema.kept.replace(' ', '-')}")
 
     async def run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Do work on the database's thread, also with files beside it.
+
+        Raises:
+            StorageError: the disk refuses it.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (OSError, sqlite3.OperationalError) as error:
+            refusal = refusal_of(error, self._folder, self._kept)
+            if refusal is None:
+                raise
+            raise refusal from error
 
     async def rows(self, query: str, *values: Value) -> list[tuple[Any, ...]]:
         """All rows that a query finds."""
@@ -80,6 +101,23 @@ class Database:
         self.connection.close()
 
 
+def refusal_of(error: OSError | sqlite3.OperationalError, folder: Path, kept: str) -> StorageError | None:
+    """The error of a disk that takes nothing more, or nothing at all now; None: another error.
+
+    Args:
+        kept: plural noun of what is kept in the folder.
+    """
+    if isinstance(error, sqlite3.OperationalError):
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # above it are subtypes
+        is_full, is_broken, why = code == sqlite3.SQLITE_FULL, code in _BROKEN_DATABASE, str(error)
+    else:
+        is_full, is_broken, why = error.errno in _FULL, error.errno in _BROKEN, error.strerror or str(error)
+    text = f"{folder}: {kept} cannot be kept there now: {why}"
+    if is_full:
+        return StorageFullError(f"{text}; free space on that disk")
+    return StorageError(f"{text}; mend that disk, or make the folder writable") if is_broken else None
+
+
 def _connect(path: Path, schema: Schema) -> sqlite3.Connection:
     """A connection to a file of ours, for one thread at a time."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY))
@@ -101,7 +139,10 @@ def _connect(path: Path, schema: Schema) -> sqlite3.Connection:
                 f"{path}: a database of another program or version (application_id {found[0]}, user_version "
                 f"{found[1]}); it must be a file that this version made ({expected[0]}, {expected[1]}), or none"
             )
-        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA synchronous = {schema.synchronous}")
+        # The write-ahead log is emptied after each change and keeps its size, so the next change needs no room: what
+        # is small, such as removing a file, is possible on a full disk.
+        connection.execute("PRAGMA wal_autocheckpoint = 1")
     except BaseException:
         connection.close()
         raise

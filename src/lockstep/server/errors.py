@@ -34,6 +34,8 @@ from lockstep.errors import (
     ResponseNotFoundError,
     SessionNotFoundError,
     SlowReaderError,
+    StorageError,
+    StorageFullError,
     StoredFileNotFoundError,
     UnavailableError,
     WorkerLostError,
@@ -54,7 +56,7 @@ _OF_BODY = ("body", "query", "path", "header")
 
 
 NEVER_RETRY = {"x-should-retry": "false"}
-"""The official client would send the request again by itself, and triple an overload."""
+"""The official client would send the request again by itself, and triple an overload, or upload a file three times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ _KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (RemoteFailedError, 502, "remote_failed"),
     (WorkerLostError, 503, "worker_lost"),
     (UnavailableError, 503, "unavailable"),
+    (StorageFullError, 507, "storage_full"),
+    (StorageError, 503, "storage_unavailable"),
 )
 """The first class that fits decides: status and code."""
 
@@ -167,7 +171,7 @@ def http_error(error: BaseException) -> HttpError:
 
 
 def _headers(error: BaseException) -> Mapping[str, str]:
-    if isinstance(error, DeadlineError):
+    if isinstance(error, DeadlineError | StorageError):
         return NEVER_RETRY
     if isinstance(error, UnavailableError | RemoteFailedError) and error.retry_after_s is not None:
         return {"Retry-After": str(max(1, round(error.retry_after_s)))}

@@ -33,10 +33,10 @@ debug_router = APIRouter(tags=["debug"], responses=ERROR_RESPONSES)
 
 
 class HealthBody(BaseModel):
-    """``reason`` says why not, in one sentence; empty when ready. ``warnings`` say what somebody should look after
-    although requests are answered."""
+    """``reason`` is why requests are not answered; empty otherwise. ``warnings`` are what an operator should look after
+    although requests are answered, which is then ``degraded``."""
 
-    status: Literal["ready", "live", "unavailable"]
+    status: Literal["ready", "degraded", "live", "unavailable"]
     reason: str = ""
     warnings: list[str] = []
 
@@ -61,9 +61,12 @@ UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "descript
 @router.post("/ping", response_model=HealthBody, responses=UNREADY, operation_id="ping_post")
 async def ready(request: Request) -> JSONResponse:
     """200 while requests will be answered, else 503."""
-    serving = serving_of(request)
+    serving, batches = serving_of(request), request.app.state.batches
     reason, warnings = unready_reason(serving), list(serving.cluster.health().warnings)
-    body = HealthBody(status="unavailable" if reason else "ready", reason=reason, warnings=warnings).model_dump()
+    if batches is not None and batches.store.fault is not None:
+        warnings.append(str(batches.store.fault))
+    status: Any = "unavailable" if reason else "degraded" if warnings else "ready"
+    body = HealthBody(status=status, reason=reason, warnings=warnings).model_dump()
     return JSONResponse(body, 503, {"Retry-After": RETRY_AFTER_S}) if reason else JSONResponse(body)
 
 

@@ -165,6 +165,7 @@ class DeviceWorker:
             sum(engine.scheduler.num_running for engine in engines),
             sum(engine.scheduler.num_waiting for engine in engines),
             "" if self._recorder is None else self._recorder.report().fault,
+            "" if self._store is None else self._store.tiers.fault,
         )
 
     def _tiers(self) -> dict[str, TierStats]:

@@ -203,6 +203,8 @@ class HealthReport(_Part, frozen=True):
     num_waiting: int
     recording_fault: str = ""
     """Why nothing is being recorded now; empty: it is, or nothing is to be."""
+    kv_fault: str = ""
+    """Why less KV is kept outside of the device than its budgets allow; empty: it is not."""
 
 
 class Checked(_Part, frozen=True):

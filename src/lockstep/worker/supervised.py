@@ -208,6 +208,12 @@ class SupervisedWorker:
         report = self._life.pulse.report
         return "" if report is None else report.recording_fault
 
+    @property
+    def kv_fault(self) -> str:
+        """Why less KV is kept outside of the device than its budgets allow, by the last report; empty: it is not."""
+        report = self._life.pulse.report
+        return "" if report is None else report.kv_fault
+
     # -- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, replica: str, request: GenerationRequest) -> Mailbox:

@@ -3,7 +3,7 @@
 from lockstep.server.batches.answering import Door, run_job
 from lockstep.server.batches.input_file import CheckedInput, checked_input
 from lockstep.server.batches.job import Job, write_results
-from lockstep.server.batches.journal import Journal
+from lockstep.server.batches.journal import Journal, sync_folder
 from lockstep.server.batches.routes import router
 from lockstep.server.batches.runner import BatchRunner
 from lockstep.server.batches.store import BatchStore, open_batch_store
@@ -19,5 +19,6 @@ __all__ = [
     "open_batch_store",
     "router",
     "run_job",
+    "sync_folder",
     "write_results",
 ]

@@ -134,6 +134,9 @@ async def run_job(job: Job, door: Door, num_at_once: int, on_answer: Callable[[]
             job.answer(index, request, reply)
             on_answer()
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(num_at_once):
-            tasks.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(num_at_once):
+                tasks.create_task(work())
+    except ExceptionGroup as group:  # the first ended the others, or they met the same
+        raise group.exceptions[0] from None

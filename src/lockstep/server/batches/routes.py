@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -37,6 +39,7 @@ from lockstep.server.batches.schema import (
     StoredFile,
 )
 from lockstep.server.body import UPLOAD_TYPE, kind_of
+from lockstep.server.database import refusal_of
 from lockstep.server.errors import ERROR_RESPONSES, HttpError, RefusedBodyError
 from lockstep.server.request_context import CLIENT_LEFT_STATUS, context_of
 
@@ -96,6 +99,11 @@ async def upload_file(request: Request) -> Response:
         raise RefusedBodyError(
             HttpError(408, f"The file did not arrive within {UPLOAD_TIMEOUT_S:g} s.", code="body_timeout")
         ) from None
+    except OSError as error:  # large files come by way of a temporary one
+        refusal = refusal_of(error, Path(tempfile.gettempdir()), "uploads")
+        if refusal is None:
+            raise
+        raise refusal from error
     except ClientDisconnect:
         context_of(request).status = CLIENT_LEFT_STATUS
         return Response(status_code=CLIENT_LEFT_STATUS)
@@ -209,7 +217,9 @@ async def retrieve_content(file_id: str, request: Request) -> Response:
 @router.delete("/files/{file_id}", response_model=DeletedFile)
 async def delete_file(file_id: str, request: Request) -> Response:
     """Forget a file that no batch is reading."""
-    await runner_of(request).store.delete_file(file_id, context_of(request).tenant, time.time())
+    runner = runner_of(request)
+    await runner.store.delete_file(file_id, context_of(request).tenant, time.time())
+    runner.look()
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 

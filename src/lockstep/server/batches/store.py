@@ -5,16 +5,17 @@ One server at a time uses a folder. What one tenant stored does not exist for an
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sqlite3
 import tempfile
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import msgspec
 
@@ -23,15 +24,20 @@ from lockstep.errors import (
     ConfigError,
     InvalidParameterError,
     QueueFullError,
-    RequestFailedError,
+    StorageError,
     StoredFileNotFoundError,
 )
+from lockstep.owned_folders import claim_folder
 from lockstep.server.batches.input_file import MAX_FILE_BYTES
 from lockstep.server.batches.job import Job, write_results
-from lockstep.server.batches.journal import Journal
+from lockstep.server.batches.journal import Journal, sync_folder
 from lockstep.server.batches.schema import ENDED, Batch, StoredFile, derived_id
 from lockstep.server.database import OWNER_ONLY, Database, Schema
 from lockstep.server.options import ServerOptions
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SCHEMA = Schema(
     application_id=0x4C53_4254,
@@ -58,7 +64,12 @@ CREATE INDEX open_batches ON batches (has_ended);
 """,
     kept="batches",
     is_exclusive=True,
+    synchronous="FULL",
 )
+_TEMPORARY = "lockstep-batches-"
+"""Beginning of the names of temporary folders."""
+_PROBE_BYTES = 64 << 10
+"""Room that a folder needs to be taken for one that can be written again."""
 _FOLDER_MODE = 0o700
 _COPY_BYTES = 1 << 20
 _ANY = ""
@@ -91,8 +102,13 @@ class BatchStore:
 
     def __init__(self, folder: Path | None, limits: StoreLimits | None = None) -> None:
         self.limits = limits or StoreLimits()
-        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="lockstep-batches-")
-        self._folder = Path(self._temporary.name) if self._temporary else Path(folder or "").expanduser().absolute()
+        self.fault: StorageError | None = None
+        """The last refusal of the disk, until it takes something again."""
+        try:
+            self._temporary = None if folder else claim_folder(Path(tempfile.gettempdir()), _TEMPORARY)
+        except OSError as error:
+            raise ConfigError(f"{tempfile.gettempdir()}: batches cannot be kept there: {error}") from error
+        self._folder = self._temporary.path if self._temporary else Path(folder or "").expanduser().absolute()
         try:
             for each in (self._folder, self._folder / "files", self._folder / "journals"):
                 each.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
@@ -104,7 +120,39 @@ class BatchStore:
     def close(self) -> None:
         self.database.close()
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary.remove()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do work with files and the database on the database's thread.
+
+        Raises:
+            StorageError: the disk refuses it; `fault` has the error from then on.
+        """
+        try:
+            return await self.database.run(work)
+        except StorageError as error:
+            if self.fault is None:
+                log.warning("%s; batches wait until then, and other requests are answered all the same", error)
+            self.fault = error
+            raise
+
+    async def probe(self) -> None:
+        """Find out whether the disk takes something again; then there is no `fault` any more."""
+
+        def write() -> None:
+            path = self._folder / "files" / "probe.part"
+            try:
+                with path.open("wb") as file:
+                    file.write(bytes(_PROBE_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+            finally:
+                path.unlink(missing_ok=True)
+
+        with suppress(StorageError):
+            await self.run(write)
+            self.fault = None
+            log.info("%s: batches can be kept there again; they go on", self._folder)
 
     def _sweep(self) -> None:
         """Remove what a server that was killed left half done."""
@@ -126,7 +174,7 @@ class BatchStore:
 
         Raises:
             InvalidParameterError: as much is kept as may be.
-            RequestFailedError: it cannot be written.
+            StorageError: the disk refuses it.
         """
 
         def put() -> None:
@@ -146,10 +194,7 @@ class BatchStore:
             with self.database.transaction() as connection:
                 _insert_file(connection, tenant, file)
 
-        try:
-            await self.database.run(put)
-        except (OSError, sqlite3.Error) as error:
-            raise RequestFailedError(f"the file could not be kept: {error}") from error
+        await self.run(put)
 
     @contextmanager
     def _written(self, file_id: str) -> Iterator[IO[bytes]]:
@@ -162,6 +207,7 @@ class BatchStore:
                 target.flush()
                 os.fsync(target.fileno())
             part.replace(path)
+            sync_folder(path.parent)
         finally:
             part.unlink(missing_ok=True)
 
@@ -194,7 +240,7 @@ class BatchStore:
             raise InvalidParameterError(
                 f"{file_id} is being read by {rows[0][0]}; cancel that first, or wait for its end", param="file_id"
             )
-        await self.database.run(lambda: self._forget([file_id]))
+        await self.run(lambda: self._forget([file_id]))
 
     async def _forget_expired(self, now_s: float) -> None:
         query = (
@@ -202,7 +248,8 @@ class BatchStore:
             "(SELECT input_file_id FROM batches WHERE has_ended = 0)"
         )
         if rows := await self.database.rows(query, int(now_s)):
-            await self.database.run(lambda: self._forget([row[0] for row in rows]))
+            with suppress(StorageError):  # they go when the disk takes it
+                await self.run(lambda: self._forget([row[0] for row in rows]))
 
     def _forget(self, file_ids: list[str]) -> None:
         with self.database.transaction() as connection:
@@ -233,6 +280,7 @@ class BatchStore:
 
         Raises:
             QueueFullError: none of them has.
+            StorageError: the disk refuses it.
         """
 
         def put() -> None:
@@ -248,7 +296,7 @@ class BatchStore:
                     (batch.id, tenant, batch.input_file_id, msgspec.json.encode(batch)),
                 )
 
-        await self.database.run(put)
+        await self.run(put)
 
     async def batch(self, batch_id: str, tenant: str) -> Batch:
         """A tenant's batch as it was saved last; BatchNotFoundError when there is none."""
@@ -268,8 +316,8 @@ class BatchStore:
         return [(tenant, msgspec.json.decode(payload, type=Batch)) for tenant, payload in rows]
 
     async def save(self, batch: Batch) -> None:
-        """Keep how far a batch has come."""
-        await self.database.run(lambda: _update(self.database.connection, batch))
+        """Keep how far a batch has come; StorageError: the disk refuses it."""
+        await self.run(lambda: _update(self.database.connection, batch))
 
     def open_job(self, tenant: str, batch: Batch, offsets: array[int]) -> Job:
         """Work on a batch; begins where an earlier one was broken off. On the database's thread."""
@@ -278,7 +326,7 @@ class BatchStore:
 
     def finish(self, job: Job, batch: Batch, now_s: float, of_others: tuple[str, str] | None) -> Batch:
         """Make files of a job's results, and keep them and the batch's end in one transaction. On the database's
-        thread. Killed in the middle and done again, it makes the same files.
+        thread. Broken off in the middle and done again, it makes the same files.
 
         Args:
             batch: in its last state.
@@ -303,7 +351,8 @@ class BatchStore:
                 _insert_file(connection, job.tenant, file)
             _update(connection, ended)
         job.close()
-        job.journal.path.unlink(missing_ok=True)
+        with suppress(OSError):  # the next start removes it
+            job.journal.path.unlink(missing_ok=True)
         return ended
 
 

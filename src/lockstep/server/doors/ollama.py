@@ -285,7 +285,7 @@ async def _load(request: Request, body: OllamaBody, said: Mapping[str, Any]) -> 
     context.model = name = cluster.card(served_name(cluster, body.model)).name
     unloads = is_unloading(body.keep_alive)
     if unloads:
-        refused = _unloading_fault(request, name)
+        refused = _unloading_fault(request)
         if refused is not None:
             return refusal(refused, context)
         await cluster.unload_model(name)
@@ -309,7 +309,7 @@ async def _begun(cluster: Cluster, call: GenerationRequest, context: RequestCont
         await accepted_of([stream])
 
 
-def _unloading_fault(request: Request, name: str) -> HttpError | None:
+def _unloading_fault(request: Request) -> HttpError | None:
     """The refusal of unloading a model, which is an operator's; None: the caller may."""
     serving, context = serving_of(request), context_of(request)
     options = serving.options
@@ -321,6 +321,7 @@ def _unloading_fault(request: Request, name: str) -> HttpError | None:
         )
     if not is_operator(context.tenant, options):
         return forbidden()
-    path = f"/v1/models/{name}/unload"  # which a page of another origin may not ask for either
-    has_keys = bool(options.api_keys or options.admin_keys)
-    return None if has_keys else origin_fault(options.cors_origins, "POST", path, request.scope["headers"])
+    if context.tenant:
+        return None
+    # As `/v1/models/{id}/unload`, which pages of loopback origins may not ask for either.
+    return origin_fault(options.cors_origins, False, request.scope["headers"])
