@@ -1,0 +1,86 @@
+"""Disks for tests: one that is really full, one that refuses by a switch, and what is left after a power failure."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """A small disk in memory; the test is skipped where this user may mount none."""
+    folder.mkdir()
+    try:
+        command = ("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("a full disk needs a mount, which needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(("umount", "-l", str(folder)), check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Take all room of a disk; whoever removes the file gives it back."""
+    path, size = folder / "filler", 1 << 16
+    with path.open("wb", buffering=0) as file:
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+    return path
+
+
+class Refusing:
+    """A disk that makes nothing durable in one folder while it refuses, as a full one does that allocates late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, number: int = errno.ENOSPC) -> None:
+        self.folder = folder
+        self.number = number
+        self.is_refusing = False
+        self.num_refused = 0
+        self._fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", self._call)
+
+    def _call(self, descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if self.is_refusing and path.is_relative_to(self.folder):
+            self.num_refused += 1
+            raise OSError(self.number, os.strerror(self.number))
+        self._fsync(descriptor)
+
+
+class Synced:
+    """What a power failure leaves: files as at their last `fsync`, under the names of their folder's last one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, events: list[str] | None = None) -> None:
+        self._contents: dict[int, bytes] = {}
+        self._names: dict[Path, dict[str, int]] = {}
+        self._events = [] if events is None else events
+        self._fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", self._call)
+
+    def _call(self, descriptor: int) -> None:
+        self._fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        self._events.append(f"fsync {path.name.partition('_')[0]}")
+        if path.is_dir():
+            self._names[path] = {each.name: each.stat().st_ino for each in path.iterdir()}
+        else:
+            self._contents[os.fstat(descriptor).st_ino] = path.read_bytes()
+
+    def left_of(self, folder: Path, target: Path) -> Path:
+        """Write what is left of a folder into another."""
+        target.mkdir()
+        for name, inode in self._names.get(folder, {}).items():
+            if inode in self._contents:
+                (target / name).write_bytes(self._contents[inode])
+        return target
