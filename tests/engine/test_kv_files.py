@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import random
 import resource
@@ -20,9 +22,10 @@ from hypothesis import strategies as st
 
 from lockstep.engine import kv_files
 from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey, claim_host_folder
-from lockstep.engine.kv_records import SessionRecords
+from lockstep.engine.kv_records import SessionRecord, SessionRecords
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
+from tests.disks import mounted
 
 SIZE = 5000
 PAGES = 8192
@@ -215,7 +218,56 @@ def test_a_full_disk_loses_the_block_and_nothing_else(tmp_path: Path, caplog: py
     assert not list(tmp_path.rglob("*.part"))
     assert read(files, key_of(0)) is not None
     assert files.write(key_of(1), content_of(1), 0)
-    assert not files.is_full
+
+
+def test_a_full_disk_is_a_cache_of_its_size_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk of 20 blocks, and a budget of more: the least recently used block gives way, as within a budget."""
+    caplog.set_level(logging.INFO)
+    num_free, writev = [20], os.writev
+
+    def write(descriptor: int, buffers: Any) -> int:
+        if len(paths(tmp_path)) >= num_free[0]:
+            os.write(descriptor, b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return writev(descriptor, buffers)
+
+    monkeypatch.setattr(os, "writev", write)
+    files = BlockFiles(tmp_path, 1 << 30)
+    for number in range(60):
+        assert files.write(key_of(number), content_of(number), 0)
+    assert list(files) == [key_of(number) for number in range(40, 60)]
+    assert files.num_bytes == 20 * PAGES
+    assert not files.write(key_of(99), content_of(99), 1), "only better ones are there"
+    assert not list(tmp_path.rglob("*.part"))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert files.fault.startswith(f"{tmp_path}: KV blocks are not kept there now: No space left on device")
+    num_free[0] = 1000
+    for number in range(60, 300):
+        assert files.write(key_of(number), content_of(number), 0)
+    assert files.fault == ""
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_a_real_full_disk_keeps_what_fits_and_counts_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mounted(tmp_path / "disk", "400k") as disk:
+        files = BlockFiles(disk, 1 << 30)
+        records = SessionRecords(files)
+        for number in range(100):
+            files.write(key_of(number), content_of(number), 0)
+            record = SessionRecord("m", str(number), ENVIRONMENT, (key_of(number).block_hash,), 0.0)
+            for name in records.put(record):
+                records.write(name)
+        on_disk = sum(path.stat().st_blocks * 512 for path in disk.rglob("*") if path.is_file())
+        assert files.num_bytes == on_disk > 300 << 10
+        assert len(files) >= 10
+        for key in files:
+            assert read(files, key) is not None
+        assert len(caplog.records) == 1, "one warning, neither for each block nor for each session"
+        files.close()
 
 
 WRITER = """

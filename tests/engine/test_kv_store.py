@@ -19,7 +19,7 @@ from lockstep.engine.kv_tiers import Place
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
 from tests.engine.conftest import OpenStore
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 SIZE = 5000
 PAGES = 8192
@@ -207,6 +207,27 @@ def test_what_a_session_came_back_for_before_is_removed_and_so_is_what_a_forgott
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_stays_that_a_session_wants_by_the_time_at_which_it_would_be_removed(open_store: OpenStore) -> None:
+    """One session ends and another begins to want its blocks while the store's thread is busy with something else."""
+    store = open_store()
+    save(store, 0, 1)
+    store.remember(SessionRecord("m", "first", ENVIRONMENT, (hash_of(0), hash_of(1)), 0.0))
+    assert store.flush(10.0)
+    is_busy, may_go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_busy.set()
+        assert may_go_on.wait(HANG_S)
+
+    store.save(ENVIRONMENT, [hash_of(2)], np.stack([content_of(2)]), 0, wait)
+    assert is_busy.wait(HANG_S)
+    store.end("first")
+    store.remember(SessionRecord("m", "second", ENVIRONMENT, (hash_of(0),), 1.0))
+    may_go_on.set()
+    assert store.flush(10.0)
+    assert present(store, 2) == {0}, "the other block is wanted by nobody"
 
 
 def test_records_count_against_the_budget_of_their_tier(open_store: OpenStore, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from lockstep.server.batches import Journal, runner
 from lockstep.server.database import refusal_of
-from tests.server.batches.disks import Refusing, fill, mounted
+from tests.disks import Refusing, fill, mounted
 from tests.server.batches.inputs import created, ended, jsonl, line, results, uploaded
 from tests.server.batches.running import Running, running, until
 from tests.server.process import IN_THREAD, ServerProcess

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import sqlite3
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from lockstep.errors import ConfigError, InvalidParameterError, QueueFullError
+from lockstep.errors import ConfigError, InvalidParameterError, QueueFullError, StoredFileNotFoundError
 from lockstep.server.batches.schema import Batch, StoredFile
 from lockstep.server.batches.store import BatchStore, StoreLimits
 from tests.server.batches.inputs import CHAT, created, ended, jsonl, line, results
@@ -151,6 +152,16 @@ async def test_files_that_expired_are_gone_but_for_those_that_a_batch_reads(tmp_
     store.close()
 
 
+async def test_a_file_is_there_until_the_second_in_which_it_expires(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "kept")
+    file = stored(0)
+    await put(store, tmp_path, StoredFile(file.id, 2, 0, file.filename, "batch", 100))
+    assert (await store.file(file.id, "a", 99.9)).id == file.id
+    with pytest.raises(StoredFileNotFoundError):
+        await store.file(file.id, "a", 100.0)
+    store.close()
+
+
 async def test_what_a_killed_server_left_half_done_is_removed(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "kept")
     await put(store, tmp_path, stored(0))
@@ -181,6 +192,24 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps({}))
     with pytest.raises(ConfigError, match="batches cannot be kept there"):
         BatchStore(file)
+
+
+def test_a_temporary_folder_of_a_server_that_was_killed_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ServerProcess("stub://alpha", *IN_THREAD, environment={"TMPDIR": str(tmp_path)}) as server:
+        server.wait_ready()
+        [left] = tmp_path.glob("lockstep-batches-*")
+        alive = BatchStore(None)
+        assert left.is_dir(), "its server runs"
+        server.signal(signal.SIGKILL)
+        server.wait()
+    following = BatchStore(None)
+    assert not left.exists()
+    assert len([*tmp_path.glob("lockstep-batches-*")]) == 2
+    alive.close()
+    following.close()
 
 
 def test_a_temporary_folder_goes_with_its_store() -> None:

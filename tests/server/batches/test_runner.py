@@ -16,10 +16,13 @@ from lockstep.server.batches.answering import MAX_LOST_TRIES, MAX_TRIES, MAX_WAI
 from lockstep.server.batches.input_file import BatchRequest
 from lockstep.server.batches.job import Job, Reply
 from lockstep.server.batches.journal import Journal
-from lockstep.server.batches.runner import MAX_BESIDE, MAX_SET_BACKS, RunningRequest, to_set_back
+from lockstep.server.batches.runner import MAX_BESIDE, MAX_SET_BACKS, RunningRequest, has_expired, to_set_back
+from lockstep.server.batches.schema import Batch
 from lockstep.server.batches.store import BatchStore, StoreLimits
 from tests.cluster.support import one_model
 from tests.server.batches.inputs import CHAT, jsonl, line
+from tests.server.batches.running import running as running_batches
+from tests.server.batches.running import until
 from tests.server.support import error_of
 
 REQUEST = BatchRequest("one", CHAT, b"{}", None)
@@ -35,6 +38,31 @@ def test_all_are_aborted_but_one_that_was_often_enough() -> None:
     assert [one.index for one in to_set_back(each)] == [0, 2, 3, 4]
     assert MAX_BESIDE == 1
     assert to_set_back(running(MAX_SET_BACKS)) == []
+
+
+async def test_a_request_that_was_aborted_often_enough_is_answered_beside_clients(tmp_path: Path) -> None:
+    """A client is there whenever a request of the batch begins, and the last one stays; so none can starve."""
+    async with running_batches(tmp_path, "stub://alpha?step_ms=5", max_batch_requests=1) as each:
+        batch_id = await each.begun(1, max_tokens=16, ignore_eos=True)
+        for num_aborted in range(1, MAX_SET_BACKS + 1):
+            await until(lambda: each.runner.num_running == 1)
+            each.serving.traffic.enter()
+            await until(lambda: each.runner.num_running == 0)
+            assert each.runner.counts.num_set_back == num_aborted
+            each.serving.traffic.leave()
+        await until(lambda: each.runner.num_running == 1)
+        each.serving.traffic.enter()
+        found = await each.ended(batch_id)
+        assert (found["status"], found["request_counts"]["completed"]) == ("completed", 1)
+        assert each.runner.counts.num_set_back == MAX_SET_BACKS
+        each.serving.traffic.leave()
+
+
+@pytest.mark.parametrize("status", ["validating", "in_progress", "finalizing", "cancelling", "completed"])
+def test_a_batch_expires_at_its_second_and_not_before_unless_all_is_answered(status: Any) -> None:
+    batch = Batch("batch_1", CHAT, "file-0", "10s", 90, 100, status=status)
+    is_open = status in ("validating", "in_progress")
+    assert [has_expired(batch, now_s) for now_s in (99.999, 100.0, 100.001)] == [False, is_open, is_open]
 
 
 def test_waits_between_tries_grow_to_a_bound_and_heed_the_server() -> None:
