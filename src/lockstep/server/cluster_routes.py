@@ -32,6 +32,7 @@ from lockstep.server.body import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of
+from lockstep.server.status import batch_warnings
 
 router = APIRouter(prefix="/v1", tags=["cluster"], responses=ERROR_RESPONSES)
 models_router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERROR_RESPONSES)
@@ -115,7 +116,8 @@ async def retrieve_cluster(request: Request) -> Response:
     cluster = serving_of(request).cluster
     await cluster.locate_sessions(LOCATE_LIMIT_S)
     snapshot = cluster.snapshot()
-    return _json(replace(snapshot, sessions=tuple(_own(request, snapshot.sessions))))
+    warnings = (*snapshot.warnings, *batch_warnings(request))
+    return _json(replace(snapshot, sessions=tuple(_own(request, snapshot.sessions)), warnings=warnings))
 
 
 @router.post("/cluster/hosts/{name:path}/drain", responses=described(HostSnapshot), operation_id="drain_host")

@@ -310,6 +310,8 @@ def batch_families(runner: BatchRunner | None, prefix: str) -> Iterator[Metric]:
     prefix, gauge, counter, counts = f"{prefix}:batch", GaugeMetricFamily, CounterMetricFamily, runner.counts
     open_ones = [((status,), count) for status, count in runner.num_of().items()]
     yield _family(gauge, f"{prefix}_open", "Batches that have not ended.", ("status",), open_ones)
+    text = "1 while the disk refuses what batches have to keep."
+    yield gauge(f"{prefix}_storage_fault", text, value=float(runner.store.fault is not None))
     yield gauge(f"{prefix}_requests_running", "Requests of batches being answered.", value=runner.num_running)
     yield gauge(f"{prefix}_requests_waiting", "Requests of batches that wait.", value=runner.num_waiting)
     answered = [(("completed",), counts.num_completed), (("failed",), counts.num_failed)]

@@ -61,10 +61,8 @@ UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "descript
 @router.post("/ping", response_model=HealthBody, responses=UNREADY, operation_id="ping_post")
 async def ready(request: Request) -> JSONResponse:
     """200 while requests will be answered, else 503."""
-    serving, batches = serving_of(request), request.app.state.batches
-    reason, warnings = unready_reason(serving), list(serving.cluster.health().warnings)
-    if batches is not None and batches.store.fault is not None:
-        warnings.append(str(batches.store.fault))
+    serving = serving_of(request)
+    reason, warnings = unready_reason(serving), [*serving.cluster.health().warnings, *batch_warnings(request)]
     status: Any = "unavailable" if reason else "degraded" if warnings else "ready"
     body = HealthBody(status=status, reason=reason, warnings=warnings).model_dump()
     return JSONResponse(body, 503, {"Retry-After": RETRY_AFTER_S}) if reason else JSONResponse(body)
@@ -84,6 +82,12 @@ async def load(request: Request) -> LoadBody:
 @router.get("/version", operation_id="version")
 async def version() -> VersionBody:
     return VersionBody(version=__version__)
+
+
+def batch_warnings(request: Request) -> tuple[str, ...]:
+    """Sentences on batches that an operator should look after."""
+    runner = request.app.state.batches
+    return () if runner is None or runner.store.fault is None else (str(runner.store.fault),)
 
 
 def unready_reason(serving: Serving) -> str:

@@ -163,16 +163,17 @@ async def test_answers_that_the_disk_refuses_are_kept_until_it_takes_them(
         disk = Refusing(monkeypatch, tmp_path / "journals", number)
         batch_id = await each.begun(NUM, **LONG)
         await until(lambda: len(each.answered) >= 2)
-        disk.is_refusing = True
-        await until(lambda: disk.num_refused >= 4 and not each.runner.num_running)
-        num_answered = len(each.answered)
-        await until(lambda: disk.num_refused >= 9)
-        assert len(each.answered) == num_answered, "nothing is computed that could not be kept"
+        disk.is_refusing, num_before = True, len(each.answered)
+        await until(lambda: disk.num_refused >= 9 and not each.runner.num_running)
+        assert len(each.answered) <= num_before + 3, "nothing begins while its answer could not be kept"
         code = "storage_unavailable" if number == errno.EIO else "storage_full"
         assert [one["code"] for one in (await each.batch(batch_id))["errors"]["data"]] == [code]
+        assert str(tmp_path) in (await each.client.get("/v1/cluster")).json()["warnings"][0]
+        assert "lockstep:batch_storage_fault 1.0" in (await each.client.get("/metrics")).text
         disk.is_refusing = False
         await check(each, batch_id)
         assert (await each.client.get("/health")).json()["status"] == "ready"
+        assert "lockstep:batch_storage_fault 0.0" in (await each.client.get("/metrics")).text
 
 
 @pytest.mark.parametrize("folder", ["journals", "files"])
