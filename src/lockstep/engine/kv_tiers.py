@@ -130,7 +130,7 @@ class KVTiers:
 
     @property
     def fault(self) -> str:
-        """Why less is kept than the budgets allow, in one sentence; empty: it is not."""
+        """The reason why less is kept than the budgets allow, in one sentence; empty: it is as they allow."""
         return next((files.fault for files in self._files.values() if files.fault), "")
 
     def stats(self) -> dict[Place, TierStats]:

@@ -174,7 +174,7 @@ class HostedWorkers:
 
     @property
     def kv_fault(self) -> str:
-        """Why a worker keeps less KV outside of its device than its budgets allow; empty: none does."""
+        """The reason why a worker keeps less KV outside of its device than its budgets allow; empty: none does."""
         return next((worker.kv_fault for worker in self._workers() if worker.kv_fault), "")
 
     # -- requests -------------------------------------------------------------------------------------------------

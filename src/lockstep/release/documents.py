@@ -57,7 +57,7 @@ def first_bad_line(path: Path, part: Path, is_bad: Callable[[], bool]) -> int | 
 
 
 def _line_between(file: IO[bytes], begin: int, end: int) -> int:
-    """Where a line begins that is near the middle of a part of a file; `begin`: the part is one line."""
+    """Start of a line that is near the middle of a part of a file; `begin`: the part is one line."""
     file.seek((begin + end) // 2)
     file.readline()
     if file.tell() < end:

@@ -210,7 +210,7 @@ class SupervisedWorker:
 
     @property
     def kv_fault(self) -> str:
-        """Why less KV is kept outside of the device than its budgets allow, by the last report; empty: it is not."""
+        """The reason why less KV is kept outside of the device than its budgets allow; empty: it is as they allow."""
         report = self._life.pulse.report
         return "" if report is None else report.kv_fault
 

@@ -318,9 +318,7 @@ class BatchRunner:
             self.counts.num_set_back += 1
             return
         error = task.exception()
-        if isinstance(error, StorageError):  # its line could not be read; it waits until it can
-            job.set_back(index)
-        elif error is not None:  # whatever it is, the batch reports it
+        if error is not None:  # whatever it is, the batch reports it
             log.error("%s cannot go on", job.name, exc_info=error)
             owner.faults = (Fault("storage_error", f"request {index + 1} could not be answered or kept: {error}"),)
 
