@@ -228,7 +228,7 @@ class WorkerLostError(UnavailableError):
 
 
 class StorageError(RequestError):
-    """What has to be kept cannot be written to disk now; the message names the folder."""
+    """Data that has to be kept cannot be written to disk now; the message names the folder."""
 
 
 class StorageFullError(StorageError):

@@ -11,7 +11,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from lockstep.cli.gate import judge_files
 from lockstep.cli.main import invoke
+from lockstep.errors import EvidenceError
 from tests.processes import Piped
 from tests.waiting import until
 
@@ -62,6 +64,13 @@ def test_a_line_that_cannot_be_read_is_reported_by_the_users_path_and_its_number
     assert code == 0
     assert f"{path}:3: " in errors
     assert str(temporary) not in errors
+
+
+def test_a_recording_is_not_followed_and_named_as_it_was_given(tmp_path: Path) -> None:
+    """A folder is what every recording may be; a copy of one would be judged by a path of ours."""
+    given = [Path("baseline.lstrace"), Path("candidate.lstrace")]
+    with pytest.raises(EvidenceError, match=r"^baseline\.lstrace: a recording, which cannot be followed"):
+        judge_files([tmp_path, tmp_path], names=given)
 
 
 @pytest.mark.parametrize("next_command", [("gate",), ("gate", "serve", "--port", "0")])

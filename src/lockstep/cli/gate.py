@@ -262,8 +262,11 @@ def _read(
     from lockstep.release.reading import read
     from lockstep.release.recordings import is_recording, read_recordings
 
-    names = names or paths
     recorded = [is_recording(path) for path in paths]
+    if names is not None and any(recorded):
+        name = names[recorded.index(True)]
+        raise EvidenceError(f"{name}: a recording, which cannot be followed; lockstep gate judges it once it is whole")
+    names = names or paths
     if len(paths) == 1:
         if recorded[0]:
             raise EvidenceError(f"{paths[0]}: a folder or recording is one side; give two: BASELINE CANDIDATE")
