@@ -9,7 +9,6 @@ import fcntl
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,6 +58,8 @@ def claim_folder(parent: Path, prefix: str) -> OwnedFolder:
     Raises:
         OSError: a folder cannot be made or locked.
     """
+    import tempfile
+
     for left in sorted(parent.glob(f"{prefix}*")):
         with suppress(OSError):
             _remove_left(left)
@@ -79,6 +80,8 @@ def claim_folder(parent: Path, prefix: str) -> OwnedFolder:
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """A folder of this process in the system's place for temporary files (`TMPDIR`), removed at the block's end."""
+    import tempfile
+
     folder = claim_folder(Path(tempfile.gettempdir()), prefix)
     try:
         yield folder.path

@@ -37,7 +37,7 @@ def changing_routes() -> list[tuple[str, str]]:
         (method, route.path)
         for route in app.routes
         if isinstance(route, APIRoute)
-        for method in route.methods - READING
+        for method in (route.methods or set()) - READING
     )
 
 

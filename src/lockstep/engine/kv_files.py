@@ -19,7 +19,6 @@ import os
 import shutil
 import struct
 import sys
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -331,6 +330,8 @@ def claim_host_folder(parent: Path = SHARED_MEMORY) -> HostFolder:
     Raises:
         UsageError: it cannot be made.
     """
+    import tempfile
+
     parent = parent if parent.is_dir() else Path(tempfile.gettempdir())
     try:
         folder = claim_folder(parent, _HOST_PREFIX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import httpx2
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from lockstep.errors import ConfigError
 from lockstep.server.app import create_app
@@ -113,6 +115,29 @@ async def test_tries_have_an_end_and_sooner_where_the_worker_ended(job: Job) -> 
     assert (await answer(lost, job, 0, REQUEST)).status == 503
     assert (busy.num_asked, lost.num_asked) == (MAX_TRIES, MAX_LOST_TRIES)
     job.close()
+
+
+async def test_an_answer_that_is_complete_is_not_lost_by_an_abort_that_comes_too_late() -> None:
+    """The application still has something to do when its answer was sent."""
+    is_sent = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"1", "more_body": True})
+        if scope["path"] == CHAT:
+            await send({"type": "http.response.body", "body": b"2"})
+        is_sent.set()
+        await asyncio.get_running_loop().create_future()
+
+    for url, is_complete in ((CHAT, True), ("/v1/completions", False)):
+        task = asyncio.create_task(Door(app).ask(BatchRequest("one", url, b"{}", None), "", "r"))
+        await is_sent.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() is not is_complete
+        if is_complete:
+            assert task.result() == Reply(200, "r", b"12")
+        is_sent.clear()
 
 
 def test_an_input_that_was_changed_since_is_told(job: Job, tmp_path: Path) -> None:

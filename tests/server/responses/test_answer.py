@@ -118,7 +118,8 @@ async def test_an_answer_that_cannot_be_stored_has_failed(tmp_path: Path, is_str
     if is_stream:
         error = check_events(events_of(response.content))["error"]
     else:
-        assert response.status_code == 500
+        assert response.status_code == 503
         error = response.json()["error"]
-    assert "could not be stored: attempt to write a readonly database" in error["message"]
+    assert f"could not be stored: {tmp_path}: " in error["message"]
+    assert "attempt to write a readonly database" in error["message"]
     assert unstored.status_code == 200

@@ -35,7 +35,7 @@ class Door:
         self._app = app
 
     async def ask(self, request: BatchRequest, tenant: str, request_id: str) -> Reply:
-        """Send one request. Cancelling aborts it within one step."""
+        """Send one request. Cancelling aborts it within one step, unless its answer is complete: that is returned."""
         state = {BACKGROUND: Background(tenant)}
         headers = [
             (b"content-type", JSON_TYPE.encode()),
@@ -58,7 +58,11 @@ class Door:
             "state": state,
         }
         exchange = _Exchange(request.body)
-        await self._app(scope, exchange.receive, exchange.send)
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except asyncio.CancelledError:
+            if not exchange.is_complete:
+                raise
         return exchange.reply(request_id)
 
 
@@ -69,6 +73,8 @@ class _Exchange:
         self._left = [body]
         self._start: Message | None = None
         self._pieces: list[bytes] = []
+        self.is_complete = False
+        """Whether the whole answer was sent."""
 
     async def receive(self) -> Message:
         if self._left:
@@ -81,6 +87,7 @@ class _Exchange:
             self._start = message
         else:
             self._pieces.append(message.get("body", b""))
+            self.is_complete = not message.get("more_body", False)
 
     def reply(self, request_id: str) -> Reply:
         assert self._start is not None, "the application answers"
@@ -128,7 +135,9 @@ async def run_job(job: Job, door: Door, num_at_once: int, on_answer: Callable[[]
     """
 
     async def work() -> None:
-        while (index := job.take()) is not None:
+        task = asyncio.current_task()
+        assert task is not None, "it is one of a group"
+        while not task.cancelling() and (index := job.take()) is not None:
             request = job.request(index)
             reply = await answer(door, job, index, request)
             job.answer(index, request, reply)

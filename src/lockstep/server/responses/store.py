@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from lockstep.errors import InvalidParameterError, RequestFailedError, ResponseNotFoundError
+from lockstep.errors import InvalidParameterError, RequestFailedError, ResponseNotFoundError, StorageError
 from lockstep.server.database import Database, Schema
 from lockstep.server.options import ServerOptions
 
@@ -22,6 +22,8 @@ MAX_STORED_BYTES = 256 << 20
 """Of all stored responses together, as JSON."""
 MAX_CHAIN = 256
 """Responses that one conversation may be made of; each of them is read to continue it."""
+
+_UNSTORED = "the response was made, but it could not be stored"
 
 JsonObject = Mapping[str, Any]
 
@@ -173,7 +175,9 @@ class SqliteStore:
         try:
             await self._database.run(lambda: self._insert(stored, payload))
         except sqlite3.Error as error:
-            raise RequestFailedError(f"the response was made, but it could not be stored: {error}") from error
+            raise RequestFailedError(f"{_UNSTORED}: {error}") from error
+        except StorageError as error:
+            raise type(error)(f"{_UNSTORED}: {error}") from error
 
     async def get(self, response_id: str, tenant: str) -> StoredResponse | None:
         rows = await self._database.rows(
