@@ -38,8 +38,8 @@ KERNEL_FLAGS = {
 
 PACKAGE = Path("src/lockstep")
 MODULES = (
-    *("core/blocks", "core/decode_run", "core/fingerprint", "core/kv", "core/planner", "core/prefix", "core/queue"),
-    *("core/scheduler", "core/sequence", "core/step_builder"),
+    *("core/blocks", "core/decode_run", "core/decode_shares", "core/fingerprint", "core/kv", "core/planner"),
+    *("core/prefix", "core/queue", "core/scheduler", "core/sequence", "core/step_builder"),
     *("replay/cache_oracle", "replay/cost", "replay/progress", "replay/simulator"),
 )
 """Modules that mypyc compiles: what decides. Modules of values stay as they are: mypyc's dataclasses refuse `Final`

@@ -40,6 +40,7 @@ SAMPLES: dict[str, object] = {
     "chunking": False,
     "admission": "reserve",
     "order": "priority",
+    "decode_order": "oldest",
     "prefill_share": "adaptive",
     "preemption": "recompute",
     "max_skips": 0,

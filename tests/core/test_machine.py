@@ -28,6 +28,8 @@ class Machine(RuleBasedStateMachine):
         chunking=st.booleans(),
         admission=st.sampled_from(["optimistic", "reserve"]),
         order=st.sampled_from(["fcfs", "priority", "fair"]),
+        decode_order=st.sampled_from(["weighted", "priority", "oldest"]),
+        priority_aging_steps=st.sampled_from([0, 2]),
         preemption=st.sampled_from(["swap", "recompute"]),
         max_skips=st.sampled_from([0, 1, 64]),
         decode_equals_prefill=st.booleans(),

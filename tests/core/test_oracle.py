@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from lockstep.core.fingerprint import Fingerprint
-from lockstep.core.policy import SchedulerConfig
+from lockstep.core.policy import DecodeOrder, SchedulerConfig
 from lockstep.core.prefix import block_hashes
 from lockstep.core.step import StepPlan
 from tests.core.oracle import NAMESPACE, Job, Loop, OracleModel, alone
@@ -17,6 +17,7 @@ from tests.core.oracle import NAMESPACE, Job, Loop, OracleModel, alone
 SEEDS = (*range(100), 1215, 2545)
 """The last ones have found something: a victim that came back in the same step, and budget returned twice."""
 MAX_LEN = 28
+DECODE_ORDERS: tuple[DecodeOrder, ...] = ("weighted", "priority", "oldest")
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:
@@ -46,6 +47,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         preemption=rng.choice(["swap", "recompute"]),
         max_skips=rng.choice([0, 2, 64]),
         priority_aging_steps=rng.choice([0, 3]),
+        decode_order=DECODE_ORDERS[(block_size + num_seqs) % 3],  # nothing is drawn, so that seeds stay what they are
     )
 
 

@@ -159,8 +159,8 @@ def test_a_stream_of_newcomers_does_not_starve_those_who_decode() -> None:
     assert core.view(0) is None
 
 
-def test_a_better_class_takes_its_turns_first() -> None:
-    core = scheduler(max_num_seqs=3, max_num_decode_seqs=1)
+def test_a_higher_priority_samples_first_in_the_priority_order() -> None:
+    core = scheduler(max_num_seqs=3, max_num_decode_seqs=1, decode_order="priority")
     for priority in (0, 0, -1):
         core.add(Request(2, 2, priority=priority))
     assert [plan.seq_ids for plan in run(core)] == [(0,), (2,), (2,), (1,), (0,), (1,)]

@@ -21,9 +21,10 @@ def test_defaults_are_the_documented_ones() -> None:
         16,
     )
     assert (ours.step_limit, ours.decode_limit, ours.prefill_limit) == (64, 64, 512)
-    assert (ours.admission, ours.order, ours.prefill_share, ours.preemption) == (
+    assert (ours.admission, ours.order, ours.decode_order, ours.prefill_share, ours.preemption) == (
         "optimistic",
         "fcfs",
+        "weighted",
         "fixed",
         "swap",
     )
@@ -47,6 +48,7 @@ def test_defaults_are_the_documented_ones() -> None:
         ({"max_num_batched_tokens": 78}, "at least 79"),
         ({"max_num_batched_tokens": 10, "max_num_seqs": 9, "max_forced_tokens": 1}, "at least 11"),
         ({"order": "lifo"}, "order is 'lifo'; known are fcfs, priority, fair"),
+        ({"decode_order": "x"}, "decode_order is 'x'; known are weighted, priority, oldest"),
         ({"admission": "x"}, "known are optimistic, reserve"),
         ({"prefill_share": "x"}, "known are fixed, adaptive"),
         ({"preemption": "x"}, "known are swap, recompute"),

@@ -47,14 +47,14 @@ def test_priority_is_by_class_then_arrival() -> None:
     assert len(line.queue) == 7
 
 
-def test_waiting_raises_the_class_by_one_per_so_many_steps() -> None:
+def test_waiting_raises_the_priority_by_one_per_so_many_steps() -> None:
     line = Line(order="priority", priority_aging_steps=10)
     line.add(2, arrival_step=0)
     line.add(0, arrival_step=19)
     assert line.ids(step=19) == [1, 0]
-    assert line.ids(step=20) == [0, 1], "equal classes now, and it came first"
-    assert line.queue.effective_class(line.seqs[0], 35) == -1
-    assert Line(order="fcfs", priority_aging_steps=10).queue.effective_class(line.seqs[0], 35) == 2
+    assert line.ids(step=20) == [0, 1], "equal priorities now, and it came first"
+    assert line.queue.effective_priority(line.seqs[0], 35) == -1
+    assert Line(order="fcfs", priority_aging_steps=10).queue.effective_priority(line.seqs[0], 35) == 2
 
 
 def test_fair_lets_the_least_served_tenant_go_first_and_sees_charges_at_once() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lockstep.core.blocks import BlockPool, HostPool
+from lockstep.core.decode_shares import DecodeShares
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.kv import KVCache
 from lockstep.core.policy import SchedulerConfig
@@ -46,7 +47,8 @@ KEPT: dict[type[Any], set[str]] = {
     PrefixCache: {"_hash_of", "_pins"},
     TenantLedger: {"_served"},
     Counters: {field.name for field in fields(Counters)},
-    Sequence: {*getattr(Sequence, "__slots__", ())} - {"rank", "num_prompt"},
+    DecodeShares: {"clock"},
+    Sequence: {*getattr(Sequence, "__slots__", ())} - {"rank", "num_prompt", "stride"},
 }
 """Attributes that a state has, in its own form."""
 FOLLOWS: dict[type[Any], set[str]] = {
@@ -59,7 +61,8 @@ FOLLOWS: dict[type[Any], set[str]] = {
     TenantLedger: {"_max_tenants", "_unfinished"},
     WaitingQueue: {"_config", "_ledger", "_lines", "num_tokens", "_size"},
     RunningLists: {"prefilling", "decoding", "preempted"},
-    Sequence: {"rank", "num_prompt"},
+    DecodeShares: {"_config", "_order", "_max_lag"},
+    Sequence: {"rank", "num_prompt", "stride"},
 }
 """Those that follow from it and from the config."""
 SCRATCH: dict[type[Any], set[str]] = {
@@ -110,9 +113,12 @@ class Rotations(RuleBasedStateMachine):
         preemption=st.sampled_from(["swap", "recompute"]),
         admission=st.sampled_from(["optimistic", "reserve"]),
         skips=st.sampled_from([1, 64]),
+        width=st.sampled_from([None, 1, 2]),
+        decode_order=st.sampled_from(["weighted", "priority", "oldest"]),
+        aging=st.sampled_from([0, 2]),
     )
-    def start(self, order: Any, preemption: Any, admission: Any, skips: int) -> None:
-        limits = replace(CONFIG, order=order, preemption=preemption, admission=admission, max_skips=skips)
+    def start(self, skips: int, width: int | None, aging: int, **policy: Any) -> None:
+        limits = replace(CONFIG, max_skips=skips, max_num_decode_seqs=width, priority_aging_steps=aging, **policy)
         self.live = Side(Scheduler(limits), Fingerprint())
         self.restored = Side(Scheduler(limits), Fingerprint())
 
@@ -225,7 +231,7 @@ def test_every_attribute_of_the_core_is_in_the_state_or_said_not_to_be() -> None
     core = scheduler(order="fair", num_host_blocks=4)
     core.add(prompt(9))
     values: list[Any] = [core, Fingerprint(), core._kv, core._kv.pool, core._kv.host, core._kv.prefix, core._ledger]
-    values += [core._queue, core._running, core._counters, core._sequences[0]]
+    values += [core._queue, core._running, core._counters, core._sequences[0], core._planner.shares]
     assert {type(value) for value in values} == {*KEPT, *FOLLOWS, *SCRATCH}
     for value in values:
         kind = type(value)
@@ -241,7 +247,7 @@ def test_the_declared_state_has_the_version_that_is_written_beside_it() -> None:
         for kind in (SchedulerState, KVState, SavedSequence, FingerprintState, Counters, StepPlan, Request)
     ]
     digest = blake2b(repr(made_of).encode(), digest_size=8).hexdigest()
-    assert (STATE_VERSION, digest) == (2, "f1aaee4085191219")
+    assert (STATE_VERSION, digest) == (3, "925ae6a04a0a120a")
 
 
 @needs_interpreted

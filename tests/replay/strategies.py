@@ -27,6 +27,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         chunking=draw(st.booleans()),
         admission=draw(st.sampled_from(["optimistic", "reserve"])),
         order=draw(st.sampled_from(["fcfs", "priority", "fair"])),
+        decode_order=draw(st.sampled_from(["weighted", "priority", "oldest"])),
         preemption=draw(st.sampled_from(["swap", "recompute"])),
         priority_aging_steps=draw(st.sampled_from([0, 3])),
         max_skips=draw(st.sampled_from([0, 64])),

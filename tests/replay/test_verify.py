@@ -150,7 +150,7 @@ def test_turns_are_taken_again(copy: Path) -> None:
 MUTATIONS = {
     "victims from the best": (kv, "refs(table[-1 - count]) == 1", "refs(table[-1 - count]) != 1"),
     "growth": (planner, "end <= len(seq.table) * block_size", "end > len(seq.table) * block_size"),
-    "admission": (planner, "queue.effective_class(seq, builder.step) >= blocked_from", "blocked_from >= 0"),
+    "admission": (planner, "queue.effective_priority(seq, builder.step) >= blocked_from", "blocked_from >= 0"),
     "resumption": (planner, "if missing <= 0:", "if missing > 0:"),
     "slots": (planner, "elif num_running >= most:", "elif num_running < most:"),
 }

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.request import Priority
-from lockstep.worker.device_scheduler import QUANTUM_US, DeviceScheduler, weight_of
+from lockstep.core.request import Priority, weight_of
+from lockstep.worker.device_scheduler import QUANTUM_US, DeviceScheduler
 
 MS = 1_000
 ALL = {"a": 0, "b": 0, "c": 0}

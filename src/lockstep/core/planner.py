@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from math import inf
-from operator import attrgetter
 
+from lockstep.core.decode_shares import DecodeShares
 from lockstep.core.kv import KVCache, choose_tails
 from lockstep.core.policy import SchedulerConfig, prefill_budget
 from lockstep.core.queue import TenantLedger, WaitingQueue
@@ -16,8 +16,6 @@ from lockstep.core.step_builder import Reached, StepBuilder
 
 Output = tuple[Sequence, int]
 """A sequence that samples or replays, and the length of its segment."""
-
-_by_turn = attrgetter("turn")
 
 
 class StepPlanner:
@@ -41,6 +39,7 @@ class StepPlanner:
         self._queue = queue
         self._ledger = ledger
         self._running = running
+        self.shares = DecodeShares(config)
         self._sequences = sequences
         self._reserves = config.admission == "reserve"
         self._order_is_fixed = config.order != "fair" and not config.priority_aging_steps
@@ -60,6 +59,8 @@ class StepPlanner:
         chosen, spare = self._choose_sampling(builder)
         self._grow(builder, chosen, spare)
         self._advance_prompts(builder)
+        if spare:
+            self._charge(builder, spare[0])
         self._resume(builder)
         self._admit(builder)
         return builder
@@ -67,16 +68,21 @@ class StepPlanner:
     # -- 1: who samples or replays ------------------------------------------------------------------------------------
 
     def _choose_sampling(self, builder: StepBuilder) -> tuple[list[Output], list[Sequence]]:
-        """Reserve budgets for those who sample or replay: whose last turn is longest ago, class by class.
+        """Reserve budgets for the sequences that sample or replay, in the order of their shares.
 
         Returns:
-            Who got them, by rank, and who did not, by turn. Ends of prompts are not among the first: they hold their
-            place in the builder.
+            Those that got them, by rank, and those that did not, in order. Ends of prompts are not among the first:
+            they hold their place in the builder.
         """
         running = self._running
         decoding = running.decoding
         room = builder.chunk_room
-        endings = [seq for seq in running.prefilling if seq.prompt_left <= room and seq.samples_next]
+        endings: list[Sequence] = []
+        for seq in running.prefilling:
+            if seq.prompt_left <= room and seq.samples_next:
+                endings.append(seq)
+            else:
+                self.shares.join(seq)
         slots = self._config.max_num_seqs - running.num_running
         prompt_waits = bool(running.prefilling) or (slots > 0 and len(self._queue) > 0)
         builder.num_kept_places = 1 if prompt_waits and builder.num_places > 1 else 0
@@ -89,7 +95,7 @@ class StepPlanner:
             return list(zip(decoding, lengths, strict=True)), []
         chosen: list[Output] = []
         spare: list[Sequence] = []
-        for seq in sorted(decoding + endings, key=_by_turn):
+        for seq in self.shares.in_order(decoding + endings, builder.step):
             length = seq.segment_length(seq.num_computed)
             if not self._reserve(builder, seq, length):
                 spare.append(seq)
@@ -164,6 +170,12 @@ class StepPlanner:
             self._note_all([seq], builder.limits_on_prompt(seq, seq.num_computed))
         return builder.add_prompt(seq)
 
+    def _charge(self, builder: StepBuilder, left_out: Sequence) -> None:
+        """Count what the running sequences get of a step that left some out."""
+        rows = zip(builder.seqs, builder.lengths, strict=True)
+        takers = [seq for seq, length in rows if seq.prompt_left <= 0 or seq.num_computed + length == seq.num_known]
+        self.shares.charge(takers, left_out, builder.step)
+
     # -- 4: resuming --------------------------------------------------------------------------------------------------
 
     def _resume(self, builder: StepBuilder) -> None:
@@ -176,6 +188,7 @@ class StepPlanner:
                     self._note_all(waiting, [(Limit.PREEMPTED, 0, 0)], [seq.seq_id])
                 return
             running.run(seq)
+            self.shares.join(seq)
             builder.resumed.append(seq.seq_id)
             if seq.prompt_left > 0:
                 self._add_prompt(builder, seq)
@@ -248,7 +261,7 @@ class StepPlanner:
                 is_only_blocks = False
                 self._note(seq, Limit.SIBLING)
                 continue
-            is_blocked = queue.effective_class(seq, builder.step) >= blocked_from
+            is_blocked = queue.effective_priority(seq, builder.step) >= blocked_from
             if is_blocked:
                 self._note_blockers(seq, blockers)
             if not is_blocked and self._start(builder, seq):
@@ -265,7 +278,7 @@ class StepPlanner:
                 break
             for other in overtaken:
                 if other.num_skips >= config.max_skips:
-                    blocked_from = min(blocked_from, queue.effective_class(other, builder.step))
+                    blocked_from = min(blocked_from, queue.effective_priority(other, builder.step))
                     blockers.append(other)
         for seq in admitted:
             queue.remove(seq)
@@ -294,7 +307,8 @@ class StepPlanner:
         seq.num_published = len(hits)
         seq.num_cached_tokens = start
         seq.admitted_step = builder.step
-        seq.last_sampled_step = builder.step - 1  # its turn is before those who sample in this step, behind all others
+        seq.last_sampled_step = builder.step - 1  # before those that sample in this step, behind all others
+        self.shares.join(seq)
         self._running.run(seq)
         self._ledger.charge(seq.request.tenant, seq.num_prompt)
         if not self._add_prompt(builder, seq):

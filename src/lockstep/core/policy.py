@@ -20,6 +20,7 @@ POSITIVE = (
 
 Admission = Literal["optimistic", "reserve"]
 Order = Literal["fcfs", "priority", "fair"]
+DecodeOrder = Literal["weighted", "priority", "oldest"]
 PrefillShare = Literal["fixed", "adaptive"]
 Preemption = Literal["swap", "recompute"]
 
@@ -56,7 +57,14 @@ class SchedulerConfig:
     """``reserve``: prompt and maximal output have their blocks from the start, nothing is ever preempted.
     ``optimistic``: the prompt has its blocks from the start, the output takes them as it grows, and may preempt."""
     order: Order = "fcfs"
-    """Admission by arrival; by class, then arrival; or by least served tenant, then arrival."""
+    """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival."""
+    decode_order: DecodeOrder = "weighted"
+    """Order of decoding where a step has fewer places than running sequences: ``weighted`` is a round robin by the
+    weights of priorities, ``priority`` takes higher priorities first, ``oldest`` the oldest sequences.
+
+    Under ``weighted`` critical, high, normal and low priorities share as 8 : 4 : 2 : 1, and every wait for a token has
+    a bound (`lockstep.core.decode_shares`). Under the others a sequence may wait for as long as those before it run;
+    ``priority`` shares evenly within a priority, and ``priority_aging_steps`` bounds its waits."""
     prefill_share: PrefillShare = "fixed"
     """``adaptive``: prompts get the share of the token budget that their number has among all sequences."""
     preemption: Preemption = "swap"
@@ -65,7 +73,8 @@ class SchedulerConfig:
     """How often a request that does not fit may be overtaken before it blocks its class and those below; also how many
     that do not fit are passed over in one step."""
     priority_aging_steps: int = 0
-    """In the ``priority`` order, waiting this many steps raises the class by one; 0: never."""
+    """Steps of waiting that raise a priority by one, in the queue where `order` is ``priority``, between tokens where
+    `decode_order` is; 0: never."""
     max_num_queued_reqs: int = 1024
     """Requests that may wait; one more is refused."""
     max_num_queued_tokens: int = 1 << 24
@@ -108,6 +117,7 @@ class SchedulerConfig:
         for name, value, known in (
             ("admission", self.admission, get_args(Admission)),
             ("order", self.order, get_args(Order)),
+            ("decode_order", self.decode_order, get_args(DecodeOrder)),
             ("prefill_share", self.prefill_share, get_args(PrefillShare)),
             ("preemption", self.preemption, get_args(Preemption)),
         ):
@@ -144,6 +154,10 @@ class SchedulerConfig:
     def least_chunk(self) -> int:
         """Tokens that a chunk of a longer prompt, and what it leaves, have at least."""
         return 1 if self.decode_equals_prefill else 2
+
+    def aged_priority(self, priority: int, num_steps: int) -> int:
+        """A priority after so many steps of waiting."""
+        return priority - num_steps // self.priority_aging_steps if self.priority_aging_steps else priority
 
     def usable_blocks(self, num_prompt_tokens: int) -> int:
         """Blocks of a prompt that a cache may give: what is left is computed, so that there is something to sample."""

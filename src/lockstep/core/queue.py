@@ -111,11 +111,10 @@ class WaitingQueue:
         self.num_changes += 1
         self.num_tokens -= seq.num_prompt
 
-    def effective_class(self, seq: Sequence, step: int) -> int:
-        """The class that admission sees: aged, in the priority order."""
-        aging = self._config.priority_aging_steps
-        if aging and self._config.order == "priority":
-            return seq.request.priority - (step - seq.arrival_step) // aging
+    def effective_priority(self, seq: Sequence, step: int) -> int:
+        """The priority that admission sees: aged, in the priority order."""
+        if self._config.order == "priority":
+            return self._config.aged_priority(seq.request.priority, step - seq.arrival_step)
         return seq.request.priority
 
     def in_order(self, step: int) -> Iterator[Sequence]:
@@ -147,5 +146,5 @@ class WaitingQueue:
         if order == "fcfs":
             return lambda seq: (0, seq.seq_id)
         if order == "priority":
-            return lambda seq: (self.effective_class(seq, step), seq.seq_id)
+            return lambda seq: (self.effective_priority(seq, step), seq.seq_id)
         return lambda seq: (self._ledger.served(seq.request.tenant), seq.seq_id)

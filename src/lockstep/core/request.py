@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Final, Protocol
 
 
@@ -19,12 +20,26 @@ class FinishReason(Enum):
 
 
 class Priority:
-    """Named priority classes; any integer is a class, lower is served first."""
+    """Named priorities; any integer is a priority, lower is served first."""
 
     CRITICAL: Final = -2
     HIGH: Final = -1
     NORMAL: Final = 0
     LOW: Final = 1
+
+
+WEIGHTS: Mapping[int, int] = MappingProxyType(
+    {Priority.CRITICAL: 8, Priority.HIGH: 4, Priority.NORMAL: 2, Priority.LOW: 1}
+)
+"""Shares that priorities have of what they compete for: replicas of a device's time, running sequences of decode steps.
+
+Another priority has the weight of the nearest one that is named."""
+MAX_WEIGHT = 8
+
+
+def weight_of(priority: int) -> int:
+    """The weight of any priority; lower numbers weigh more."""
+    return WEIGHTS[min(max(priority, Priority.CRITICAL), Priority.LOW)]
 
 
 @dataclass(frozen=True, slots=True)

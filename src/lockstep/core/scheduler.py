@@ -378,6 +378,7 @@ class Scheduler:
             tuple(tenants),
             self._next_id,
             self._step,
+            self._planner.shares.clock,
             self._pending,
             tuple(self._aborting.items()),
             sequences,
@@ -391,6 +392,7 @@ class Scheduler:
         """One that goes on from a state, which is a scheduler's of the same config."""
         core = cls(config)
         core._next_id, core._step, core._counters = state.next_id, state.step, state.counters.copy()
+        core._planner.shares.clock = state.decode_clock
         for one in state.sequences:
             seq = core._sequences[one.seq_id] = restored(one, state.contents, state.tenants)
             if seq.state is SequenceState.WAITING:

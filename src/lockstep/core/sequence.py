@@ -7,7 +7,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import NamedTuple
 
-from lockstep.core.request import FinishReason, Request
+from lockstep.core.request import MAX_WEIGHT, FinishReason, Request, weight_of
 
 
 class SequenceState(Enum):
@@ -62,7 +62,9 @@ class Sequence:
         "request",
         "seq_id",
         "state",
+        "stride",
         "table",
+        "virtual_time",
     )
 
     def __init__(self, seq_id: int, request: Request, max_output_tokens: int, arrival_step: int) -> None:
@@ -97,17 +99,15 @@ class Sequence:
         self.admitted_step = -1
         self.first_token_step = -1
         self.last_sampled_step = -1
-        """Its turn: when it last sampled; until it does, the step before it was admitted."""
+        """Step in which it last sampled; until it does, the step before it was admitted."""
+        self.stride = MAX_WEIGHT // weight_of(request.priority)
+        self.virtual_time = 0
+        """Its position in the order of sampling; see `lockstep.core.decode_shares`."""
 
     @property
     def num_output(self) -> int:
         """Tokens that it generated."""
         return self.num_known - self.num_prompt
-
-    @property
-    def turn(self) -> tuple[int, int, int]:
-        """Sort key of turns to sample: longest waiting first, class by class; a total order."""
-        return (self.request.priority, self.last_sampled_step, self.seq_id)
 
     @property
     def prompt_left(self) -> int:

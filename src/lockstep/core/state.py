@@ -19,7 +19,7 @@ from lockstep.core.sequence import Sequence, SequenceState
 from lockstep.core.stats import Counters
 from lockstep.core.step import StepPlan
 
-STATE_VERSION: Final = 2
+STATE_VERSION: Final = 3
 """Grows with every change of what is below: states of different versions cannot be compared."""
 
 
@@ -50,6 +50,7 @@ class SavedSequence(NamedTuple):
     admitted_step: int
     first_token_step: int
     last_sampled_step: int
+    virtual_time: int
 
 
 class KVState(NamedTuple):
@@ -84,6 +85,8 @@ class SchedulerState(NamedTuple):
     next_id: int
     step: int
     """Number of the next plan."""
+    decode_clock: int
+    """See `lockstep.core.decode_shares`."""
     pending: StepPlan | None
     """The step under way."""
     aborting: tuple[tuple[int, FinishReason], ...]
@@ -141,6 +144,7 @@ def saved(seq: Sequence, contents: dict[bytes, int], tenants: dict[str, int]) ->
         seq.admitted_step,
         seq.first_token_step,
         seq.last_sampled_step,
+        seq.virtual_time,
     )
 
 
@@ -159,5 +163,5 @@ def restored(state: SavedSequence, contents: tuple[bytes, ...], tenants: tuple[s
     seq.num_cached_tokens, seq.num_preemptions = state.num_cached_tokens, state.num_preemptions
     seq.num_recomputed_tokens, seq.num_skips = state.num_recomputed_tokens, state.num_skips
     seq.admitted_step, seq.first_token_step = state.admitted_step, state.first_token_step
-    seq.last_sampled_step = state.last_sampled_step
+    seq.last_sampled_step, seq.virtual_time = state.last_sampled_step, state.virtual_time
     return seq

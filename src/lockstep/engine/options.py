@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.policy import Admission, Order, Preemption, PrefillShare, SchedulerConfig
+from lockstep.core.policy import Admission, DecodeOrder, Order, Preemption, PrefillShare, SchedulerConfig
 from lockstep.errors import ConfigError
 from lockstep.executors.openvino.options import OpenVINOOptions
 
@@ -71,6 +71,7 @@ class EngineOptions:
     chunking: bool | None = None
     admission: Admission | None = None
     order: Order | None = None
+    decode_order: DecodeOrder | None = None
     prefill_share: PrefillShare | None = None
     preemption: Preemption | None = None
     max_skips: int | None = None

@@ -15,25 +15,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from types import MappingProxyType
 
-from lockstep.core.request import Priority
+from lockstep.core.request import Priority, weight_of
 
 QUANTUM_US = 5_000
 """What a round gives for each unit of weight: a handful of steps of a small model, a fraction of one of a large."""
-WEIGHTS: Mapping[int, int] = MappingProxyType(
-    {Priority.CRITICAL: 8, Priority.HIGH: 4, Priority.NORMAL: 2, Priority.LOW: 1}
-)
-"""Shares of the device, while all have work. Of classes without a row of their own the nearest counts."""
-
-
 SeatRow = tuple[str, int, int, int]
 """A replica's key, what a round gives it, what it has left of that, and its last turn."""
-
-
-def weight_of(priority: int) -> int:
-    """The weight of any priority class; lower classes weigh more."""
-    return WEIGHTS[min(max(priority, Priority.CRITICAL), Priority.LOW)]
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import SeatRow
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 SUFFIX = ".lstrace"
 """Of a recording's files."""
 MARK_BYTES = 4

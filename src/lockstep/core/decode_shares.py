@@ -1,0 +1,93 @@
+"""Decode shares: the sequences that sample next where a step has fewer places than running sequences that could.
+
+Weighted fair queueing by strides, in whole numbers. To sample advances the virtual time of a sequence by its stride,
+which is `MAX_STRIDE` divided by the weight of its priority, and the least virtual time samples next; among equals the
+one that sampled longest ago, then the older one. Only steps that leave a sequence out count: where all fit, nothing is
+decided here and nothing changes.
+
+The clock is the least virtual time that a step left out, and never goes back. A sequence that joins (a newcomer, one
+that computes its prompt, one that was preempted) stands one stride after the clock, as if it had just sampled. No
+sequence stands more than its stride after the clock, or more than `MAX_STRIDE` before it.
+
+So every wait has a bound. R is ``max_num_seqs``. M is the least of ``max_num_decode_seqs``, ``max_num_step_seqs`` less
+the place that is kept for a prompt, and what the token budget lets sample. A running sequence that keeps its blocks
+samples again after at most ``(2 * MAX_STRIDE + 1) * R / M`` steps, rounded up: each that is there already samples at
+most ``2 * weight + 1`` times before it. Those that join stand after the clock, and the clock moves on as soon as those
+that it left out have sampled, which takes ``R / M`` steps. Among sequences of one priority the bound is that of a
+round, ``R / M``.
+
+The ``priority`` order takes higher priorities first, aged by the steps since a sequence last sampled; within one, the
+sequence that sampled longest ago, and among equals the least virtual time, at equal strides. The ``oldest`` order
+counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import MAX_WEIGHT
+from lockstep.core.sequence import Sequence
+
+MAX_STRIDE = MAX_WEIGHT
+"""Stride of the least weight, which is 1."""
+
+_by_share = attrgetter("virtual_time", "last_sampled_step", "seq_id")
+_by_age = attrgetter("seq_id")
+
+
+class DecodeShares:
+    """The order in which running sequences sample, and the account of it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._order = config.decode_order
+        self._max_lag = MAX_STRIDE if config.decode_order == "weighted" else 1
+        """Virtual time before the clock that a sequence keeps as a claim."""
+        self.clock = 0
+        """Least virtual time that a step left out."""
+
+    def join(self, seq: Sequence) -> None:
+        """Place a sequence that does not compete for a place to sample as if it had just sampled."""
+        seq.virtual_time = max(seq.virtual_time, self.clock + self._stride(seq))
+
+    def in_order(self, contenders: Iterable[Sequence], step: int) -> list[Sequence]:
+        """Contenders for the places of a step, first to sample first; a total order."""
+        if self._order == "oldest":
+            return sorted(contenders, key=_by_age)
+        if self._order == "weighted":
+            return sorted(contenders, key=_by_share)
+        clock = self.clock  # what lies before it is of a priority that fitted whole, and was not counted since
+        return sorted(
+            contenders,
+            key=lambda seq: (
+                self._priority(seq, step),
+                seq.last_sampled_step,
+                max(seq.virtual_time, clock),
+                seq.seq_id,
+            ),
+        )
+
+    def charge(self, chosen: Iterable[Sequence], left_out: Sequence, step: int) -> None:
+        """Count a step that left sequences out.
+
+        Args:
+            chosen: sequences that sample in the step.
+            left_out: the first in order of those that do not.
+        """
+        if self._order == "oldest":
+            return
+        self.clock = max(self.clock, left_out.virtual_time)
+        clock, least = self.clock, self.clock - self._max_lag
+        is_weighted, contended = self._order == "weighted", self._priority(left_out, step)
+        for seq in chosen:
+            # In the priority order, one whose whole priority fitted competed with nobody.
+            if is_weighted or self._priority(seq, step) == contended:
+                seq.virtual_time = min(max(seq.virtual_time, least), clock) + self._stride(seq)
+
+    def _stride(self, seq: Sequence) -> int:
+        return seq.stride if self._order == "weighted" else 1
+
+    def _priority(self, seq: Sequence, step: int) -> int:
+        return self._config.aged_priority(seq.request.priority, step - seq.last_sampled_step)
