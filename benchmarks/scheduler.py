@@ -1,10 +1,11 @@
-"""Microseconds of CPU time per step of the scheduler alone (schedule + commit, no model).
+"""Microseconds of CPU time per step of the scheduler alone (schedule + commit, no model), and who gets its tokens.
 
-    python benchmarks/scheduler.py [--sequences 32 256] [--windows 15] [--steps 200]
+    python -m benchmarks.scheduler [--sequences 32 256] [--windows 15] [--steps 200]
 
-Three loads: `steady` decodes the same sequences, `planned` is the same with the counting of repeats switched off, and
-`mixed` keeps the number of sequences by a new 600-token prompt for each that ends. Each figure is the best and the
-median of several windows, because the machine has other things to do.
+Four loads: `steady` decodes the same sequences, `planned` is the same with the counting of repeats switched off,
+`shared` gives them half as many places to sample, and `mixed` keeps the number of sequences by a new 600-token prompt
+for each that ends. Each figure is the best and the median of several windows, because the machine has other things to
+do. The second table has the tokens of running requests that share too few places, in each order of decoding.
 """
 
 from __future__ import annotations
@@ -12,24 +13,31 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress, product
+from typing import Any, get_args
 
 from lockstep.core.fingerprint import Fingerprint
-from lockstep.core.policy import SchedulerConfig
-from lockstep.core.request import Request
+from lockstep.core.policy import DecodeOrder, SchedulerConfig
+from lockstep.core.request import Priority, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan, StepResult
 
 
-def make_scheduler(num_seqs: int, max_output_tokens: int) -> Scheduler:
-    """``num_seqs`` sequences past their prompts, of different lengths so that some grow in every step."""
+def make_scheduler(num_seqs: int, max_output_tokens: int, num_places: int | None = None) -> Scheduler:
+    """``num_seqs`` sequences past their prompts, of different lengths so that some grow in every step.
+
+    Args:
+        num_places: sequences that may sample in one step; None: all.
+    """
     config = SchedulerConfig(
         block_size=32,
         num_blocks=num_seqs * 160,
         max_model_len=5000,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=max(2048, 4 * num_seqs),
+        max_num_decode_seqs=num_places,
     )
     scheduler = Scheduler(config)
     for index in range(num_seqs):
@@ -72,6 +80,57 @@ def measure(work: Callable[[], object], windows: int, steps: int) -> tuple[float
     return min(figures), statistics.median(figures)
 
 
+SHARED: Mapping[str, tuple[Sequence[int], int]] = {
+    "3 equal, 2 places": ((Priority.NORMAL,) * 3, 2),
+    "64 equal, 32 places": ((Priority.NORMAL,) * 64, 32),
+    "2 critical, 1 low, 2 places": ((Priority.CRITICAL, Priority.CRITICAL, Priority.LOW), 2),
+    "4 high, 4 low, 4 places": ((Priority.HIGH,) * 4 + (Priority.LOW,) * 4, 4),
+}
+"""Priorities of requests that run side by side, and the places that they share."""
+MARKS = (50, 100, 250)
+"""Steps after which tokens are counted."""
+
+
+def tokens_over_time(priorities: Sequence[int], num_places: int, **policy: Any) -> tuple[list[list[int]], int]:
+    """Tokens of each request at each mark, and the longest that one of them waited for a token, in steps."""
+    config = SchedulerConfig(
+        block_size=32,
+        num_blocks=len(priorities) * 10,
+        max_model_len=300,
+        max_num_seqs=len(priorities),
+        max_num_decode_seqs=num_places,
+        **policy,
+    )
+    scheduler = Scheduler(config)
+    for priority in priorities:
+        scheduler.add(Request(4, 290, priority=priority))
+    counts, latest, longest, found = [0] * len(priorities), [-1] * len(priorities), 0, []
+    for number in range(MARKS[-1]):
+        plan = step(scheduler)
+        for seq_id in compress(plan.seq_ids, plan.samples):
+            counts[seq_id] += 1
+            latest[seq_id] = number
+        longest = max(longest, number - min(latest))
+        if number + 1 in MARKS:
+            found.append(list(counts))
+    return found, longest
+
+
+def print_shares() -> None:
+    """The second table: least and most tokens of the requests of each priority."""
+    print(f"\n{'requests':<30}{'decode_order':>14}{'aging':>7}{'longest wait':>14}  tokens after {MARKS} steps")
+    for name, (priorities, num_places) in SHARED.items():
+        agings = (0, 10) if len(set(priorities)) > 1 else (0,)
+        for decode_order, aging in product(get_args(DecodeOrder), agings):
+            policy = {"decode_order": decode_order, "order": "priority", "priority_aging_steps": aging}
+            marks, longest = tokens_over_time(priorities, num_places, **policy)
+            texts = []
+            for counts in marks:
+                groups = [list(compress(counts, [each == one for each in priorities])) for one in sorted({*priorities})]
+                texts.append("/".join(f"{min(group)}-{max(group)}" for group in groups))
+            print(f"{name:<30}{decode_order:>14}{aging:>7}{longest:>14}  {'  '.join(texts)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, nargs="+", default=[32, 256])
@@ -84,6 +143,7 @@ def main() -> None:
             "steady": partial(step, make_scheduler(num_seqs, 4600)),
             "steady + fingerprint": partial(step, make_scheduler(num_seqs, 4600), Fingerprint()),
             "planned": partial(without_repeats, make_scheduler(num_seqs, 4600)),
+            "shared": partial(step, make_scheduler(num_seqs, 4600, num_seqs // 2)),
             "mixed": partial(refill, make_scheduler(num_seqs, 600), num_seqs),
         }
         for _ in range(600):
@@ -91,6 +151,7 @@ def main() -> None:
         for name, work in loads.items():
             best, median = measure(work, options.windows, options.steps)
             print(f"{name:<22}{num_seqs:>10}{best:>10.1f}{median:>11.1f}")
+    print_shares()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.core.policy import SchedulerConfig
+from lockstep.core.policy import DecodeOrder, SchedulerConfig
 from lockstep.replay.readers.workload_json import PRIORITY_CLASSES
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
@@ -55,6 +55,7 @@ class Target:
     classes: tuple[str, ...]
     max_arrival_tick: int
     figures: Figures
+    decode_order: DecodeOrder = "weighted"
 
 
 TARGETS = (
@@ -80,6 +81,7 @@ TARGETS = (
         max_arrival_tick=10,
         # 241 of 27 ticks x 15 blocks are an occupancy of 0.595062.
         figures=Figures(27, 35, 13, 48, max_queued=5, max_active=3, num_block_ticks=241),
+        decode_order="priority",
     ),
 )
 
@@ -101,7 +103,7 @@ def draw(rng: random.Random, target: Target) -> dict[str, Any]:
         "chunking": False,
         "admission": "reserve",
         "order": "priority",
-    }
+    } | ({"decode_order": target.decode_order} if target.decode_order != "weighted" else {})
     requests = [
         {"id": f"request-{index}", "prompt_tokens": num_blocks * BLOCK_SIZE, "max_output_tokens": num_output}
         | ({"priority": name} if name != "normal" else {})

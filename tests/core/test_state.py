@@ -61,7 +61,7 @@ FOLLOWS: dict[type[Any], set[str]] = {
     TenantLedger: {"_max_tenants", "_unfinished"},
     WaitingQueue: {"_config", "_ledger", "_lines", "num_tokens", "_size"},
     RunningLists: {"prefilling", "decoding", "preempted"},
-    DecodeShares: {"_config", "_order", "_max_lag"},
+    DecodeShares: {"_config", "_order", "_is_weighted"},
     Sequence: {"rank", "num_prompt", "stride"},
 }
 """Those that follow from it and from the config."""

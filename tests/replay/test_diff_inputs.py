@@ -30,7 +30,7 @@ B = request("b", 10, arrival=20)
             "4 output tokens at most in A, and 5 in B; 4 output tokens in A, and 5 in B",
         ),
         ([A, B], [A, request("b", 10, arrival=30)], "it arrives at tick 20 in A, and at tick 30 in B"),
-        ([A], [request("a", 10, priority=1)], "0 as its class in A, and 1 in B"),
+        ([A], [request("a", 10, priority=1)], "0 as its priority in A, and 1 in B"),
         ([A], [request("a", 10, contents=(1,))], "its prompt has another content"),
     ],
 )
@@ -55,8 +55,8 @@ ADDED = Added(0, 3, 7, Request(40, allows_forced=False), 0, ())
         (
             [ADDED],
             [replace(ADDED, step=5)],
-            "first A of request 7 of 40 prompt tokens and as many output tokens as fit, class 0, before step 3, and B "
-            "of request 7 of 40 prompt tokens and as many output tokens as fit, class 0, before step 5",
+            "first A of request 7 of 40 prompt tokens and as many output tokens as fit, priority 0, before step 3, and "
+            "B of request 7 of 40 prompt tokens and as many output tokens as fit, priority 0, before step 5",
         ),
         ([ADDED, CacheReset(0, 9)], [ADDED], "first A of the prefix cache to forget before step 9, and B nothing more"),
         (

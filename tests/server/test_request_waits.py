@@ -104,7 +104,7 @@ def test_no_place_and_a_lower_priority(client: openai.OpenAI) -> None:
     assert row["priority"] == 5
     assert reasons_of(row) == {
         "no_place": "1 of 1 sequences run",
-        "lower_priority": "another request of a better class goes first",
+        "lower_priority": "another request of a higher priority goes first",
     }
 
 

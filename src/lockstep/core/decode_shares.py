@@ -6,7 +6,7 @@ one that sampled longest ago, then the older one. Only steps that leave a sequen
 decided here and nothing changes.
 
 The clock is the least virtual time that a step left out, and never goes back. A sequence that joins (a newcomer, one
-that computes its prompt, one that was preempted) stands one stride after the clock, as if it had just sampled. No
+that computes of its prompt, one that was preempted) stands one stride after the clock, as if it had just sampled. No
 sequence stands more than its stride after the clock, or more than `MAX_STRIDE` before it.
 
 So every wait has a bound. R is ``max_num_seqs``. M is the least of ``max_num_decode_seqs``, ``max_num_step_seqs`` less
@@ -43,20 +43,20 @@ class DecodeShares:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._order = config.decode_order
-        self._max_lag = MAX_STRIDE if config.decode_order == "weighted" else 1
-        """Virtual time before the clock that a sequence keeps as a claim."""
+        self._is_weighted = config.decode_order == "weighted"
         self.clock = 0
         """Least virtual time that a step left out."""
 
     def join(self, seq: Sequence) -> None:
-        """Place a sequence that does not compete for a place to sample as if it had just sampled."""
-        seq.virtual_time = max(seq.virtual_time, self.clock + self._stride(seq))
+        """Place a newcomer, a sequence that computes of its prompt, or one that comes back, as if it had just
+        sampled."""
+        seq.virtual_time = max(seq.virtual_time, self.clock + (seq.stride if self._is_weighted else 1))
 
     def in_order(self, contenders: Iterable[Sequence], step: int) -> list[Sequence]:
         """Contenders for the places of a step, first to sample first; a total order."""
         if self._order == "oldest":
             return sorted(contenders, key=_by_age)
-        if self._order == "weighted":
+        if self._is_weighted:
             return sorted(contenders, key=_by_share)
         clock = self.clock  # what lies before it is of a priority that fitted whole, and was not counted since
         return sorted(
@@ -73,21 +73,23 @@ class DecodeShares:
         """Count a step that left sequences out.
 
         Args:
-            chosen: sequences that sample in the step.
+            chosen: sequences past their prompt that sample in the step.
             left_out: the first in order of those that do not.
         """
         if self._order == "oldest":
             return
-        self.clock = max(self.clock, left_out.virtual_time)
-        clock, least = self.clock, self.clock - self._max_lag
-        is_weighted, contended = self._order == "weighted", self._priority(left_out, step)
+        self.clock = clock = max(self.clock, left_out.virtual_time)
+        if not self._is_weighted:  # a sequence whose whole priority fitted competed with nobody
+            contended = self._priority(left_out, step)
+            chosen = [seq for seq in chosen if self._priority(seq, step) == contended]
+        least = clock - (MAX_STRIDE if self._is_weighted else 1)
         for seq in chosen:
-            # In the priority order, one whose whole priority fitted competed with nobody.
-            if is_weighted or self._priority(seq, step) == contended:
-                seq.virtual_time = min(max(seq.virtual_time, least), clock) + self._stride(seq)
-
-    def _stride(self, seq: Sequence) -> int:
-        return seq.stride if self._order == "weighted" else 1
+            before = seq.virtual_time
+            if before > clock:
+                before = clock
+            elif before < least:
+                before = least
+            seq.virtual_time = before + (seq.stride if self._is_weighted else 1)
 
     def _priority(self, seq: Sequence, step: int) -> int:
         return self._config.aged_priority(seq.request.priority, step - seq.last_sampled_step)

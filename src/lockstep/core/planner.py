@@ -58,9 +58,9 @@ class StepPlanner:
         builder = StepBuilder(self._config, step, prefill_budget(self._config, num_waiting, len(running.decoding)))
         chosen, spare = self._choose_sampling(builder)
         self._grow(builder, chosen, spare)
-        self._advance_prompts(builder)
         if spare:
-            self._charge(builder, spare[0])
+            self.shares.charge(builder.seqs, spare[0], step)
+        self._advance_prompts(builder)
         self._resume(builder)
         self._admit(builder)
         return builder
@@ -77,12 +77,7 @@ class StepPlanner:
         running = self._running
         decoding = running.decoding
         room = builder.chunk_room
-        endings: list[Sequence] = []
-        for seq in running.prefilling:
-            if seq.prompt_left <= room and seq.samples_next:
-                endings.append(seq)
-            else:
-                self.shares.join(seq)
+        endings = [seq for seq in running.prefilling if seq.prompt_left <= room and seq.samples_next]
         slots = self._config.max_num_seqs - running.num_running
         prompt_waits = bool(running.prefilling) or (slots > 0 and len(self._queue) > 0)
         builder.num_kept_places = 1 if prompt_waits and builder.num_places > 1 else 0
@@ -162,19 +157,15 @@ class StepPlanner:
         """Chunks for admitted prompts that are not through."""
         for seq in self._running.prefilling:
             builder.return_ending(seq)
-            if not self._add_prompt(builder, seq) and not builder.lacks_only_a_turn(seq, seq.num_computed):
+            if self._add_prompt(builder, seq):
+                self.shares.join(seq)
+            elif not builder.lacks_only_a_turn(seq, seq.num_computed):
                 builder.left_out.append(seq.seq_id)
 
     def _add_prompt(self, builder: StepBuilder, seq: Sequence) -> bool:
         if self._explain is not None:
             self._note_all([seq], builder.limits_on_prompt(seq, seq.num_computed))
         return builder.add_prompt(seq)
-
-    def _charge(self, builder: StepBuilder, left_out: Sequence) -> None:
-        """Count what the running sequences get of a step that left some out."""
-        rows = zip(builder.seqs, builder.lengths, strict=True)
-        takers = [seq for seq, length in rows if seq.prompt_left <= 0 or seq.num_computed + length == seq.num_known]
-        self.shares.charge(takers, left_out, builder.step)
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
 

@@ -70,8 +70,8 @@ class SchedulerConfig:
     preemption: Preemption = "swap"
     """What happens to the KV of a victim: moved to host blocks while there are any, or dropped. Both are exact."""
     max_skips: int = 64
-    """How often a request that does not fit may be overtaken before it blocks its class and those below; also how many
-    that do not fit are passed over in one step."""
+    """How often a request that does not fit may be overtaken before it blocks its priority and those below; also how
+    many that do not fit are passed over in one step."""
     priority_aging_steps: int = 0
     """Steps of waiting that raise a priority by one, in the queue where `order` is ``priority``, between tokens where
     `decode_order` is; 0: never."""

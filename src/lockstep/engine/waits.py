@@ -7,7 +7,7 @@ and more seldom the more of them there are, so that its reasons cost a small par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import Limit, Reason, StepPlan
@@ -19,10 +19,12 @@ MIN_INTERVAL_S = 0.1
 REQUEST_INTERVAL_S = 2e-4
 """More for each that waits: a reason takes some microseconds."""
 PRIORITY, SESSION, RETURNING = "PRIORITY", "SESSION", "RETURNING"
-"""Limits that are not the planner's: requests of a better class, a place for its session, blocks that are brought
+"""Limits that are not the planner's: requests of a higher priority, a place for its session, blocks that are brought
 back."""
 _CUTS = frozenset({Limit.CHUNK})
 """Limits that only cut a chunk."""
+_DECODE_LIMITS = frozenset({Limit.PLACES, Limit.TOKENS})
+"""Limits that, once a request has its first token, keep it from the next: then ``decode_order`` decides."""
 
 
 class WaitSampler:
@@ -73,27 +75,37 @@ class WaitSampler:
         """Keep the reasons of requests that have no part in the step."""
         busy = {*plan.seq_ids, *plan.admitted, *plan.resumed}
         found: dict[tuple[int, str], WaitReason] = {}
+        ranked: dict[int, None] = {}
         for reason in reasons:
             if reason.seq_id in busy or reason.limit in _CUTS or reason.seq_id not in self._generations:
                 continue
-            request_id, limit = self._generations[reason.seq_id].live.request_id, reason.limit.name
+            generation = self._generations[reason.seq_id]
+            request_id, limit = generation.live.request_id, reason.limit.name
             found[request_id, limit] = WaitReason(
                 request_id, limit, reason.used, reason.most, reason.needed, len(reason.others)
             )
-        if found and self._scheduler.config.order == "priority":
-            self._add_classes(found)
+            if self._is_by_priority(generation, reason.limit):
+                ranked[request_id] = None
+        self._add_priorities(found, ranked)
         self._found += found.values()
 
-    def _add_classes(self, found: dict[tuple[int, str], WaitReason]) -> None:
-        """Say of how many better requests each is behind."""
-        classes = {each.live.request_id: each.live.request.priority for each in self._generations.values()}
+    def _is_by_priority(self, generation: Generation, limit: Limit) -> bool:
+        """True if higher priorities come strictly first where this limit was reached."""
+        config = self._scheduler.config
+        has_token = generation.first_token_s is not None
+        decodes = limit is Limit.WIDTH or (has_token and limit in _DECODE_LIMITS)
+        return config.order == "priority" and (not decodes or config.decode_order == "priority")
+
+    def _add_priorities(self, found: dict[tuple[int, str], WaitReason], ranked: Iterable[int]) -> None:
+        """Add how many requests of a higher priority come before each of ``ranked``."""
+        priorities = {each.live.request_id: each.live.request.priority for each in self._generations.values()}
         counts: dict[int, int] = {}
-        for class_ in classes.values():
-            counts[class_] = counts.get(class_, 0) + 1
-        num_better, better = 0, {}
-        for class_ in sorted(counts):
-            better[class_] = num_better
-            num_better += counts[class_]
-        for request_id in {request_id: None for request_id, _ in found}:
-            if count := better[classes[request_id]]:
+        for priority in priorities.values():
+            counts[priority] = counts.get(priority, 0) + 1
+        num_higher, higher = 0, {}
+        for priority in sorted(counts):
+            higher[priority] = num_higher
+            num_higher += counts[priority]
+        for request_id in ranked:
+            if count := higher[priorities[request_id]]:
                 found[request_id, PRIORITY] = WaitReason(request_id, PRIORITY, num_others=count)

@@ -7,7 +7,7 @@ Defaults are those of a server that refuses nobody, so that a trace runs whole w
 - ``max_model_len``: all that the pool holds;
 - ``max_num_seqs`` 256, ``max_num_batched_tokens`` 8,192, ``max_chunk_tokens`` as many (a prompt is cut by the budget
   alone);
-- ``order``: ``priority`` where a request has another class than normal, since a file that gives classes means them;
+- ``order``: ``priority`` where a request has another priority than normal, since a file that gives them means them;
 - queues without a practical bound.
 
 All else is as in ``SchedulerConfig``.
@@ -27,7 +27,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
 from lockstep.errors import UsageError
 from lockstep.replay.workload import Workload
-from lockstep.spelling import nearest
+from lockstep.spelling import did_you_mean, nearest
 
 DEFAULT_BLOCK_TOKENS = 16
 DEFAULT_POOL_TOKENS = 1 << 20
@@ -102,13 +102,13 @@ def order_note(workload: Workload, overrides: Mapping[str, str] | None = None) -
     if order is None:
         return "requests have priorities and nothing sets an order, so they are admitted by priority (order=priority)"
     return (
-        f"order is {order}, so the queue does not look at the priorities that requests have; they only say whose turn "
-        "it is among the running and who is preempted first"
+        f"order is {order}, so the queue does not look at the priorities that requests have; they only decide how "
+        "running requests share decode steps (decode_order) and which is preempted first"
     )
 
 
 def _has_priorities(workload: Workload) -> bool:
-    """True if a request has another class than normal. No format whose requests stream gives any."""
+    """True if a request has another priority than normal. No format whose requests stream gives any."""
     requests = workload.requests
     return isinstance(requests, Collection) and any(request.priority != Priority.NORMAL for request in requests)
 
@@ -150,7 +150,9 @@ def _checked(name: str, value: object, place: str) -> Any:
     kinds = _kinds(name)
     fits = type(value) in kinds or value in kinds
     if not fits:
-        raise UsageError(f"{place}: {name} is {value!r}; it must be {' or '.join(map(_kind_text, kinds))}")
+        hint = did_you_mean(str(value), [kind for kind in kinds if isinstance(kind, str)])
+        must = f"it must be {' or '.join(map(_kind_text, kinds))}"
+        raise UsageError(f"{place}: {name} is {value!r}; {must}{'; ' if hint else ''}{hint}")
     return value
 
 

@@ -49,7 +49,7 @@ _COMPARED_FIELDS = (
     ("num_prompt_tokens", "prompt tokens"),
     ("max_output_tokens", "output tokens at most"),
     ("num_output_tokens", "output tokens"),
-    ("priority", "as its class"),
+    ("priority", "as its priority"),
     ("tenant", "as its tenant"),
 )
 
@@ -279,7 +279,7 @@ def _words_of(command: Command) -> str:
             most = command.request.max_output_tokens
             output = "as many output tokens as fit" if most is None else f"{most:,} output tokens at most"
             tokens = f"{command.request.num_prompt_tokens:,} prompt tokens and {output}"
-            return f"{called(str(command.seq_id))} of {tokens}, class {command.request.priority}, {at}"
+            return f"{called(str(command.seq_id))} of {tokens}, priority {command.request.priority}, {at}"
         case Aborted():
             return f"the end of {called(str(command.seq_id))} ({command.reason.value}) {at}"
         case Named():

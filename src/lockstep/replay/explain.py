@@ -8,7 +8,7 @@ from lockstep.core.sequence import SequenceState
 from lockstep.core.step import Limit, Reason, StepPlan
 from lockstep.core.wording import Reached, phrase
 from lockstep.replay.divergence import Change, Difference
-from lockstep.replay.snapshot import Snapshot
+from lockstep.replay.snapshot import Snapshot, Standing
 
 MAX_REQUESTS = 3
 """Requests of one divergence that have sentences of their own."""
@@ -83,15 +83,39 @@ def _nothing(side: Snapshot, seq_id: int) -> list[str]:
 
 def _why_waits(side: Snapshot, seq_id: int) -> list[str]:
     """Reasons why a sequence has no part in the step, by the planner, and the one that comes first in the order."""
-    lines = [words for reason in side.reasons_of(seq_id) if (words := _words(side, reason))]
+    reasons = side.reasons_of(seq_id)
+    lines = [words for reason in reasons if (words := _words(side, reason))]
     own, plan = side.standings[seq_id], side.decision.plan
+    if own.state is SequenceState.RUNNING and any(reason.limit in _DECODE_LIMITS for reason in reasons):
+        lines += _who_decodes_first(side, own)
     first = None if plan is None or not plan.admitted else side.standings.get(plan.admitted[0])
     if first is not None and own.state is SequenceState.WAITING:
         if side.config.order == "priority" and first.priority < own.priority:
-            lines.append(f"{called(first.name)} of class {first.priority} comes before class {own.priority}")
+            lines.append(
+                f"{called(first.name)} has priority {first.priority}, which runs before priority {own.priority}"
+            )
         elif side.config.order == "fair" and first.outcome.tenant != own.outcome.tenant:
             lines.append(f"{called(first.name)} comes first, as tenant {own.outcome.tenant!r} was served no less")
     return list(dict.fromkeys(lines))
+
+
+_DECODE_LIMITS = (Limit.WIDTH, Limit.PLACES)
+"""Limits for which running sequences compete in the order of ``decode_order``."""
+
+
+def _who_decodes_first(side: Snapshot, own: Standing) -> list[str]:
+    """Running sequences that have a place to sample in the step, and the order that puts them first."""
+    order, plan = side.config.decode_order, _plan(side)
+    sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
+    running = [each for seq_id in sampling if (each := side.standings.get(seq_id)) is not None and each is not own]
+    ahead = [each for each in running if each.state is SequenceState.RUNNING]
+    higher = [each for each in ahead if each.priority < own.priority]
+    is_higher = order == "priority" and bool(higher)
+    first = higher if is_higher else ahead
+    if not first:
+        return []
+    names, verb = listed([each.name for each in first]), "decodes" if len(first) == 1 else "decode"
+    return [f"{names} {verb} {f'before priority {own.priority}' if is_higher else 'first'} (decode_order={order})"]
 
 
 def _words(side: Snapshot, reason: Reason) -> str:
@@ -160,7 +184,7 @@ def _why_victims(side: Snapshot, other: Snapshot) -> list[str]:
         if standing is None:  # it came before a recording began
             continue
         lines.append(
-            f"in {side.label}, {called(standing.name)} (class {standing.priority}) held {standing.num_held_blocks} "
+            f"in {side.label}, {called(standing.name)} (priority {standing.priority}) held {standing.num_held_blocks} "
             "before"
         )
     return lines

@@ -265,7 +265,7 @@ def _words(wait: Wait) -> str:
         case waits.RETURNING:
             return "blocks of its prompt are being brought back from host memory or disk"
         case waits.PRIORITY:
-            return f"{others} of a better class {'goes' if reason.num_others == 1 else 'go'} first"
+            return f"{others} of a higher priority {'goes' if reason.num_others == 1 else 'go'} first"
     assert wait.config is not None, "a planner has a config"
     reached = Reached(Limit[reason.limit], reason.used, reason.most, reason.needed, others, reason.num_others)
     return phrase(reached, wait.config)
