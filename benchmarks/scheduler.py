@@ -109,11 +109,10 @@ def tokens_over_time(priorities: Sequence[int], num_places: int, **policy: Any) 
         plan = step(scheduler)
         for seq_id in compress(plan.seq_ids, plan.samples):
             counts[seq_id] += 1
-            latest[seq_id] = number
-        longest = max(longest, number - min(latest))
+            longest, latest[seq_id] = max(longest, number - latest[seq_id]), number
         if number + 1 in MARKS:
             found.append(list(counts))
-    return found, longest
+    return found, max(longest, number - min(latest))
 
 
 def print_shares() -> None:

@@ -16,7 +16,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
-from tests.core.drive import commit, config, scheduler, step
+from tests.core.drive import commit, config, needs_interpreted, scheduler, step
 
 
 def sampled(plan: StepPlan) -> list[int]:
@@ -91,6 +91,43 @@ def test_steps_in_which_all_fit_give_no_claim() -> None:
     low = [1 in sampled(step(core)) for _ in range(20)]
     assert any(low[:9])
     assert any(low[10:19])
+
+
+def test_a_claim_is_at_most_a_token_of_the_lowest_weight() -> None:
+    """A critical request that could have had more than a token a step for 500 steps shares evenly with a second one."""
+    core = scheduler(block_size=64, max_num_seqs=4, max_num_decode_seqs=2)
+    for priority in (-2, 1, 1):
+        core.add(Request(4, 1900, priority=priority))
+    for _ in range(500):
+        step(core)
+    core.add(Request(4, 1900, priority=-2))
+    counts = [0] * 4
+    for _ in range(100):
+        for seq_id in sampled(step(core)):
+            counts[seq_id] += 1
+    assert abs(counts[0] - counts[3]) <= MAX_STRIDE + 1
+
+
+@needs_interpreted
+@pytest.mark.parametrize("seed", range(8))
+def test_no_decoding_sequence_is_far_from_the_clock(seed: int) -> None:
+    """Also where a long forced segment lacks budget and shorter ones behind it do not."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    core = scheduler(max_num_seqs=6, max_num_decode_seqs=4, max_num_batched_tokens=12, max_forced_tokens=8)
+    num_waits = 0
+    for _ in range(250):
+        if rng.random() < 0.2:
+            core.add(Request(rng.randint(1, 20), rng.randint(1, 60), priority=rng.randint(-3, 2)))
+        plan = core.schedule()
+        if not plan.has_work:
+            continue
+        commit(core, plan, tokens={seq_id: rng.choice([1, 1, 8]) for seq_id in plan.seq_ids})
+        clock = core._planner.shares.clock
+        for seq in core._running.decoding:
+            num_waits += seq.last_sampled_step < plan.step
+            assert clock - MAX_STRIDE <= seq.virtual_time <= clock + seq.stride
+    assert num_waits > 20
 
 
 # -- bounded waits ----------------------------------------------------------------------------------------------------

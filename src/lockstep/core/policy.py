@@ -59,8 +59,8 @@ class SchedulerConfig:
     order: Order = "fcfs"
     """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival."""
     decode_order: DecodeOrder = "weighted"
-    """Order of decoding where a step has fewer places than running sequences: ``weighted`` is a round robin by the
-    weights of priorities, ``priority`` takes higher priorities first, ``oldest`` the oldest sequences.
+    """Order of decoding where a step has fewer places than running sequences: round robin, weighted by priority;
+    highest priority first; or oldest first.
 
     Under ``weighted`` critical, high, normal and low priorities share as 8 : 4 : 2 : 1, and every wait for a token has
     a bound (`lockstep.core.decode_shares`). Under the others a sequence may wait for as long as those before it run;
