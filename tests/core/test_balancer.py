@@ -182,6 +182,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(balancer._sessions) == MAX_SESSIONS
     for replica in range(4):
         balancer.learn(replica, [(each, True) for each in chain(*range(50))])
+    assert all(balancer.is_held(each) for each in chain(*range(50)))
     for replica in range(4):
         balancer.learn(replica, [(each, False) for each in chain(*range(50))])
     assert not balancer._holders

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from hashlib import blake2b
 
-from lockstep.core.prefix import PrefixCache, block_hashes
+from lockstep.core.prefix import PrefixCache, block_hashes, namespace_of
+from tests.core.drive import prompt, run, scheduler
 
 
 def test_hashes_are_the_documented_chain() -> None:
@@ -23,6 +24,7 @@ def test_vector() -> None:
         "de2b1b0617e7d6fda4d4aab2b6241a61",
         "431ce80d152c6058d44bdae6f5f324c7",
     ]
+    assert namespace_of("ab", "salt") == b"ab\0salt"
 
 
 def test_only_full_blocks_have_a_hash() -> None:
@@ -102,6 +104,26 @@ def test_pins_count_and_outlive_what_they_pin() -> None:
     assert cache.unpin([b"a", b"b", b"unknown"]) == [3]
     assert 3 not in cache.pinned
     cache.check()
+
+
+def test_a_scheduler_reports_contents_that_can_be_found_and_those_that_no_longer_can() -> None:
+    core = scheduler(num_blocks=6)
+    assert core.drain_contents() == (), "nobody follows them"
+    first, second = prompt([1] * 9, 1), prompt([2] * 20, 1)
+    core.add(first)
+    run(core)
+    core.follow_contents()
+    assert core.drain_contents() == tuple((block_hash, True) for block_hash in first.block_hashes)
+    core.add(second)
+    run(core)
+    news = core.drain_contents()
+    assert {(block_hash, True) for block_hash in second.block_hashes} <= set(news)
+    gone = [block_hash for block_hash, is_there in news if not is_there]
+    assert gone, "the second prompt took their blocks"
+    assert set(gone) <= set(first.block_hashes)
+    core.reset_prefix_cache()
+    assert {is_there for _, is_there in core.drain_contents()} == {False}
+    assert core.drain_contents() == ()
 
 
 def test_a_chain_goes_on_from_the_hashes_that_are_known() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Final, Protocol
 
 
@@ -28,13 +27,11 @@ class Priority:
     LOW: Final = 1
 
 
-WEIGHTS: Mapping[int, int] = MappingProxyType(
-    {Priority.CRITICAL: 8, Priority.HIGH: 4, Priority.NORMAL: 2, Priority.LOW: 1}
-)
+WEIGHTS: Mapping[int, int] = {Priority.CRITICAL: 8, Priority.HIGH: 4, Priority.NORMAL: 2, Priority.LOW: 1}
 """Shares that priorities have of what they compete for: replicas of a device's time, running sequences of decode steps.
 
 Another priority has the weight of the nearest one that is named."""
-MAX_WEIGHT = 8
+MAX_WEIGHT: Final = max(WEIGHTS.values())
 
 
 def weight_of(priority: int) -> int:
