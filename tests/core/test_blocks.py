@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Container
 
 import pytest
 
@@ -15,12 +16,17 @@ def allocate(pool: BlockPool, count: int) -> tuple[int, ...]:
     return allocation.blocks
 
 
+def hashes_of(pool: BlockPool, blocks: Container[int]) -> list[bytes | None]:
+    """Hashes by block, where these blocks have one."""
+    return [b"hash" if block in blocks else None for block in range(pool.num_blocks + 1)]
+
+
 def test_free_order_is_unhashed_then_never_used_then_cached_deepest_first() -> None:
     """Two prompts share three hashed blocks and have a partial one each; exact ids, and exact order of reuse."""
     pool = BlockPool(10)
     first = allocate(pool, 4)
     assert first == (1, 2, 3, 4)
-    hashed = {1, 2, 3}
+    hashed = hashes_of(pool, {1, 2, 3})
     pool.take((1, 2, 3))
     second = (1, 2, 3, *allocate(pool, 1))
     assert second == (1, 2, 3, 5)
@@ -38,8 +44,8 @@ def test_free_order_is_unhashed_then_never_used_then_cached_deepest_first() -> N
 def test_pinned_blocks_are_handed_out_last() -> None:
     pool = BlockPool(4)
     blocks = allocate(pool, 4)
-    pool.release(blocks[:3], {1, 2, 3}, {3})
-    pool.release(blocks[3:], (), ())
+    pool.release(blocks[:3], hashes_of(pool, {1, 2, 3}), {3})
+    pool.release(blocks[3:], hashes_of(pool, ()), ())
     assert pool.free_order() == (4, 2, 1, 3)
     pool.pin_cached([2])
     assert pool.free_order() == (4, 1, 3, 2)
@@ -52,7 +58,7 @@ def test_pinned_blocks_are_handed_out_last() -> None:
 
 def test_a_failed_allocation_leaves_everything_untouched() -> None:
     pool = BlockPool(3)
-    pool.release(allocate(pool, 2), {1}, ())
+    pool.release(allocate(pool, 2), hashes_of(pool, {1}), ())
     before = pool.free_order()
     assert pool.allocate(4) is None
     assert pool.free_order() == before
@@ -62,16 +68,16 @@ def test_a_failed_allocation_leaves_everything_untouched() -> None:
 
 def test_a_cached_block_can_be_held_again_from_the_middle() -> None:
     pool = BlockPool(5)
-    pool.release(allocate(pool, 5), {1, 2, 3, 4, 5}, ())
+    pool.release(allocate(pool, 5), hashes_of(pool, range(1, 6)), ())
     pool.take([3])
     assert pool.free_order() == (5, 4, 2, 1)
-    pool.release([3], {3}, ())
+    pool.release([3], hashes_of(pool, {3}), ())
     assert pool.free_order() == (5, 4, 2, 1, 3)
 
 
 def test_releasing_what_nobody_holds_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="nobody holds"):
-        BlockPool(2).release([1], (), ())
+        BlockPool(2).release([1], [None] * 3, ())
 
 
 def test_fuzz_100k_operations_keep_every_block_in_one_place() -> None:
@@ -113,12 +119,12 @@ def test_fuzz_100k_operations_keep_every_block_in_one_place() -> None:
                     key_of[table[depth - 1]] = key[:depth]
             live.append(table)
         elif live and kind < 0.98:
-            pool.release(live.pop(rng.randrange(len(live))), key_of, ())
+            pool.release(live.pop(rng.randrange(len(live))), hashes_of(pool, key_of), ())
         else:
             share = 1.0 if kind > 0.99 else 0.2
             for table in [table for table in live if rng.random() < share]:
                 live.remove(table)
-                pool.release(table, key_of, ())
+                pool.release(table, hashes_of(pool, key_of), ())
         if operation % 50 == 0:
             held: dict[int, int] = {}
             for table in live:
@@ -126,7 +132,7 @@ def test_fuzz_100k_operations_keep_every_block_in_one_place() -> None:
                     held[block] = held.get(block, 0) + 1
             pool.check(held)
     for table in live:
-        pool.release(table, key_of, ())
+        pool.release(table, hashes_of(pool, key_of), ())
     assert pool.num_available == 64
 
 

@@ -61,7 +61,7 @@ def test_hashes_do_not_depend_on_the_process() -> None:
 
 
 def test_the_first_block_of_a_content_keeps_it_until_forgotten() -> None:
-    cache = PrefixCache()
+    cache = PrefixCache(9)
     cache.publish([1], [b"h"])
     cache.publish([2], [b"h"])
     cache.publish([1], [b"other"])
@@ -76,7 +76,7 @@ def test_the_first_block_of_a_content_keeps_it_until_forgotten() -> None:
 
 
 def test_match_stops_at_the_first_gap_and_changes_nothing() -> None:
-    cache = PrefixCache()
+    cache = PrefixCache(9)
     hashes = [b"0", b"1", b"2", b"3"]
     for block, block_hash in ((5, b"0"), (6, b"1"), (8, b"3")):
         cache.publish([block], [block_hash])
@@ -88,7 +88,7 @@ def test_match_stops_at_the_first_gap_and_changes_nothing() -> None:
 
 
 def test_pins_count_and_outlive_what_they_pin() -> None:
-    cache = PrefixCache()
+    cache = PrefixCache(9)
     cache.publish([1], [b"a"])
     assert cache.pin([b"a", b"b"]) == [1]
     assert cache.pin([b"a"]) == [1]

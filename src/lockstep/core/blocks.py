@@ -64,11 +64,14 @@ class BlockPool:
         """Hand out ``count`` blocks, each held once; None, with nothing touched, when there are not as many."""
         if count > self.num_available:
             return None
-        cut = max(0, len(self._free) - count)
-        free = tuple(self._free[: cut - 1 if cut else None : -1])
-        del self._free[cut:]
+        free: tuple[int, ...] = ()
+        if self._free:
+            cut = max(0, len(self._free) - count)
+            free = tuple(self._free[: cut - 1 if cut else None : -1])
+            del self._free[cut:]
         evicted = _take_first(self._cached, count - len(free))
-        evicted += _take_first(self._pinned, count - len(free) - len(evicted))
+        if len(free) + len(evicted) < count:
+            evicted += _take_first(self._pinned, count - len(free) - len(evicted))
         blocks = free + evicted
         refs = self._refs
         for block in blocks:
@@ -83,11 +86,11 @@ class BlockPool:
                 self._uncache(block)
             self._refs[block] += 1
 
-    def release(self, blocks: Sequence[int], hashed: Container[int], pinned: Container[int]) -> None:
+    def release(self, blocks: Sequence[int], hashes: Sequence[bytes | None], pinned: Container[int]) -> None:
         """Hold a sequence's blocks (first position first) once less; the deepest is released first.
 
         Args:
-            hashed: the blocks whose content can be hit; they are cached when nobody holds them any more.
+            hashes: by block, of those whose content can be hit; they are cached when nobody holds them any more.
             pinned: those of them that are handed out last.
         """
         refs, free, cached = self._refs, self._free, self._cached
@@ -97,7 +100,7 @@ class BlockPool:
             if left:
                 assert left > 0, f"block {block} is released but nobody holds it"
                 num_held += 1
-            elif block not in hashed:
+            elif hashes[block] is None:
                 free.append(block)
             elif block in pinned:
                 self._pinned[block] = None
@@ -150,6 +153,8 @@ class BlockPool:
 
 def _take_first(cached: OrderedDict[int, None], most: int) -> tuple[int, ...]:
     """Remove the blocks that were cached first, ``most`` of them if there are as many."""
+    if most == 1 and cached:
+        return (cached.popitem(last=False)[0],)
     blocks = tuple(islice(cached, most))
     for block in blocks:
         del cached[block]

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import compress
-from operator import add, is_
+from operator import add, is_, is_not
 
 from lockstep.core.request import FinishReason
 from lockstep.core.state import FingerprintState
@@ -203,13 +203,10 @@ class Fingerprint:
         ):
             lead = 0
         rows: list[tuple[int, ...]] = []
-        if not all(map(is_, plan.tables[:lead], self._tables)):
-            tables = enumerate(zip(plan.tables[:lead], self._tables, strict=False))
-            rows = [
-                _row(index, plan, old)
-                for index, (new, old) in tables
-                if new is not old and (len(new) != len(old) or new != old)
-            ]
+        for index in compress(range(lead), map(is_not, plan.tables, self._tables)):
+            new, old = plan.tables[index], self._tables[index]
+            if len(new) != len(old) or new != old:
+                rows.append(_row(index, plan, old))
         if lead == len(known) == len(plan.seq_ids):
             return [], rows
         gone: list[int] = []

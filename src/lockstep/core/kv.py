@@ -36,7 +36,7 @@ class KVCache:
         self._block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.host = HostPool(config.num_host_blocks if config.preemption == "swap" else 0)
-        self.prefix = PrefixCache()
+        self.prefix = PrefixCache(config.num_blocks)
         self._evicted: list[int] = []
         self._swap_out: dict[int, int] = {}
         """Host block to the device block that this step saves there."""
@@ -86,7 +86,7 @@ class KVCache:
 
     def num_needed(self, seq: Sequence, hits: Seq[int], num_positions: int) -> int:
         """Available blocks that ``hold`` would use up."""
-        idle = sum(self.pool.refs(block) == 0 for block in hits)
+        idle = sum([self.pool.refs(block) == 0 for block in hits]) if hits else 0
         return self._config.blocks_for(num_positions) - len(seq.table) - len(hits) + idle
 
     def hold(self, seq: Sequence, hits: tuple[int, ...], num_positions: int) -> bool:
@@ -113,7 +113,7 @@ class KVCache:
 
     def release(self, seq: Sequence) -> None:
         """The sequence ended: its blocks are free, or cached if they were published."""
-        self.pool.release(seq.table, self.prefix.blocks, self.prefix.pinned)
+        self.pool.release(seq.table, self.prefix.hashes, self.prefix.pinned)
         self._drop_host(seq.host_table)
         self._moved_in.pop(seq.seq_id, None)
         self._moved_out.pop(seq.seq_id, None)
@@ -158,7 +158,7 @@ class KVCache:
         self._swap_out.update(zip(saved, moving, strict=True))
         if saved:
             self._moved_out[seq.seq_id] = seq
-        self.pool.release(seq.table[num_device:], self.prefix.blocks, self.prefix.pinned)
+        self.pool.release(seq.table[num_device:], self.prefix.hashes, self.prefix.pinned)
         seq.table = seq.table[:num_device]
         seq.host_table = (*saved, *seq.host_table[:staying])
         seq.num_published = min(seq.num_published, num_device)
@@ -209,7 +209,7 @@ class KVCache:
         self.prefix.publish(allocation.blocks, [hashes[place] for place in missing])
         given = dict(zip(missing, allocation.blocks, strict=True))
         chain = [given.get(place, block) for place, block in enumerate(found)]
-        self.pool.release([block for block in chain if block is not None], self.prefix.blocks, self.prefix.pinned)
+        self.pool.release([block for block in chain if block is not None], self.prefix.hashes, self.prefix.pinned)
         return tuple(given.items())
 
     def reset_prefix_cache(self) -> int:

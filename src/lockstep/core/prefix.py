@@ -46,9 +46,10 @@ def block_hashes(
 class PrefixCache:
     """Hash to block, one to one: the first block published under a hash keeps it until its content is given up."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
+        """By block, in the place of a dictionary: a pool of small blocks has tens of thousands."""
         self._pins: dict[bytes, int] = {}
         self._pinned: set[int] = set()
         self.num_published = 0
@@ -61,7 +62,12 @@ class PrefixCache:
 
     @property
     def blocks(self) -> Mapping[int, bytes]:
-        """Published blocks, held or not, with their hashes."""
+        """Published blocks, held or not, with their hashes, in order of publishing; made anew for each caller."""
+        return {block: block_hash for block_hash, block in self._block_of.items()}
+
+    @property
+    def hashes(self) -> Sequence[bytes | None]:
+        """Hash of each block by its number; None: it is not published."""
         return self._hash_of
 
     @property
@@ -85,26 +91,35 @@ class PrefixCache:
 
     def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Let each block be hit under its hash, unless another holds the same content already."""
-        block_of, hash_of, pins, news = self._block_of, self._hash_of, self._pins, self.news
+        block_of, hash_of = self._block_of, self._hash_of
+        num_before, is_noted = len(block_of), self.news is not None or bool(self._pins)
         for block, block_hash in zip(blocks, hashes, strict=True):
-            if block_hash not in block_of and block not in hash_of:
+            if hash_of[block] is None and block_hash not in block_of:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
-                self.num_published += 1
-                if news is not None:
-                    news.append((block_hash, True))
-                if block_hash in pins:
-                    self._pinned.add(block)
+                if is_noted:
+                    self._note(block, block_hash)
+        self.num_published += len(block_of) - num_before
+
+    def _note(self, block: int, block_hash: bytes) -> None:
+        """Take down a block that was published, for who follows the news and for the pins."""
+        if self.news is not None:
+            self.news.append((block_hash, True))
+        if block_hash in self._pins:
+            self._pinned.add(block)
 
     def forget(self, *blocks: int) -> None:
         """The blocks' content is given up."""
-        block_of, hash_of, news = self._block_of, self._hash_of, self.news
+        block_of, hash_of = self._block_of, self._hash_of
         for block in blocks:
-            block_hash = hash_of.pop(block)
+            block_hash = hash_of[block]
+            assert block_hash is not None, f"block {block} is not published"
+            hash_of[block] = None
             del block_of[block_hash]
-            if news is not None:
-                news.append((block_hash, False))
-        self._pinned.difference_update(blocks)
+            if self.news is not None:
+                self.news.append((block_hash, False))
+        if self._pinned:
+            self._pinned.difference_update(blocks)
 
     def pin(self, hashes: Sequence[bytes]) -> list[int]:
         """Count a pin on each content, published or not; returns the published blocks."""
@@ -131,7 +146,7 @@ class PrefixCache:
         if self.news is not None:
             self.news.extend([(block_hash, False) for block_hash in self._block_of])
         self._block_of.clear()
-        self._hash_of.clear()
+        self._hash_of = [None] * len(self._hash_of)
         self._pinned.clear()
 
     @property
@@ -141,12 +156,15 @@ class PrefixCache:
 
     def restore(self, published: Iterable[tuple[int, bytes]], pins: Iterable[tuple[bytes, int]]) -> None:
         """Take over which block holds which content, first published first, and the pins."""
-        self._hash_of = dict(published)
-        self._block_of = {block_hash: block for block, block_hash in self._hash_of.items()}
+        self._block_of = {block_hash: block for block, block_hash in published}
+        self._hash_of = [None] * len(self._hash_of)
+        for block_hash, block in self._block_of.items():
+            self._hash_of[block] = block_hash
         self._pins = dict(pins)
         self._pinned = {self._block_of[block_hash] for block_hash in self._pins if block_hash in self._block_of}
 
     def check(self) -> None:
         """Both directions say the same."""
-        assert {block: key for key, block in self._block_of.items()} == self._hash_of, "hashes and blocks disagree"
+        published = {block: key for block, key in enumerate(self._hash_of) if key is not None}
+        assert {block: key for key, block in self._block_of.items()} == published, "hashes and blocks disagree"
         assert self._pinned == {block for key, block in self._block_of.items() if key in self._pins}, "a pin is lost"
