@@ -52,6 +52,33 @@ def test_the_report_is_written_and_the_same_as_what_is_printed(
     assert "requests/s, peak memory" in printed.err
 
 
+TOO_LONG: dict[str, Any] = {
+    "config": {"block_size": 16, "num_blocks": 2},
+    "requests": [{"id": name, "prompt_tokens": 500, "max_output_tokens": 5} for name in ("first", "second")],
+}
+
+
+def test_a_replay_that_refuses_every_request_fails_with_the_reason_and_writes_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, report = tmp_path / "long.json", tmp_path / "report.json"
+    path.write_text(json.dumps(TOO_LONG))
+    assert invoke(["replay", str(path), "--output", str(report)]) == 1
+    assert "2 requests were refused, first first: the prompt has 500 tokens" in capsys.readouterr().err
+    assert json.loads(report.read_text())["requests_refused"] == 2
+    assert invoke(["replay", str(path), "--set-b", "num_blocks=200"]) == 1, "one of two runs served nothing"
+    assert invoke(["replay", str(path), "--set", "num_blocks=200"]) == 0
+    some = {**TOO_LONG, "requests": [*TOO_LONG["requests"], {"id": "c", "prompt_tokens": 9, "max_output_tokens": 1}]}
+    path.write_text(json.dumps(some))
+    assert invoke(["replay", str(path)]) == 0, "one was served"
+
+
+def test_replicas_that_refuse_every_request_fail(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["replay", trace, "--replicas", "2", "--set", "num_blocks=2"]) == 1
+    assert capsys.readouterr().err.count("all 12 requests were refused") == 2
+    assert invoke(["replay", trace, "--replicas", "2"]) == 0
+
+
 def test_what_is_asked_for_counts(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cost = tmp_path / "cost.json"
     cost.write_text(json.dumps({**COST, "made_by": "hand"}))

@@ -250,13 +250,21 @@ def tick_records(replay: Replay, spans: Iterable[TickSpan]) -> Iterator[TickReco
             duration_ps += growth_ps
 
 
+def refusals_in_words(replay: Replay) -> str:
+    """Number of requests that were refused, and why the first was; empty: none was."""
+    refused = [each for each in replay.outcomes if each.refusal]
+    if not refused:
+        return ""
+    number = "1 request was refused" if len(refused) == 1 else f"{len(refused):,} requests were refused"
+    return f"{number}, first {refused[0].name}: {refused[0].refusal}"
+
+
 def _notes(replay: Replay, ticks: Sequence[TickRecord] | None) -> tuple[str, ...]:
     """Notes of the simulation, the first refusal, and what was left out."""
     notes = list(replay.notes)
-    refused = [each for each in replay.outcomes if each.refusal]
+    refused = refusals_in_words(replay)
     if refused:
-        number = "1 request was refused" if len(refused) == 1 else f"{len(refused):,} requests were refused"
-        notes.append(f"{number}, first {refused[0].name}: {refused[0].refusal}")
+        notes.append(refused)
     if ticks is not None and len(ticks) < replay.num_ticks:
         notes.append(f"ticks has the first {len(ticks):,}; {replay.num_ticks - len(ticks):,} are left out")
     return tuple(notes)

@@ -82,7 +82,12 @@ def test_the_keys_of_a_line_may_come_in_any_order(tmp_path: Path) -> None:
         (b"hello", "file:1: unknown format; it may be a recording"),
         (b"[1, 2]", "file:1: unknown format"),
         (b'{"hello": 1}', "file:1: unknown format"),
-        (b'{"hello": 1}\n{"hello": 2}', "file:2: not JSON .the document goes on after its end"),
+        (
+            b'{"hello": 1, "b": 2}\n{"hello": 2}',
+            'file:1: unknown format of JSON lines, with the keys "hello", "b"; it may',
+        ),
+        (b"{}\n{}\n", "file:1: unknown format of JSON lines, with no key; it may be a recording"),
+        (b'{"requests": []}\n{}', "file:2: not JSON .the document goes on after its end"),
         (b"{", "file:1: not JSON"),
         (bytes(range(256)) * 10, "file:1: unknown format"),
         (b"\xff\xfe{\x00", "file is neither UTF-8 text nor zstd"),

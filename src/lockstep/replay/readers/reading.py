@@ -7,7 +7,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
@@ -50,6 +50,9 @@ KNOWN = (
     f"(JSON lines), an Azure trace ({','.join(AZURE_COLUMNS)}), a detailed result of vllm bench serve, or AIPerf's "
     "profile_export.jsonl"
 )
+DOCUMENT_KEYS = (*workload_json.KEYS, *VLLM_ARRAYS, *VLLM_RUN_KEYS)
+"""Keys of documents: a file with one of them is read whole."""
+MAX_KEYS_SHOWN = 8
 MAX_UNSORTED = 1_000_000
 """Requests of a file whose lines have another order than arrivals: they are held together to be sorted."""
 
@@ -193,10 +196,30 @@ def _detect(head: bytes, name: str) -> LineFormat | None:
         keys = _first_keys(text)
         if any(key in MOONCAKE_COLUMNS for key in keys):
             return MOONCAKE
-        return AIPERF if any(key in AIPERF_KEYS for key in keys) else None
+        if any(key in AIPERF_KEYS for key in keys):
+            return AIPERF
+        if _has_lines(text) and not any(key in DOCUMENT_KEYS for key in keys):
+            raise TraceError(f"{name}:1: unknown format of JSON lines, with {_named(keys)}; it may be {KNOWN}")
+        return None
     if text.split("\n", 1)[0].casefold().startswith(AZURE_COLUMNS[0].casefold()):
         return AZURE
     raise TraceError(f"{name}:1: unknown format; it may be {KNOWN}")
+
+
+def _has_lines(text: str) -> bool:
+    """True if the first line is an object by itself, and another line follows it."""
+    first, _, rest = text.partition("\n")
+    try:
+        return isinstance(json.loads(first), dict) and bool(rest.strip())
+    except (ValueError, RecursionError):
+        return False
+
+
+def _named(keys: Sequence[str]) -> str:
+    """The keys of an object for a message, the first ones of many."""
+    if not keys:
+        return "no key"
+    return f"the keys {', '.join(map(json.dumps, keys[:MAX_KEYS_SHOWN]))}{' ...' if len(keys) > MAX_KEYS_SHOWN else ''}"
 
 
 def _beginning(head: bytes) -> str:
