@@ -36,7 +36,7 @@ def test_a_route_has_numbers_for_contents_and_a_digest_for_its_session(tmp_path:
     session = chosen.pop(4)
     assert chosen == ["chosen", 1, [0, 2], 3, 1, "prefix", 2]
     assert bytes.fromhex(session)
-    text = "\n".join(lines_in(next(tmp_path.iterdir())))
+    text = "\n".join(lines_in(*route_files(tmp_path)))
     assert "anna" not in text
     assert not any(each.hex() in text for each in chain(1, 2, 3))
 

@@ -14,6 +14,7 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.trace import read_frames
 from lockstep.worker.flight.chunks import ChunkReader, ChunkWriter
 from lockstep.worker.flight.entries import SUFFIX, Entry, Header
+from lockstep.worker.flight.folder import FolderManifest, Listed, State, digest_of, manifest_files
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, Ask, ResetPrefixCache, Submit
 from tests.worker.support import Bench, running
@@ -58,6 +59,18 @@ def submit(bench: Bench, num_requests: int, first: int = 0) -> None:
 
 def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def as_killed(path: Path) -> None:
+    """Leave the folder's manifest as the kill of the file's recorder in its first moment does: the file is open."""
+    [manifest] = manifest_files(path.parent)
+    FolderManifest(path.parent).put(Listed(path.name, State.OPEN), path=manifest)
+
+
+def list_again(path: Path) -> None:
+    """List a file as it is now, as a forger would, in a manifest of its folder."""
+    data = path.read_bytes()
+    FolderManifest(path.parent).put(Listed(path.name, State.CLOSED, len(data), digest_of(data)))
 
 
 def entries_in(path: Path) -> list[Entry]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import zstandard
 
+from lockstep.cluster.marked_lines import MARK_BEGINNING, Marker
 from lockstep.cluster.route_recorder import RouteRecorder
 from lockstep.core.balancer import Balancer, RoutingPolicy
 from lockstep.worker.flight.options import TraceOptions
@@ -93,5 +94,24 @@ def lines_in(path: Path) -> list[str]:
         return reader.read().decode().splitlines()
 
 
-def write_lines(path: Path, lines: list[str]) -> None:
+def write_lines(path: Path, lines: list[str], *, with_marks: bool = True) -> None:
+    """Write lines as a file.
+
+    Args:
+        with_marks: as a forger would: each mark is made again, and there is one at the end.
+    """
+    if with_marks:
+        lines = _marked(lines)
     path.write_bytes(zstandard.compress("".join(f"{line}\n" for line in lines).encode()))
+
+
+def _marked(lines: list[str]) -> list[str]:
+    marker, made, since = Marker(), list[str](), b""
+    for line in lines:
+        if not line.startswith(MARK_BEGINNING.decode()):
+            made.append(line)
+            since += f"{line}\n".encode()
+            continue
+        made.append(marker.marked(since)[len(since) :].decode().rstrip())
+        since = b""
+    return [*made, marker.marked(since)[len(since) :].decode().rstrip()] if since else made

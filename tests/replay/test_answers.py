@@ -15,7 +15,8 @@ from lockstep.errors import TraceError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.answers import RecordedAnswers, read_answers
 from lockstep.replay.trace import open_trace
-from lockstep.worker.flight.content import TEXT_SUFFIX, parameters_as_bytes, read_text
+from lockstep.worker.flight.content import parameters_as_bytes, read_text
+from lockstep.worker.flight.folder import TEXT_SUFFIX
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, AnswerShown, Submit
 from tests.replay.recordings import POOL, files_of

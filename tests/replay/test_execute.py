@@ -88,7 +88,7 @@ def test_a_name_that_is_not_computed_again_is_told(folder: Path, tmp_path: Path)
         entries[place] = Named(entry.engine, entry.step, entry.seq_id, (*entry.runs[:1], 1), entry.in_step)
 
     rewrite_entries(copied, shorten)
-    [execution] = execute(open_trace(tmp_path), SOURCE)
+    [execution] = execute(open_trace(copied), SOURCE)
     assert execution.diverged is not None
     assert "1 blocks of sequence 2's answer were named; here" in execution.diverged.what
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import zstandard
 
 from lockstep.cli.replay import verify_trace
 from lockstep.cluster.backend import Backend
@@ -21,6 +20,7 @@ from lockstep.replay.wholeness import Kind
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.clusters import say
+from tests.replay.routing import lines_in, write_lines
 
 MANIFEST = """
 cluster: c
@@ -107,14 +107,24 @@ def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b'{"schema":99,"lockstep":"9.0","run":"r","file":1}\n', "version 99"),
-        (b'{"schema":1,"lockstep":"0.1","run":"r","file":1}\n{"now_s":"x"}\n', "line 2"),
+        (b'{"schema":99,"lockstep":"9.0","run":"r","file":1}\n', "its schema is 99"),
+        (b'{"schema":1,"lockstep":"0.1","run":"r","file":1}\n', "its schema is 1"),
+        (b'{"schema":2,"lockstep":"0.1","run":"r","file":1}\n{"now_s":"x"}\n', "line 2"),
         (b"no json\n", "line 1"),
         (b"", "no recording of plans"),
     ],
 )
 def test_what_is_no_recording_of_plans_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
     path = tmp_path / f"x{PLAN_SUFFIX}"
-    path.write_bytes(zstandard.compress(content))
+    write_lines(path, content.decode().splitlines())
     with pytest.raises(TraceError, match=what):
+        verify_plans([path])
+
+
+def test_plans_with_an_unknown_key_are_refused(tmp_path: Path) -> None:
+    path = one_plan(tmp_path)
+    lines = lines_in(path)
+    lines[1] = lines[1].replace('{"now_s"', '{"unknown":1,"now_s"')
+    write_lines(path, lines, with_marks=False)
+    with pytest.raises(TraceError, match="lines 1 to 3 are not as they were recorded"):
         verify_plans([path])

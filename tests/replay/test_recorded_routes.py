@@ -14,7 +14,7 @@ from lockstep.cli.replay import verify_trace
 from lockstep.cluster.route_recorder import ROUTE_SUFFIX
 from lockstep.core.balancer import Balancer, Choice, RoutingPolicy
 from lockstep.errors import TraceError
-from lockstep.replay.recorded_routes import RouteDivergence, RoutesVerdict, facts, route_files, verify_routes
+from lockstep.replay.recorded_routes import RoutesVerdict, facts, route_files, verify_routes
 from lockstep.replay.wholeness import Kind
 from tests.replay.routing import lines_in, recorded, write_lines
 
@@ -68,7 +68,7 @@ def test_another_balancer_is_caught_at_its_first_other_route(tmp_path: Path) -> 
 def test_one_changed_field_of_any_line_is_found(
     tmp_path_factory: pytest.TempPathFactory, seed: int, data: st.DataObject
 ) -> None:
-    """Of a route, at the line itself; of what was told, at the next mark at the latest."""
+    """At its mark; of a route whose mark was made again, at the line itself."""
     folder = tmp_path_factory.mktemp("changed")
     recorded(folder, seed, 60)
     (path,) = route_files(folder)
@@ -77,27 +77,15 @@ def test_one_changed_field_of_any_line_is_found(
     entry = json.loads(lines[at])
     place = data.draw(st.integers(1, len(entry) - 1))
     entry[place] = changed(entry[place])
-    write_lines(path, [*lines[:at], json.dumps(entry, separators=(",", ":")), *lines[at + 1 :]])
-    is_outcome = entry[0] == "chosen" and place >= FIELDS.index("replica")
-    with pytest.raises((TraceError, _DivergedError), match=r"lines? ") as caught:
-        verify_all(path)
-    if isinstance(caught.value, _DivergedError):
-        line = caught.value.divergence.line
-        assert line == at + 1 if is_outcome else line > at
-    else:
-        assert not is_outcome, (lines[at], entry)
-
-
-class _DivergedError(Exception):
-    def __init__(self, divergence: RouteDivergence) -> None:
-        super().__init__(str(divergence))
-        self.divergence = divergence
-
-
-def verify_all(path: Path) -> None:
-    divergence = verify_routes([path]).divergence
-    if divergence is not None:
-        raise _DivergedError(divergence)
+    lines[at] = json.dumps(entry, separators=(",", ":"))
+    write_lines(path, lines, with_marks=False)
+    with pytest.raises(TraceError, match=r"lines? "):
+        verify_routes([path])
+    if entry[0] == "chosen" and place >= FIELDS.index("replica"):
+        write_lines(path, lines)
+        divergence = verify_routes([path]).divergence
+        assert divergence is not None
+        assert divergence.line == at + 1
 
 
 def changed(value: object) -> object:
@@ -139,13 +127,13 @@ def test_a_file_that_begins_with_another_state_than_the_one_before_ended_with_is
     assert verify_routes([following]).divergence is None, "by itself it is believed"
 
 
-HEADER = b'{"schema":1,"lockstep":"0.1","run":"r","file":1}\n'
+HEADER = b'{"schema":2,"lockstep":"0.1","run":"r","file":1}\n'
 
 
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b'{"schema":99,"lockstep":"9.0","run":"r","file":1}\n', "version 99"),
+        (b'{"schema":99,"lockstep":"9.0","run":"r","file":1}\n', "its schema is 99"),
         (HEADER + b'["routed",1]\n', "line 2 is no route"),
         (HEADER + b'["ended",1,0]\n', "line 2 cannot have happened"),
         (HEADER + b'["opened",1,"r0",0,"prefix",4]\n', "line 2 cannot have happened"),
@@ -154,7 +142,7 @@ HEADER = b'{"schema":1,"lockstep":"0.1","run":"r","file":1}\n'
         (HEADER + b'["opened",1,"r0",2,"prefix",4]\n["ended",1,-1]\n', "no replica -1"),
         (HEADER + b'["opened",1,"r0",2,"prefix",4]\n["learned",1,0,[[0,99999999999]]]\n', "line 3 cannot"),
         (HEADER + b'["resumed",1,"r0","prefix",4,[0],[0,1],3,[[]],[]]\n', "others than its 1 replicas"),
-        (HEADER + b'["mark","00"]\n', "lines 1 to 2 are not as they were recorded"),
+        (b'{"schema":1,"lockstep":"0.1","run":"r","file":1}\n', "its schema is 1"),
         (b"no json\n", "line 1"),
         (b"", "no recording of routes"),
     ],
@@ -162,6 +150,20 @@ HEADER = b'{"schema":1,"lockstep":"0.1","run":"r","file":1}\n'
 def test_what_is_no_recording_of_routes_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
     path = tmp_path / f"x{ROUTE_SUFFIX}"
     write_lines(path, content.decode().splitlines())
+    with pytest.raises(TraceError, match=what):
+        verify_routes([path])
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ([HEADER.decode().rstrip(), '["mark","00"]'], "lines 1 to 2 are not as they were recorded"),
+        ([HEADER.decode().rstrip(), '["ended",1,0]'], "lines 1 to 2 are not as they were recorded: no mark follows"),
+    ],
+)
+def test_lines_without_their_mark_are_refused(tmp_path: Path, lines: list[str], what: str) -> None:
+    path = tmp_path / f"x{ROUTE_SUFFIX}"
+    write_lines(path, lines, with_marks=False)
     with pytest.raises(TraceError, match=what):
         verify_routes([path])
 
@@ -186,6 +188,7 @@ def test_a_gateways_directory_is_verified_by_its_routes_alone(
     route = json.loads(lines[at])
     write_lines(path, [*lines[:at], json.dumps([*route[:5], 1 - route[5], *route[6:]]), *lines[at + 1 :]])
     assert verify_trace(path, as_json=False) == 1
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first == "routing: 1 routes, not identical"
     assert f"line {at + 1}, " in second
+    assert third.startswith(f"{path.name} was ")

@@ -24,7 +24,7 @@ from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
 from lockstep.replay.wholeness import Kind, Part, arranged
 from lockstep.worker.flight.options import TraceOptions
-from tests.replay.recordings import files_of
+from tests.replay.recordings import as_killed, files_of
 from tests.replay.rotations import fly, many_files
 
 NUM_FILES = 7
@@ -34,13 +34,13 @@ Files = list[Path]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A recording of one run in several files, by name."""
+    """A recording of one run in several files, with its manifest, by name."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         many_files(monkeypatch)
         folder = tmp_path_factory.mktemp("whole")
         fly(folder, 3, num_requests=30, file_bytes=1000)
     assert len(files_of(folder)) >= NUM_FILES
-    return {path.name: path.read_bytes() for path in files_of(folder)}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -135,11 +135,13 @@ def test_the_command_lines_say_it(folder: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.count("note: ") == 2
 
 
-def test_nothing_is_said_of_a_whole_recording_or_one_whose_oldest_files_are_gone(folder: Path) -> None:
+def test_oldest_files_that_somebody_deleted_are_missing_and_allowed_as_gaps(folder: Path) -> None:
+    """Those that the recorder deletes are listed as deleted; see tests/worker/flight."""
     assert kinds(folder) == []
     for path in files_of(folder)[:-1]:
         path.unlink()
-        assert verify_trace(folder, as_json=False) == 0
+        assert verify_trace(folder, as_json=False) == 1
+        assert verify_trace(folder, as_json=False, allows_gaps=True) == 0
 
 
 def test_a_file_by_itself_is_verified_by_itself_whatever_it_is_called(folder: Path, tmp_path: Path) -> None:
@@ -176,6 +178,8 @@ def test_a_cut_is_told_with_its_byte_and_what_is_missing_until_the_next(folder: 
 def test_the_newest_file_may_break_off_as_after_a_kill(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = files_of(folder)[-1]
     cut(path, path.stat().st_size - 10)
+    assert kinds(folder) == ["cut"], "the manifest has its length"
+    as_killed(path)
     assert kinds(folder) == ["open"]
     assert verify_trace(folder, as_json=False) == 0
     said = capsys.readouterr().out.splitlines()
@@ -202,7 +206,7 @@ def test_who_follows_every_step_refuses_a_hole(folder: Path, capsys: pytest.Capt
     ):
         capsys.readouterr()
         assert invoke(command) == 2
-        assert f"error: {missing.name} is missing between " in capsys.readouterr().err
+        assert f"error: {folder}: {missing.name} is missing between " in capsys.readouterr().err
 
 
 def test_allow_gaps_is_for_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

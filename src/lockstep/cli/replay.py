@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lockstep.replay.workload import Workload
 
 
+EXIT_ALL_REFUSED = 1
+"""Exit code of a replay in which no request was served."""
 _OF_FLEETS = (
     "file", "input_file", "settings", "replicas", "routing", "max_imbalance", "output", "speed", "limit", "dequantize",
     "engine", "cost", "tick_ms", "as_json", "debug",
@@ -187,7 +189,7 @@ def replay(
     if output is not None:
         write_file(output, data, "the report")
     print(data.decode(), end="") if as_json else _show(reports)
-    return 0
+    return EXIT_ALL_REFUSED if any(each.requests_refused == each.requests for each in reports) else 0
 
 
 def replay_fleet(
@@ -213,7 +215,10 @@ def replay_fleet(
     if output is not None:
         write_file(output, to_json(reports), "the report")
     print(to_json(reports).decode(), end="") if as_json else show(fleet_document(reports))
-    return 0
+    all_refused = [each for each in reports if each.requests_refused == each.requests]
+    for each in all_refused:
+        print(f"nothing was served with {each.routing}: all {each.requests:,} requests were refused", file=sys.stderr)
+    return EXIT_ALL_REFUSED if all_refused else 0
 
 
 def one_file(file: str | None, input_file: str | None) -> str:
@@ -231,7 +236,7 @@ def _simulate(
     from lockstep.replay.recording import RunRecording
     from lockstep.replay.render.perfetto import PerfettoWriter
     from lockstep.replay.render.side import Side
-    from lockstep.replay.report import report_of
+    from lockstep.replay.report import refusals_in_words, report_of
     from lockstep.replay.simulator import Simulation
     from lockstep.replay.timeline import MAX_TICKS, MAX_TICKS_UNASKED, TickRecorder
 
@@ -265,6 +270,8 @@ def _simulate(
     if settings.has_ticks is None and replay.num_ticks > MAX_TICKS_UNASKED:
         recorder = None
         notes.append(f"ticks are left out of the JSON, since there are {replay.num_ticks:,}; --ticks puts them in")
+    if all(each.refusal for each in replay.outcomes):
+        print(f"{workload.name}: nothing was served: {refusals_in_words(replay)}", file=sys.stderr)
     report = report_of(replay, settings.goals_ms, recorder, tuple(filter(None, notes)))
     if side is not None:
         side.end(report, replay.outcomes)
@@ -321,7 +328,7 @@ def replay_trace(given: RecordingFlags, as_json: bool) -> int:
 
 
 def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, request: str | None = None) -> int:
-    from lockstep.replay import plans
+    from lockstep.replay import folder, plans
     from lockstep.replay import recorded_routes as routes
     from lockstep.replay import verify as deciding
     from lockstep.replay.account import RequestAccount
@@ -331,10 +338,14 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
     of_plans, of_routes = plans.plan_files(path), routes.route_files(path)
     facts: dict[str, Any] = {"version": VERSION}
     lines: list[str] = []
-    verdicts: list[deciding.Verification | plans.PlansVerdict | routes.RoutesVerdict] = []
+    verdicts: list[deciding.Verification | plans.PlansVerdict | routes.RoutesVerdict | folder.FolderVerdict] = []
+    planned = plans.verify_plans(of_plans) if of_plans else None
+    routed = routes.verify_routes(of_routes) if of_routes else None
+    noted = [finding for each in (planned, routed) if each is not None for finding in each.findings]
     account = None if request is None else RequestAccount(request)
-    if account is not None or not (of_plans or of_routes) or any(path.glob(f"*{SUFFIX}")):
-        trace = open_trace(path)
+    has_steps = account is not None or not (of_plans or of_routes) or any(path.glob(f"*{SUFFIX}"))
+    if has_steps:
+        trace = open_trace(path, noted)
         verification = deciding.verify(trace, account=account)
         facts |= deciding.facts(verification, trace)
         lines += deciding.describe(verification, trace)
@@ -343,16 +354,19 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
             facts["request"] = account.facts()
             lines += account.describe()
         verdicts.append(verification)
-    if of_plans:
-        planned = plans.verify_plans(of_plans)
+    if planned is not None:
         facts["planner"] = plans.facts(planned)
         lines += plans.describe(planned)
         verdicts.append(planned)
-    if of_routes:
-        routed = routes.verify_routes(of_routes)
+    if routed is not None:
         facts["routing"] = routes.facts(routed)
         lines += routes.describe(routed)
         verdicts.append(routed)
+    if not has_steps:
+        checked = folder.FolderVerdict(folder.folder_findings(path, noted))
+        facts["folder"] = checked.facts()
+        lines += map(str, checked.findings)
+        verdicts.append(checked)
     is_in_order, may_be_meant = (all(each.is_in_order(allows) for each in verdicts) for allows in (allows_gaps, True))
     print(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
     if not is_in_order and may_be_meant:

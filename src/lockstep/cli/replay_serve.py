@@ -69,6 +69,7 @@ def replay_serve(
     from lockstep.worker.logs import log_to_stderr
 
     trace = open_with_notes(Path(recording).expanduser())
+    trace.check_as_recorded("--serve")
     found = read_answers(trace)
     aliases = _rename(found, model_flags.served_model_name or [])
     print_notes(_notes(found))

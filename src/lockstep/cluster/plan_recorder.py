@@ -1,8 +1,9 @@
 """Recording of the planner's decisions: what it saw and what it decided, each plan by itself.
 
 A file is a sequence of zstd frames with checksums, as those of the device (worker/flight/entries.py), and has lines of
-JSON: a `PlanHeader`, then a `PlanRecord` for each plan. Whoever has the same planner gets the same actions. Replicas
-have the names that the cluster gives them; no prompt and no caller is in it.
+JSON: a `PlanHeader`, then a `PlanRecord` for each plan, each with its mark (`lockstep.cluster.marked_lines`). Whoever
+has the same planner gets the same actions. Replicas have the names that the cluster gives them; no prompt and no caller
+is in it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from dataclasses import astuple
 
 import msgspec
 
+from lockstep.cluster.marked_lines import Marker
 from lockstep.cluster.planner import Action, Observed, PlanPolicy
 from lockstep.version import __version__
 from lockstep.worker.flight.files import TraceFiles
 from lockstep.worker.flight.options import TraceOptions
 
-PLAN_SCHEMA_VERSION = 1
+PLAN_SCHEMA_VERSION = 2
 PLAN_SUFFIX = ".lsplans"
 SHARE = 16
 """Plans get one part in so many of the bytes that a recording may take, in addition."""
@@ -58,6 +60,7 @@ class PlanRecorder:
         share = msgspec.structs.replace(options, max_bytes=options.max_bytes // SHARE)
         self._files = TraceFiles(share, PLAN_SUFFIX)
         self._encode = msgspec.json.Encoder().encode
+        self._marker = Marker()
 
     def planned(self, observed: Observed, now_s: float, policy: PlanPolicy, actions: Sequence[Action]) -> None:
         """Record a plan."""
@@ -65,9 +68,10 @@ class PlanRecorder:
         files = self._files
         if files.wants_file():
             header = PlanHeader(PLAN_SCHEMA_VERSION, __version__, files.run, files.num_files + 1, files.gap)
-            files.begin(self._encode(header) + b"\n" + line)
+            self._marker = Marker()
+            files.begin(self._marker.marked(self._encode(header) + b"\n" + line))
         elif files.is_open:
-            files.put(line)
+            files.put(self._marker.marked(line))
 
     @property
     def fault(self) -> str:

@@ -3,7 +3,7 @@
 A file is a sequence of zstd frames with checksums, as those of the device (worker/flight/entries.py), and has lines of
 JSON. The first is a `RouteHeader`; then comes a `GroupOpened` with its state for each group that is there, so that a
 file can be understood without those before it; then one line for each call, as its class below says. Now and then, and
-behind every choice, comes a `Mark`.
+behind every choice, comes a mark (`lockstep.cluster.marked_lines`).
 
 Contents are numbered as they come, and no hash is written; a session is a digest under the recording's key
 (worker/flight/content.py), and its name is nowhere. Both mean the same in all files of one run.
@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from hashlib import blake2b
 from typing import Concatenate, ParamSpec
 
 import msgspec
 
+from lockstep.cluster.marked_lines import Marker
 from lockstep.core.balancer import Balancer, Choice, RoutingPolicy, bits_of
 from lockstep.core.prefix import ContentNews
 from lockstep.version import __version__
@@ -29,11 +29,10 @@ from lockstep.worker.flight.options import TraceOptions
 
 log = logging.getLogger(__name__)
 
-ROUTE_SCHEMA_VERSION = 1
+ROUTE_SCHEMA_VERSION = 2
 ROUTE_SUFFIX = ".lsroutes"
 SHARE = 4
 """Routes get one part in so many of the bytes that a recording may take, in addition."""
-MARK_BYTES = 8
 MAX_PENDING_BYTES = 1 << 14
 """Lines that are handed over together; a choice is handed over at once, with what was told before it."""
 MAX_CONTENTS = 1 << 19
@@ -129,18 +128,7 @@ class Chosen(_Line, frozen=True, tag="chosen"):
     num_cached: int
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True, tag="mark"):
-    """Digest of the lines above, up to the mark before: BLAKE2b-64 with that one as its key; the first has none."""
-
-    digest: str
-
-
-Entry = Opened | Resumed | Admitted | Withdrawn | Learned | Ended | Chosen | Mark
-
-
-def mark_of(lines: bytes, before: bytes) -> bytes:
-    """Digest of some lines behind a mark."""
-    return blake2b(lines, digest_size=MARK_BYTES, key=before).digest()
+Entry = Opened | Resumed | Admitted | Withdrawn | Learned | Ended | Chosen
 
 
 class _Group:
@@ -249,8 +237,7 @@ class RouteRecorder:
         self._num_groups = 0
         self._lines = bytearray()
         """Not handed over yet."""
-        self._mark = b""
-        """The digest behind which they come."""
+        self._marker = Marker()
         self._fault = ""
         """Why nothing is being recorded, though files can be written."""
 
@@ -334,9 +321,9 @@ class RouteRecorder:
             gap,
             self._digests.key_name,
         )
-        self._mark = b""
+        self._marker = Marker()
         entries = [header, *(each.resumed(self._digests.session) for each in groups)]
-        files.begin(self._marked(b"".join([self._encode(each) + b"\n" for each in entries])))
+        files.begin(self._marker.marked(b"".join([self._encode(each) + b"\n" for each in entries])))
 
     def _put(self, entry: Entry) -> None:
         if not self._files.is_open or self._fault:
@@ -350,8 +337,4 @@ class RouteRecorder:
         lines = bytes(self._lines)
         self._lines.clear()
         if lines and self._files.is_open:
-            self._files.put(self._marked(lines))
-
-    def _marked(self, lines: bytes) -> bytes:
-        self._mark = mark_of(lines, self._mark)
-        return lines + self._encode(Mark(self._mark.hex())) + b"\n"
+            self._files.put(self._marker.marked(lines))

@@ -143,6 +143,8 @@ def sameness_of(traces: Mapping[Side, Trace]) -> tuple[Sameness, list[str]]:
 def _opened(path: Path) -> Trace:
     try:
         trace = open_trace(path)
+        if trace.num_runs == 1:
+            trace.check_as_recorded("the gate")
     except TraceError as error:
         raise EvidenceError(str(error)) from error
     if trace.num_runs > 1:

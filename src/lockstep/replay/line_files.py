@@ -1,4 +1,4 @@
-"""Files of lines: what the recorders of the cluster write, zstd frames of JSON lines below a header, line by line."""
+"""Files of lines: what the recorders of the cluster write, zstd frames of JSON lines below a header and under marks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from lockstep.cluster.marked_lines import MARK_BEGINNING, Mark, Marker
 from lockstep.cluster.plan_recorder import PlanHeader
 from lockstep.cluster.route_recorder import RouteHeader
 from lockstep.errors import TraceError
@@ -35,47 +36,67 @@ class Line(NamedTuple):
 
 
 def lines_of(path: Path) -> Iterator[Line | None]:
-    """The whole lines of a file; None: it is cut here."""
-    number = 0
+    """The lines of a file that a mark covers, the header before its mark is read; None: it is cut here.
+
+    Raises:
+        TraceError: a line is not as it was recorded.
+    """
+    marker, number, lines, rest = Marker(), 0, list[Line](), b""
+    decode: Callable[[bytes], Mark] = msgspec.json.Decoder(Mark).decode
+    is_whole = True
     for frame in read_frames(path):
-        *lines, rest = frame.data.split(b"\n")
-        for data in lines:
+        *whole, rest = frame.data.split(b"\n")
+        is_whole = frame.is_whole
+        for data in whole:
             number += 1
-            yield Line(path, number, data)
-        if rest or not frame.is_whole:
-            yield None
+            line = Line(path, number, data)
+            if not data.startswith(MARK_BEGINNING):
+                lines.append(line)
+                if number == 1:
+                    yield line  # the number of its schema comes first: other schemas may have other marks
+                continue
+            if line.decoded(decode, "mark").digest != marker.follow(b"".join([each.data + b"\n" for each in lines])):
+                raise TraceError(f"{path}: lines {number - len(lines)} to {number} are not as they were recorded")
+            yield from (each for each in lines if each.number > 1)
+            lines.clear()
+        if is_whole and rest:
+            raise TraceError(f"{path}: line {number + 1} is not as it was recorded: it does not end")
+    if is_whole and lines:
+        raise TraceError(f"{path}: lines {lines[0].number} to {number} are not as they were recorded: no mark follows")
+    if lines or rest or not is_whole:
+        yield None
 
 
-def header_of(line: Line, kind: type[Header], newest: int, what: str) -> Header:
+def header_of(line: Line, kind: type[Header], schema: int, what: str) -> Header:
     """The header of a file, which is its first line.
 
     Args:
-        newest: version of its form that is read here; older ones are too.
+        schema: version of its form that is read here.
         what: what it is a recording of.
 
     Raises:
-        TraceError: it is none, or of a newer version.
+        TraceError: it is none, or of another version.
     """
     header = line.decoded(msgspec.json.Decoder(kind).decode, f"header of {what}")
-    if header.schema > newest:
+    if header.schema != schema:
         raise TraceError(
-            f"{line.path}: recorded by lockstep {header.lockstep} in version {header.schema} of the format; "
-            f"this one reads up to {newest}"
+            f"{line.path}: its schema is {header.schema}, and this version reads {schema}; "
+            f"it was recorded by lockstep {header.lockstep}"
         )
     return header
 
 
-def part_of(path: Path, kind: type[Header], newest: int, what: str) -> Part:
+def part_of(path: Path, kind: type[Header], schema: int, what: str) -> Part:
     """The file as a part of its recording. Nothing says that it was closed: it is whole where a line ends it.
 
     Raises:
-        TraceError: it is damaged, of a newer version, or no such recording.
+        TraceError: it is damaged, of another version, or no such recording.
     """
     header: Header | None = None
     is_cut = False
     for line in lines_of(path):
         if line is not None and header is None:
-            header = header_of(line, kind, newest, what)
+            header = header_of(line, kind, schema, what)
         is_cut = line is None
     num_bytes = path.stat().st_size
     if header is None:

@@ -17,12 +17,10 @@ from lockstep.cluster.route_recorder import (
     Ended,
     Entry,
     Learned,
-    Mark,
     Opened,
     Resumed,
     RouteHeader,
     Withdrawn,
-    mark_of,
 )
 from lockstep.core.balancer import Balancer, BalancerState, RoutingPolicy
 from lockstep.errors import ConfigError, TraceError
@@ -90,7 +88,6 @@ def verify_routes(paths: Sequence[Path], balancer_of: BalancerOf = Balancer) -> 
         playing = _Playing(groups if goes_on and before is not None and before.is_whole else None, balancer_of)
         for line in lines_of(part.path):
             if line is None or line.number == 1:
-                playing.skip(line)
                 continue
             divergence = playing.play(line)
             if divergence is not None:
@@ -144,33 +141,14 @@ class _Playing:
         self._expected = expected
         self._balancer_of = balancer_of
         self._decode: Callable[[bytes], Entry] = msgspec.json.Decoder(Entry).decode
-        self._mark = b""
-        self._lines: list[bytes] = []
-        """Since the last mark."""
-
-    def skip(self, line: Line | None) -> None:
-        """Pass over the header, or the end of a file that is cut."""
-        if line is not None:
-            self._lines.append(line.data + b"\n")
 
     def play(self, line: Line) -> RouteDivergence | None:
         """Follow a line; the divergence, where it is a route that comes out otherwise."""
         entry = line.decoded(self._decode, "route")
-        if isinstance(entry, Mark):
-            self._check(line, entry)
-            return None
-        self._lines.append(line.data + b"\n")
         try:
             return self._follow(line, entry)
         except (ConfigError, IndexError, KeyError, ValueError) as error:
             raise TraceError(f"{line.path}: line {line.number} cannot have happened: {error!r}") from None
-
-    def _check(self, line: Line, mark: Mark) -> None:
-        self._mark = mark_of(b"".join(self._lines), self._mark)
-        if self._mark.hex() != mark.digest:
-            first = line.number - len(self._lines)
-            raise TraceError(f"{line.path}: lines {first} to {line.number} are not as they were recorded")
-        self._lines.clear()
 
     def _follow(self, line: Line, entry: Entry) -> RouteDivergence | None:
         match entry:
@@ -184,7 +162,6 @@ class _Playing:
                 return self._resumed_otherwise(line, entry.group)
             case Chosen():
                 return self._choose(line, entry)
-        assert not isinstance(entry, Mark)
         balancer = self.groups[entry.group].balancer
         if not 0 <= entry.replica < balancer.num_replicas:
             raise IndexError(f"there is no replica {entry.replica}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import msgspec
 import zstandard
 
 from lockstep.errors import ConfigError, TraceError
+from lockstep.replay.folder import folder_findings
 from lockstep.replay.wholeness import Finding, Kind, Part, arranged
 from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader
 from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, EngineEntry, Entry, Header
@@ -42,14 +43,28 @@ class Trace:
     num_runs: int = 1
     """That were recorded in the directory."""
 
+    def check_as_recorded(self, verb: str) -> None:
+        """Refuse a recording of which a file was changed, cut, removed or added.
+
+        Raises:
+            TraceError: one was; the message names it.
+        """
+        for each in self.findings:
+            if each.kind.is_fault:
+                raise TraceError(
+                    f"{self.files[0].parent}: {each}; {verb} needs the files as they were recorded: restore them, or "
+                    "name one file by itself"
+                )
+
     def check_unbroken(self, verb: str) -> None:
-        """Refuse a recording with holes or gaps, for who has to follow it from step to step.
+        """Refuse a recording with faults or gaps, for who has to follow it from step to step.
 
         Raises:
             TraceError: something is not there; the message says what.
         """
+        self.check_as_recorded(verb)
         for each in self.findings:
-            if each.kind.is_hole or each.kind is Kind.GAP:
+            if each.kind is Kind.GAP:
                 raise TraceError(f"{each}; {verb} follows every step and cannot pass over that: name a file by itself")
 
     def entries(self) -> Iterator[Entry | Cut]:
@@ -62,19 +77,28 @@ class Trace:
             yield from read_entries(path)
 
 
-def open_trace(path: str | Path) -> Trace:
+def open_trace(path: str | Path, noted: Sequence[Finding] = ()) -> Trace:
     """Find the files of a recording, in a directory or one by itself, and read what the first says of its engines.
 
+    Args:
+        noted: what is known of other files in the directory.
+
     Raises:
-        TraceError: there is none, it is of a newer version, or damaged.
+        TraceError: there is none, it is of another version, or damaged.
     """
     path = Path(path)
     found = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     if not found:
-        raise TraceError(f"{path}: no recording is there; its files end with {SUFFIX}")
-    parts, findings = arranged([part_of(each) for each in found], is_alone=not path.is_dir())
+        missing = "".join(f"; {each}" for each in folder_findings(path)[:1] if path.is_dir())
+        raise TraceError(f"{path}: no recording is there; its files end with {SUFFIX}{missing}")
+    of_files = [part_of(each) for each in found]
+    parts, findings = arranged(of_files, is_alone=not path.is_dir())
     if not parts:
         raise TraceError(f"{path}: it breaks off before anything was recorded")
+    simulated = [part.path.name for part in of_files if part.is_simulated or part.is_empty]
+    of_folder = folder_findings(path, (*findings, *noted), simulated)
+    cut = [each.file for each in of_folder]
+    findings = (*(each for each in findings if each.kind is not Kind.OPEN or each.file not in cut), *of_folder)
     entries = read_entries(parts[0].path)
     header = next(entries)
     assert isinstance(header, Header), "a part that is not empty has one"

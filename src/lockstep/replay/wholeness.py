@@ -20,6 +20,12 @@ _NAME = re.compile(r"(.+)-(\d{6,})")
 """Of a recorder's files, without the suffix: run and number."""
 
 
+def place_in(name: str) -> Place:
+    """The place that a file's name has; `NO_PLACE`: it has none."""
+    match = _NAME.fullmatch(Path(name).stem)
+    return (match[1], int(match[2])) if match else NO_PLACE
+
+
 class Part(NamedTuple):
     """One file of a recording, by its header and its end."""
 
@@ -46,8 +52,7 @@ class Part(NamedTuple):
     @property
     def named(self) -> Place:
         """Its place by its name."""
-        match = _NAME.fullmatch(self.path.stem)
-        return (match[1], int(match[2])) if match else NO_PLACE
+        return place_in(self.path.name)
 
     @property
     def place(self) -> Place:
@@ -63,6 +68,8 @@ class Kind(Enum):
     CUT = "cut"
     REPEATED = "repeated"
     MISPLACED = "misplaced"
+    CHANGED = "changed"
+    ADDED = "added"
     GAP = "gap"
     """The recorder could not write."""
     OPEN = "open"
@@ -104,9 +111,19 @@ class Finding(NamedTuple):
     loss: Loss | None = None
     byte: int | None = None
     """Where the file breaks off."""
+    last_missing: int = 0
+    """Number of the last of several files of a run that are missing."""
 
     def __str__(self) -> str:
         return self.what if self.loss is None else f"{self.what}; lost are {self.loss}"
+
+    def covers(self, name: str) -> bool:
+        """True if the finding is about the file of this name, alone or with others."""
+        if name == self.file:
+            return True
+        (run, number), (its_run, first) = place_in(name), place_in(self.file)
+        is_between = run == its_run and first < number <= self.last_missing
+        return is_between and Path(name).suffix == Path(self.file).suffix
 
     def facts(self) -> dict[str, Any]:
         """The same as an object."""
@@ -209,7 +226,7 @@ def _missing(part: Part, first: int, last: int, before: Part | None) -> Finding:
     names = [_name_of(part, number) for number in (first, last)]
     said = f"{names[0]} is missing" if first == last else f"{last - first + 1} files, {' to '.join(names)}, are missing"
     where = f"before {part.path.name}" if before is None else f"between {before.path.name} and {part.path.name}"
-    return Finding(Kind.MISSING, names[0], f"{said} {where}")
+    return Finding(Kind.MISSING, names[0], f"{said} {where}", last_missing=last)
 
 
 def _empty(part: Part) -> Finding:

@@ -33,12 +33,11 @@ from lockstep.core.step import StepResult
 from lockstep.engine.generation import Generation, LiveRequest
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import TraceError
+from lockstep.worker.flight.folder import TEXT_SUFFIX, FolderManifest, Listed, State, digest_of
 from lockstep.worker.messages import TokenizerPayload
 from lockstep.worker.wire import request_decoder, request_encoder
 
 DIGEST_BYTES = 8
-TEXT_SUFFIX = ".lstext"
-"""Of a file with a model's vocabulary and template, in a recording's folder."""
 MAX_TEXT_BYTES = 1 << 28
 """Of one, unpacked: the largest vocabularies have some 30 MB."""
 _TEXT_BYTES = 8
@@ -146,21 +145,31 @@ def decode_request(data: bytes) -> GenerationRequest:
     return replace(request, prompt=tuple(request.prompt))
 
 
-def write_text(folder: Path, text: TokenizerPayload) -> str:
-    """Keep a model's vocabulary and template in a recording's folder, once for all recordings there; returns its name.
+def write_text(manifest: FolderManifest, text: TokenizerPayload) -> str:
+    """Keep a model's vocabulary and template in a recording's folder, once for all recordings there, and list it.
+
+    Returns:
+        Its name.
 
     Raises:
         OSError: it cannot be written.
     """
     data = msgspec.msgpack.encode(text)
     name = blake2b(data, digest_size=_TEXT_BYTES).hexdigest()
-    path = folder / f"{name}{TEXT_SUFFIX}"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+    packed = zstandard.ZstdCompressor(write_checksum=True).compress(data)
+    path = text_path(manifest.folder, name)
+    manifest.put(Listed(path.name, State.OPEN))
+    if not path.exists() or path.read_bytes() != packed:
         part = path.with_suffix(f".{secrets.token_hex(4)}.part")  # several servers may record there
-        part.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(data))
+        part.write_bytes(packed)
         part.replace(path)
+    manifest.put(Listed(path.name, State.CLOSED, len(packed), digest_of(packed)))
     return name
+
+
+def text_path(folder: Path, name: str) -> Path:
+    """The file of a vocabulary and template."""
+    return folder / f"{name}{TEXT_SUFFIX}"
 
 
 def read_text(folder: Path, name: str) -> TokenizerPayload:
@@ -171,7 +180,7 @@ def read_text(folder: Path, name: str) -> TokenizerPayload:
     """
     if not name:
         raise TraceError(f"{folder}: the recording's vocabulary could not be kept when it was made; its log says why")
-    path = folder / f"{name}{TEXT_SUFFIX}"
+    path = text_path(folder, name)
     try:
         packed = path.read_bytes()
         if not 0 <= zstandard.frame_content_size(packed) <= MAX_TEXT_BYTES:

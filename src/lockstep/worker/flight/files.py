@@ -1,25 +1,31 @@
-"""The files of a recording: a thread that compresses, writes, starts the next one and deletes the oldest.
+"""The files of a recording: a thread that compresses, writes, lists, starts the next one and deletes the oldest.
 
 Whoever records hands chunks over and never waits. What cannot be written is lost, counted and said once; then the
-next file begins, and with a checkpoint nothing before it is missed.
+next file begins, and with a checkpoint nothing before it is missed. The folder's manifest lists each file
+(`lockstep.worker.flight.folder`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from hashlib import blake2b
 from pathlib import Path
-from queue import SimpleQueue
-from typing import BinaryIO
+from queue import Empty, SimpleQueue
+from typing import BinaryIO, NamedTuple
 
 import zstandard
 
 from lockstep.worker.flight.entries import SUFFIX
+from lockstep.worker.flight.folder import DIGEST_BYTES, FolderManifest, Listed, State, lock
 from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.flight.rotation import make_room
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +40,8 @@ RETRY_S = 5.0
 WARN_INTERVAL_S = 600.0
 """A disk that stays full is told so often; metrics and health tell it at once."""
 CLOSE_LIMIT_S = 2.0
+LIST_INTERVAL_S = 1.0
+"""Interval at which a file that grows is listed in the folder's manifest."""
 LEVEL = 3
 
 
@@ -59,22 +67,33 @@ class _State(Enum):
     """Nothing can be written, until it is tried again."""
 
 
+class _Item(NamedTuple):
+    """One thing for the writing thread to do."""
+
+    number: int
+    """Number of the file that begins with the chunk; 0: the file goes on; -1: everything ends."""
+    chunk: bytes
+    needs: tuple[str, ...] = ()
+    """Files without which this one cannot be served."""
+
+
 class TraceFiles:
     """Writes chunks of entries. `begin`, `put` and `close` are for one thread, the rest for any."""
 
     def __init__(self, options: TraceOptions, suffix: str = SUFFIX) -> None:
         self._folder = Path(options.directory)
+        self.manifest = FolderManifest(self._folder)
         self._suffix = suffix
         self._max_bytes = options.max_bytes
         self._max_file_bytes = options.max_bytes // NUM_FILES
-        self.run = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
-        """Names this recording's files; later ones sort behind."""
+        self.run = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}-{self.manifest.id[:4]}"
+        """Name of this recording's files, which no other machine gives; later ones sort behind."""
         self.num_files = 0
         """That were begun: who has the files has each number up to the last, but for the oldest that were deleted."""
         self.gap = ""
         """Why what was handed over last is in no file, so that the next one does not go on where that before it ends;
         empty: it does."""
-        self._chunks: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        self._chunks: SimpleQueue[_Item] = SimpleQueue()
         self._lock = threading.Lock()
         self._num_queued = 0
         self._state = _State.READY
@@ -92,6 +111,12 @@ class TraceFiles:
         self._file_bytes = 0
         self._number = 0
         """Of the open file."""
+        self._digest = blake2b(digest_size=DIGEST_BYTES)
+        self._needs: dict[str, None] = {}
+        self._listed_s = 0.0
+        """Time at which the open file was listed."""
+        self._list_s: float | None = None
+        """Time at which the open file is listed again; None: it is listed as it is."""
         self._thread = threading.Thread(target=self._run, name="lockstep-trace", daemon=True)
         self._thread.start()
 
@@ -109,21 +134,25 @@ class TraceFiles:
             return False
         return state is not _State.BROKEN or (not self._num_queued and time.monotonic() >= self._retry_s)
 
-    def begin(self, chunk: bytes) -> None:
-        """Begin a new file with its first chunk."""
+    def begin(self, chunk: bytes, needs: tuple[str, ...] = ()) -> None:
+        """Begin a new file with its first chunk.
+
+        Args:
+            needs: names of files in the folder without which this one cannot be served.
+        """
         with self._lock:
             self.num_files += 1
             self.gap = ""
             self._move_to(_State.OPEN)
-        self._queue(self.num_files, chunk)
+        self._queue(_Item(self.num_files, chunk, needs))
 
-    def put(self, chunk: bytes) -> None:
+    def put(self, chunk: bytes, needs: tuple[str, ...] = ()) -> None:
         """Continue the file."""
-        self._queue(0, chunk)
+        self._queue(_Item(0, chunk, needs))
 
     def close(self) -> None:
         """Write what is queued, within a bounded time."""
-        self._chunks.put((-1, b""))
+        self._chunks.put(_Item(-1, b""))
         self._thread.join(CLOSE_LIMIT_S)
 
     def report(self) -> TraceReport:
@@ -133,36 +162,49 @@ class TraceFiles:
         """With the lock held."""
         self._state, self.is_steady = state, state is _State.OPEN
 
-    def _queue(self, number: int, chunk: bytes) -> None:
+    def _queue(self, item: _Item) -> None:
+        size = len(item.chunk)
         with self._lock:
             if self._state is _State.BROKEN:
                 return  # behind what was lost nothing of the file can be understood
-            fits = self._num_queued + len(chunk) <= MAX_QUEUED_BYTES
-            self._num_queued += len(chunk) if fits else 0
+            fits = self._num_queued + size <= MAX_QUEUED_BYTES
+            self._num_queued += size if fits else 0
         if fits:
-            self._chunks.put((number, chunk))
+            self._chunks.put(item)
         else:
-            self._break("the disk does not keep up", number)
+            self._break("the disk does not keep up", item.number)
 
     # -- the writing thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            number, chunk = self._chunks.get()
+        item = _Item(0, b"")
+        while item.number >= 0:
+            wait_s = None if self._list_s is None else max(0.0, self._list_s - time.monotonic())
             try:
-                if number:
-                    self._finish()
-                if number > 0 and not self._is_lost(number):
-                    self._next_file(number)
-                if self._file is not None:
-                    self._write(chunk)
+                item = self._chunks.get(timeout=wait_s)
+            except Empty:
+                item = _Item(0, b"")
+            number = item.number
+            try:
+                self._take(item)
             except (OSError, zstandard.ZstdError) as error:
                 self._abandon()
                 self._break(_said(error), 0 if os.path.exists(self._path(number)) else number)
-            if number < 0:
-                return
             with self._lock:
-                self._num_queued -= len(chunk)
+                self._num_queued -= len(item.chunk)
+
+    def _take(self, item: _Item) -> None:
+        if item.number:
+            self._finish()
+        if item.number > 0 and not self._is_lost(item.number):
+            self._next_file(item)
+        if self._file is None:
+            return
+        self._needs.update(dict.fromkeys(item.needs))
+        if item.chunk:
+            self._write(item.chunk)
+        if self._list_s is not None and time.monotonic() >= self._list_s:
+            self._list(State.OPEN)
 
     def _is_lost(self, number: int) -> bool:
         """True if the file before broke off when this one's first chunk, which does not say so, was handed over."""
@@ -171,24 +213,27 @@ class TraceFiles:
                 self.num_files = number - 1
             return bool(self.gap)
 
-    def _next_file(self, number: int) -> None:
+    def _next_file(self, item: _Item) -> None:
+        path = self._path(item.number)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._make_room()
-        self._file = self._path(number).open("xb", buffering=0)
-        self._file_bytes, self._number = 0, number
+        max_bytes, has_texts = self._max_bytes - self._max_file_bytes, self._suffix == SUFFIX
+        make_room(self.manifest, self._suffix, max_bytes, has_texts=has_texts, needs=item.needs)
+        self.manifest.put(Listed(path.name, State.OPEN))
+        self._file = path.open("xb", buffering=0)
+        lock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever makes room sees that it is being written
+        self._file_bytes, self._number = 0, item.number
+        self._digest, self._needs, self._list_s = blake2b(digest_size=DIGEST_BYTES), {}, 0.0
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{self.run}-{number:06}{self._suffix}"
 
-    def _make_room(self) -> None:
-        """Delete the oldest files until one more fits."""
-        kept = [(path, path.stat().st_size) for path in sorted(self._folder.glob(f"*{self._suffix}"))]
-        total = sum(size for _, size in kept)
-        for path, size in kept:
-            if total + self._max_file_bytes <= self._max_bytes:
-                return
-            path.unlink()
-            total -= size
+    def _list(self, state: State) -> None:
+        """List the file as it is now."""
+        assert self._file is not None, "the file that is listed is open"
+        digest = self._digest.hexdigest() if self._file_bytes else ""
+        self._list_s = None
+        self.manifest.put(Listed(Path(self._file.name).name, state, self._file_bytes, digest, tuple(self._needs)))
+        self._listed_s = time.monotonic()
 
     def _write(self, chunk: bytes) -> None:
         """Write a chunk so that it can be read from now on, whatever happens to this process."""
@@ -213,9 +258,12 @@ class TraceFiles:
         rest = memoryview(data)
         while rest:
             written = self._file.write(rest)
+            self._digest.update(rest[:written])
+            self._file_bytes += written
             rest = rest[written:]
-        self._file_bytes += len(data)
         self._num_bytes += len(data)
+        if self._list_s is None:
+            self._list_s = self._listed_s + LIST_INTERVAL_S
         self._fault = ""
 
     def _finish(self) -> None:
@@ -224,12 +272,15 @@ class TraceFiles:
         self._abandon()
 
     def _abandon(self) -> None:
-        """Leave the file as it is, unless it says nothing."""
-        file, self._file, self._frame = self._file, None, None
-        if file is not None:
-            file.close()
-            if not self._file_bytes:
-                Path(file.name).unlink(missing_ok=True)
+        """Leave the file as it is, unless nothing is in it."""
+        if self._file is None:
+            return
+        with suppress(OSError):  # it stays listed as it was
+            self._list(State.CLOSED if self._file_bytes else State.DELETED)
+        file, self._file, self._frame, self._list_s = self._file, None, None, None
+        file.close()
+        if not self._file_bytes:
+            Path(file.name).unlink(missing_ok=True)
 
     def _break(self, why: str, number: int) -> None:
         """Nothing is written until it is tried again; if a file was to be begun, the next one gets its number."""

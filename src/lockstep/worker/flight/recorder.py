@@ -31,7 +31,7 @@ from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.chunks import ChunkWriter
-from lockstep.worker.flight.content import Digests, Numbers, encode_request, tokens_of, write_text
+from lockstep.worker.flight.content import Digests, Numbers, encode_request, text_path, tokens_of, write_text
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SCHEMA_VERSION,
@@ -116,6 +116,8 @@ class Recorder:
         self._turns = turns
         self._engines: dict[str, EngineRecorder] = {}
         """Of the replicas that are there, by key; as the device, replaced and never changed."""
+        self._needs: dict[str, None] = {}
+        """Texts of the engines that were there since the file began; replaced and never changed."""
         self._num_engines = 0
         self._priorities: dict[str, int] | None = None
         self._with_work: Collection[str] = ()
@@ -132,12 +134,13 @@ class Recorder:
         engine = EngineRecorder(self, key, model, config)
         with self._lock:
             self._engines = {**self._engines, key: engine}
+            self._needs = {**self._needs, **engine.needs}
         return engine
 
     def keep_text(self, model: LoadedModel) -> str:
         """Keep what a model's tokens are written with; its name, or nothing where it cannot be kept."""
         try:
-            return write_text(Path(self._directory), TokenizerPayload.of(model.tokenizer.parts))
+            return write_text(self._files.manifest, TokenizerPayload.of(model.tokenizer.parts))
         except OSError as error:
             what = "the vocabulary of %s cannot be kept in %s, so its recording cannot be served again: %s"
             log.warning(what, model.name, self._directory, error.strerror)
@@ -271,6 +274,8 @@ class Recorder:
             gap=files.gap,
         )
         beginning = self.chunk.begin_file(header)
+        with self._lock:
+            self._needs = {name: None for engine in self._engines.values() for name in engine.needs}
         self.contents.forget_others()
         self.tenants.forget_others()
         for engine in self._engines.values():
@@ -279,7 +284,7 @@ class Recorder:
         self.tenants.end_forgetting()
         self.chunk.put(SeatsEntry(*self._turns.seats()))
         self._priorities, self._places = None, (0,)
-        files.begin(beginning + self.chunk.take())
+        files.begin(beginning + self.chunk.take(), tuple(self._needs))
         self._flush_s = time.monotonic() + FLUSH_INTERVAL_S
 
     def _end_file(self, goes_on: bool) -> None:
@@ -287,7 +292,7 @@ class Recorder:
         self._flush()
 
     def _flush(self) -> None:
-        self._files.put(self.chunk.take())
+        self._files.put(self.chunk.take(), tuple(self._needs))
         self._flush_s = time.monotonic() + FLUSH_INTERVAL_S
 
     def _stop(self) -> None:
@@ -307,6 +312,8 @@ class EngineRecorder:
         self._model = model
         self._config = config
         self._text = recorder.keep_text(model) if recorder.has_content else ""
+        self.needs = {text_path(Path(), self._text).name: None} if self._text else {}
+        """Files without which its recording cannot be served."""
         self.number = -1
         """Of the engine, once it had to do with the device."""
         self.is_open = False

@@ -1,0 +1,137 @@
+"""Recording folders against their manifests: what was changed, cut, removed or added since a recorder listed it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.cluster.plan_recorder import PLAN_SUFFIX
+from lockstep.cluster.route_recorder import ROUTE_SUFFIX
+from lockstep.errors import TraceError
+from lockstep.replay.wholeness import Finding, Kind, are_in_order, is_whole
+from lockstep.worker.flight.entries import SUFFIX
+from lockstep.worker.flight.folder import (
+    DIGEST_BYTES,
+    MANIFEST_SUFFIX,
+    TEXT_SUFFIX,
+    Listed,
+    State,
+    manifest_files,
+    read_manifest,
+)
+
+SUFFIXES = (SUFFIX, PLAN_SUFFIX, ROUTE_SUFFIX, TEXT_SUFFIX)
+"""Suffixes of the files that a manifest lists; other files in a folder are somebody else's."""
+_PIECE_BYTES = 1 << 20
+
+
+class FolderVerdict(NamedTuple):
+    """Verdict on a folder that has no recording of a device, as the folder of a gateway."""
+
+    findings: tuple[Finding, ...]
+
+    def is_in_order(self, allows_gaps: bool) -> bool:
+        """True if nothing was changed, added or removed; see `wholeness.are_in_order`."""
+        return are_in_order(self.findings, allows_gaps)
+
+    def facts(self) -> dict[str, Any]:
+        """The verdict as an object."""
+        return {"whole": is_whole(self.findings), "findings": [finding.facts() for finding in self.findings]}
+
+
+def folder_findings(path: Path, noted: Sequence[Finding] = (), simulated: Collection[str] = ()) -> tuple[Finding, ...]:
+    """Files of a recording that are not as its manifests list them.
+
+    Args:
+        path: a folder, or one file, of which only the file itself and the texts beside it are looked at, and only where
+            a manifest lists them.
+        noted: faults that are known: the same is not said of their files again.
+        simulated: names of files that need no manifest: a replay wrote them, or nothing is in them.
+
+    Raises:
+        TraceError: a manifest was changed, is of another version, or cannot be read.
+    """
+    is_alone = not path.is_dir()
+    found = tuple(_alone(path) if is_alone else _in_folder(path, simulated))
+    known = [each for each in noted if each.kind.is_fault]
+    return tuple([each for each in found if not any(other.covers(each.file) for other in known)])
+
+
+def _in_folder(folder: Path, simulated: Collection[str]) -> Iterator[Finding]:
+    listed = _listed(folder)
+    present = [path.name for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
+    if not listed and not manifest_files(folder):
+        if any(name not in simulated for name in present):
+            what = f"the manifest of the recording (*{MANIFEST_SUFFIX}) is missing; it belongs beside the files"
+            yield Finding(Kind.MISSING, MANIFEST_SUFFIX, what)
+        return
+    for name in present:
+        if name in listed:
+            yield from _difference(folder / name, listed[name])
+        else:
+            yield Finding(Kind.ADDED, name, f"{name} was added: no manifest of the folder lists it")
+    missing = [name for name, lines in listed.items() if name not in present and _is_expected(lines)]
+    if missing:
+        listed = _listed(folder)  # a server that records there may have deleted it meanwhile
+    for name in missing:
+        if _is_expected(listed.get(name, ())):
+            yield Finding(Kind.MISSING, name, f"{name} is missing: the folder's manifest lists it")
+
+
+def _alone(path: Path) -> Iterator[Finding]:
+    folder = path.parent
+    listed = _listed(folder)
+    if path.name not in listed:
+        return
+    texts = sorted(each for each in folder.glob(f"*{TEXT_SUFFIX}") if each.name in listed)
+    for each in (path, *texts):
+        yield from _difference(each, listed[each.name])
+
+
+def _listed(folder: Path) -> dict[str, list[Listed]]:
+    """What the folder's manifests list, by name of the file."""
+    listed: dict[str, list[Listed]] = {}
+    for path in manifest_files(folder):
+        for name, line in read_manifest(path).files.items():
+            listed.setdefault(name, []).append(line)
+    return listed
+
+
+def _is_expected(lines: Sequence[Listed]) -> bool:
+    """True if something of a file has to be there: no recorder deleted it, and it had any bytes."""
+    return any(line.num_bytes for line in lines) and all(line.state is not State.DELETED for line in lines)
+
+
+def _difference(path: Path, lines: Sequence[Listed]) -> Iterator[Finding]:
+    """The finding about a file that is like none of its lines."""
+    try:
+        size = path.stat().st_size
+        if any(_matches(path, size, line) for line in lines):
+            return
+    except FileNotFoundError:  # deleted by a server that records there
+        return
+    except OSError as error:
+        raise TraceError(f"{path}: it cannot be read: {error.strerror}") from error
+    num_bytes = lines[-1].num_bytes
+    if size < num_bytes:
+        kind = Kind.CUT if size else Kind.EMPTY
+        what = f"{path.name} was cut: it has {size:,} bytes of the {num_bytes:,} that the folder's manifest lists"
+        yield Finding(kind, path.name, what, byte=size)
+    else:
+        what = f"{path.name} was changed: it is not the file that the folder's manifest lists"
+        yield Finding(Kind.CHANGED, path.name, what)
+
+
+def _matches(path: Path, size: int, line: Listed) -> bool:
+    if size < line.num_bytes or (line.state is State.CLOSED and size != line.num_bytes):
+        return False
+    if not line.num_bytes:
+        return True
+    digest, left = blake2b(digest_size=DIGEST_BYTES), line.num_bytes
+    with path.open("rb") as file:
+        while left and (piece := file.read(min(left, _PIECE_BYTES))):
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest() == line.digest

@@ -1,0 +1,280 @@
+"""The manifest of a recording's folder: every file in it with its size and digest, under one chain.
+
+Format, version 1. A machine has one manifest in each folder that it records to, ``ID.lsmanifest``; all its processes
+append to it, under a lock. Manifests of several machines can lie in one folder. A manifest is text, a line for each
+change, oldest first::
+
+    CHAIN {"schema":1,"lockstep":"0.9.0"}
+    CHAIN {"file":"20261123-091502-811-000001.lstrace","state":"open"}
+    CHAIN {"file":"20261123-091502-811-000001.lstrace","state":"closed","num_bytes":4096,"digest":"..."}
+
+- The first line is a `ManifestHeader`, each other one a `Listed`; the last line of a file is the one that counts.
+- ``digest`` is the BLAKE2b-128 of the file's first ``num_bytes`` bytes, as they lie on the disk.
+- ``CHAIN`` is the BLAKE2b-128 of the line's JSON, with the chain of the line before it as the key; the first has none.
+- A file is listed as *open* before it is created, again about once in a second while it grows, then as *closed* or
+  *deleted*. So whoever is killed at any moment leaves no file that is not listed; an open file may be longer than
+  listed, and its own chain covers the rest. A line without its newline was not written to its end, and does not count.
+- A manifest of more than `MAX_BYTES` is written again: its header counts the lines that are left out, and has the chain
+  that they end with; what is deleted is left out, and the rest keeps its order.
+
+The chain has no key: it finds what was changed, cut, removed or added, and not a folder that was written anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from lockstep.errors import TraceError
+from lockstep.version import __version__
+
+MANIFEST_SCHEMA_VERSION = 1
+MANIFEST_SUFFIX = ".lsmanifest"
+TEXT_SUFFIX = ".lstext"
+"""Suffix of files with a model's vocabulary and template."""
+DIGEST_BYTES = 16
+MAX_BYTES = 1 << 16
+"""A manifest is written again with more bytes than this, and than twice what it had when it was last written again."""
+_ID_BYTES = 8
+_HEX = 2 * DIGEST_BYTES
+_MACHINE_ID = Path("/etc/machine-id")
+_MAX_REOPENED = 100
+"""Tries to lock a manifest that other processes write again at the same time."""
+
+
+class State(Enum):
+    """States of a listed file."""
+
+    OPEN = "open"
+    """The file is being written, or its process was killed."""
+    CLOSED = "closed"
+    DELETED = "deleted"
+    """The recorder deleted the file to keep within its bound."""
+
+
+class Listed(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A line about one file."""
+
+    file: str
+    state: State
+    num_bytes: int = 0
+    digest: str = ""
+    """Digest of the first ``num_bytes`` bytes; empty where that is 0."""
+    needs: tuple[str, ...] = ()
+    """Names of the other files without which this one cannot be served: vocabularies and templates."""
+
+
+class ManifestHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The first line of a manifest."""
+
+    schema: int
+    lockstep: str
+    """The version that wrote it."""
+    num_left_out: int = 0
+    """Lines that were left out when it was written again, all times together."""
+    chain: str = ""
+    """The chain that those lines end with."""
+
+
+@dataclass(slots=True)
+class Manifest:
+    """A manifest as it was read."""
+
+    path: Path
+    header: ManifestHeader
+    files: dict[str, Listed] = field(default_factory=dict)
+    """The last line of each file. Recordings stand in the order in which they were begun, texts in that in which they
+    were last kept."""
+    chain: bytes = b""
+    num_lines: int = 0
+
+    @property
+    def live(self) -> Sequence[Listed]:
+        """Files that were not deleted."""
+        return [each for each in self.files.values() if each.state is not State.DELETED]
+
+    def take(self, listed: Listed) -> None:
+        """Go on by one line."""
+        if listed.state is State.OPEN and not listed.num_bytes:
+            self.files.pop(listed.file, None)
+        self.files[listed.file] = listed
+
+
+def digest_of(data: bytes) -> str:
+    return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def manifest_files(folder: Path) -> list[Path]:
+    """The manifests of a folder, by name."""
+    return sorted(folder.glob(f"*{MANIFEST_SUFFIX}"))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest and follow its chain.
+
+    Raises:
+        TraceError: it cannot be read, is of another version, or a line is not the one that was written there.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path}: the folder's manifest cannot be read: {error.strerror}") from error
+    *lines, rest = data.split(b"\n")
+    manifest: Manifest | None = None
+    chain = b""
+    for number, line in enumerate(lines, 1):
+        content = line[_HEX + 1 :]
+        chain = _chained(chain, content)
+        if line[: _HEX + 1] != b"%s " % chain.hex().encode():
+            raise _changed(path, number)
+        try:
+            if manifest is None:
+                manifest = Manifest(path, _checked(path, msgspec.json.decode(content, type=ManifestHeader)))
+            else:
+                manifest.take(msgspec.json.decode(content, type=Listed))
+        except msgspec.MsgspecError as error:
+            raise TraceError(f"{path}: line {number} is no line of a folder's manifest: {error}") from None
+    if rest and rest[: _HEX + 1] == b"%s " % _chained(chain, rest[_HEX + 1 : -1]).hex().encode():
+        raise _changed(path, len(lines) + 1)  # a whole line, and another byte in the place of its newline
+    if manifest is None:
+        return Manifest(path, ManifestHeader(MANIFEST_SCHEMA_VERSION, __version__))
+    manifest.chain, manifest.num_lines = chain, len(lines)
+    return manifest
+
+
+class FolderManifest:
+    """Appends lines to this machine's manifest of a folder. For any thread and process; each call is one append."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.id = _id_of(folder)
+        self.path = folder / f"{self.id}{MANIFEST_SUFFIX}"
+        self._max_bytes = MAX_BYTES
+
+    def put(self, *lines: Listed, path: Path | None = None) -> None:
+        """List files.
+
+        Args:
+            path: another manifest of the folder; None: this machine's.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = path or self.path
+        with _locked(path) as descriptor:
+            chain = _chain_at_end(descriptor)
+            contents = list(map(msgspec.json.encode, lines))
+            if not os.fstat(descriptor).st_size:
+                contents.insert(0, msgspec.json.encode(ManifestHeader(MANIFEST_SCHEMA_VERSION, __version__)))
+            _write(descriptor, _as_lines(contents, chain))
+            if os.fstat(descriptor).st_size > self._max_bytes:
+                with suppress(OSError, TraceError):  # a longer manifest is as good
+                    _write_again(path)
+                self._max_bytes = max(MAX_BYTES, 2 * path.stat().st_size)
+
+
+def lock(descriptor: int, operation: int) -> bool:
+    """Lock an open file; False: another process has it. True where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The file, created where there is none, which no other process writes meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(_MAX_REOPENED):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            lock(descriptor, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    yield descriptor
+                    return
+        finally:
+            os.close(descriptor)
+    raise OSError(0, "the folder's manifest is written again by others all the time")
+
+
+def _chain_at_end(descriptor: int) -> bytes:
+    """The chain of the last whole line; what stands behind that was never whole, and is removed."""
+    size = os.fstat(descriptor).st_size
+    begin = max(0, size - MAX_BYTES)
+    tail = os.pread(descriptor, size - begin, begin)
+    end = tail.rfind(b"\n") + 1
+    if end < len(tail):
+        os.ftruncate(descriptor, begin + end)
+    line = tail[tail.rfind(b"\n", 0, max(0, end - 1)) + 1 : end]
+    try:
+        return bytes.fromhex(line[:_HEX].decode())
+    except ValueError:
+        return b""  # somebody changed it; readers refuse that line
+
+
+def _write_again(path: Path) -> None:
+    """Replace a manifest by one without what no longer counts."""
+    manifest = read_manifest(path)
+    live = manifest.live
+    num_left_out = manifest.header.num_left_out + manifest.num_lines - len(live)
+    header = ManifestHeader(MANIFEST_SCHEMA_VERSION, __version__, num_left_out, manifest.chain.hex())
+    part = path.with_suffix(f".{secrets.token_hex(4)}.part")
+    try:
+        part.write_bytes(_as_lines(list(map(msgspec.json.encode, (header, *live))), b""))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _as_lines(contents: Sequence[bytes], chain: bytes) -> bytes:
+    lines = bytearray()
+    for content in contents:
+        chain = _chained(chain, content)
+        lines += b"%s %s\n" % (chain.hex().encode(), content)
+    return bytes(lines)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _chained(chain: bytes, content: bytes) -> bytes:
+    return blake2b(content, digest_size=DIGEST_BYTES, key=chain).digest()
+
+
+def _checked(path: Path, header: ManifestHeader) -> ManifestHeader:
+    if header.schema != MANIFEST_SCHEMA_VERSION:
+        raise TraceError(
+            f"{path}: its schema is {header.schema}, and this version reads {MANIFEST_SCHEMA_VERSION}; "
+            f"it was written by lockstep {header.lockstep}"
+        )
+    return header
+
+
+def _changed(path: Path, number: int) -> TraceError:
+    return TraceError(f"{path}: line {number} is not the line that was written there: its chain is of something else")
+
+
+def _id_of(folder: Path) -> str:
+    """Name of this machine's manifest of a folder, from which nobody can read the machine's."""
+    machine = b""
+    with suppress(OSError):
+        machine = _MACHINE_ID.read_bytes()
+    named = (socket.gethostname().encode(), machine, os.fsencode(folder.absolute()))
+    return blake2b(b"\0".join(named), digest_size=_ID_BYTES).hexdigest()
