@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.cli.flag_groups import field_docs
+from lockstep.release.caveats import WARNINGS
 from lockstep.release.formats import FORMATS
 from lockstep.release.observation import FIELDS
 from lockstep.release.policy import Policy
@@ -51,6 +52,12 @@ def _signals() -> Iterator[str]:
         yield f"| `{name}` | {hint.owner} | {hint.action} |"
 
 
+def _warnings() -> Iterator[str]:
+    yield from ("| warning | |", "|---|---|")
+    for name, meaning in WARNINGS.items():
+        yield f"| `{name}` | {meaning} |"
+
+
 def _verdict() -> Iterator[str]:
     sentences = field_docs(Verdict)
     yield from ("| member | |", "|---|---|")
@@ -58,7 +65,14 @@ def _verdict() -> Iterator[str]:
         yield f"| `{name}` | {sentences.get(name, '')} |"
 
 
-TABLES = {"fields": _fields, "formats": _formats, "policy": _policy, "signals": _signals, "verdict": _verdict}
+TABLES = {
+    "fields": _fields,
+    "formats": _formats,
+    "policy": _policy,
+    "signals": _signals,
+    "warnings": _warnings,
+    "verdict": _verdict,
+}
 
 
 def with_tables(text: str) -> str:

@@ -56,7 +56,7 @@ def verdict_of(*paths: Path, **settings: Any) -> Verdict:
     with open_store() as store:
         sources = read_into(store, paths)
         policy = policy_of(("test", {"min_pairs": 1, **settings}))
-        return judge(policy, gather(store, policy.numeric_tolerances), tuple(sources))
+        return judge(policy, gather(store, policy), tuple(sources))
 
 
 def pair_file(path: Path, baseline: Sequence[Any], candidate: Sequence[Any]) -> Path:

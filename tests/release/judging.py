@@ -80,7 +80,7 @@ class _Last:
         sources = []
         for side, observations in zip(SIDES, sides, strict=True):
             sources.append(read(store, written(folder / f"{side}.jsonl", observations), side)[0])
-        return gather(store, policy.numeric_tolerances, policy.agreement_field), tuple(sources)
+        return gather(store, policy), tuple(sources)
 
 
 _LAST = _Last()
@@ -111,3 +111,8 @@ def signal(verdict: Verdict, name: str, segment: str = "all") -> Signal:
     """The signal of that name."""
     [found] = [each for each in verdict.signals if (each.name, each.segment) == (name, segment)]
     return found
+
+
+def states(verdict: Verdict) -> dict[str, str]:
+    """States of series by signal, of all pairs."""
+    return {each.signal: each.state for each in verdict.series if each.segment == "all"}

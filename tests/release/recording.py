@@ -106,5 +106,5 @@ def judged(baseline: Path, candidate: Path, **policy: Any) -> Verdict:
     with open_store() as store:
         found = read_recordings(store, [baseline, candidate])
         rules = policy_of(("test", {**ONLY_OUTPUTS, **policy}))
-        verdict = judge(rules, gather(store, rules.numeric_tolerances), found.sources)
+        verdict = judge(rules, gather(store, rules), found.sources)
     return with_decisions(verdict, found.decisions(), found.notes)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lockstep.release.evidence import gather
 from lockstep.release.outputs import Output, Tolerance, fingerprints_of, first_difference, fnv, rule_for
+from lockstep.release.policy import Policy
 from lockstep.release.store import open_store
 from tests.release.inputs import Record, pair_file, read_into
 
@@ -41,7 +42,7 @@ def compared(
     sides = [[{"request_id": f"{at:03}", **pair[side]} for at, pair in enumerate(pairs)] for side in (0, 1)]
     with open_store() as store:
         read_into(store, [pair_file(tmp_path / "input.json", *sides)])
-        evidence = gather(store, tolerances)
+        evidence = gather(store, Policy(numeric_tolerances=tolerances))
         return [Output(each) for each in evidence.pairs.output], dict(evidence.incomparable), evidence.max_drift
 
 
@@ -155,16 +156,24 @@ def test_events_without_tokens_are_no_material(tmp_path: Path) -> None:
 
 
 def test_two_empty_answers_show_nothing_unless_there_were_no_tokens(tmp_path: Path) -> None:
-    empty: list[Record] = [{"token_ids": []}, {"text": ""}, {"vector": []}]
+    empty: list[Record] = [{"text": ""}, {"vector": []}]
     pairs = [({**each, **tokens}, {**each, **tokens}) for tokens in ({}, {"output_tokens": 5}) for each in empty]
+    pairs.append(({"token_ids": [], "output_tokens": 5}, {"token_ids": [], "output_tokens": 5}))
     assert set(compared(tmp_path, pairs)[0]) == {NO_MATERIAL}
-    none = {"output_tokens": 0}
-    assert compared(tmp_path, [({**each, **none}, {**each, **none}) for each in empty[:2]])[0] == [SAME, SAME]
 
 
-def test_an_answer_that_has_become_empty_differs(tmp_path: Path) -> None:
-    pairs = [(TOKENS, {"token_ids": []}), (TEXT, {"text": ""}), (VECTOR, {"vector": []})]
-    assert compared(tmp_path, pairs)[0] == [DIFFERS] * 3
+def test_an_answer_of_0_tokens_is_a_failure(tmp_path: Path) -> None:
+    empty: list[Record] = [{"token_ids": []}, {"output_tokens": 0}, {"output_tokens": 0, "text": ""}]
+    pairs = [(other, each) for each in empty for other in (TOKENS, each)]
+    assert compared(tmp_path, pairs)[0] == [FAILED] * len(pairs)
+    holding: list[Record] = [VECTOR, TEXT, PRINT]
+    pairs = [({**each, "output_tokens": 0}, {**each, "output_tokens": 0}) for each in holding]
+    assert compared(tmp_path, pairs)[0] == [SAME] * 3, "a count of 0 does not empty an answer that is there"
+
+
+def test_an_answer_whose_text_or_vector_has_become_empty_differs(tmp_path: Path) -> None:
+    pairs = [(TEXT, {"text": ""}), (VECTOR, {"vector": []})]
+    assert compared(tmp_path, pairs)[0] == [DIFFERS] * 2
 
 
 @pytest.mark.parametrize(
@@ -293,6 +302,39 @@ def test_vectors_compare_as_numpy_compares_them(
     assert outputs == [expected(numbers) for numbers in many]
 
 
+def numeric(tmp_path: Path, baseline: Record, candidate: Record, *tolerances: Tolerance) -> Output:
+    sides = [[{"request_id": "a", **each}] for each in (baseline, candidate)]
+    with open_store() as store:
+        read_into(store, [pair_file(tmp_path / "input.json", *sides)])
+        evidence = gather(store, Policy(outputs="numeric", numeric_tolerances=tolerances))
+        return Output(evidence.pairs.output[0])
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "output"),
+    [
+        ({**TOKENS, "vector": [1.0, 2.0]}, {**TOKENS, "vector": [9.0, -3.0]}, DRIFTED),
+        ({**TOKENS, "vector": [1.0, 2.0]}, {**OTHER_TOKENS, "vector": [1.005, 2.0]}, TOLERATED),
+        ({**TOKENS, **VECTOR}, {**OTHER_TOKENS, **VECTOR}, SAME),
+        ({**TOKENS, **VECTOR}, OTHER_TOKENS, DIFFERS),
+        (TOKENS, TOKENS, SAME),
+        (TEXT, OTHER_TEXT, DIFFERS),
+    ],
+)
+def test_numeric_outputs_are_decided_by_vectors_where_both_sides_have_them(
+    tmp_path: Path, baseline: Record, candidate: Record, output: Output
+) -> None:
+    assert numeric(tmp_path, baseline, candidate, Tolerance(absolute=0.01)) is output
+
+
+def test_numeric_outputs_take_the_most_specific_rule_of_model_candidate_backend_and_accelerator(tmp_path: Path) -> None:
+    rules = (Tolerance(absolute=0.01), Tolerance(absolute=1, model="m", backend="new", accelerator="cuda"))
+    baseline = {**TOKENS, "vector": [1.0], "model": "m", "backend": "old", "accelerator": "cuda"}
+    candidate = {**TOKENS, "vector": [1.5], "backend": "new"}
+    assert numeric(tmp_path, baseline, candidate, *rules) is TOLERATED
+    assert numeric(tmp_path, {**baseline, "backend": "new"}, {**candidate, "backend": "old"}, *rules) is DRIFTED
+
+
 # -- first difference -------------------------------------------------------------------------------------------------
 
 
@@ -323,9 +365,14 @@ def test_the_first_differing_token_is_named(
 
 @pytest.mark.parametrize(
     ("baseline", "candidate", "expected"),
-    [(TEXT, OTHER_TEXT, {"character_index": 2}), (VECTOR, OTHER_VECTOR, None)],
+    [
+        (TEXT, OTHER_TEXT, {"character_index": 2}),
+        (VECTOR, OTHER_VECTOR, {"vector_index": 1}),
+        ({**TOKENS, **VECTOR}, {**TOKENS, **OTHER_VECTOR}, {"vector_index": 1}),
+        (PRINT, OTHER_PRINT, None),
+    ],
 )
-def test_of_texts_the_first_differing_character_is_named(
+def test_first_difference_names_the_character_of_texts_and_the_number_of_vectors(
     tmp_path: Path, baseline: Record, candidate: Record, expected: Any
 ) -> None:
     sides = [[{"request_id": "a", **each}] for each in (baseline, candidate)]

@@ -230,12 +230,12 @@ def judge_files(
         store = stores.enter_context(open_store())
         sources, given, recorded = _read(store, paths, names)
         rules = policy_from(policy, (str(sources[0].path), given))
-        evidence = gather(store, rules.numeric_tolerances, rules.agreement_field)
+        evidence = gather(store, rules)
         beside = None
         if second is not None:
             second_store = stores.enter_context(open_store())
             source = _read(second_store, (paths[0], second))[0][1]
-            beside = SecondBaseline(gather(second_store, rules.numeric_tolerances, rules.agreement_field), source)
+            beside = SecondBaseline(gather(second_store, rules), source)
         verdict = judge(rules, evidence, tuple(sources), beside)
         if gate_input is not None:
             make_folder(gate_input, _GATE_INPUT)

@@ -23,6 +23,8 @@ from lockstep.release.outputs import BOTH_ANSWERS, BOTH_SIDES, COMPARED, DIFFERE
 from lockstep.release.store import Store
 
 TOOL_CALL = "tool_call"
+NO_FIELD = "no such field in either"
+"""Reason for which two answers are not compared: the field is not theirs."""
 MAX_TEXT = 1 << 20
 """Longer answers have no field."""
 MAX_DIVERGING = 10_000
@@ -147,7 +149,7 @@ def compare_field(store: Store, field: str) -> tuple[NDArray[np.int8], dict[str,
           WHEN answer_b = answer_c THEN {Output.SAME:d} ELSE {Output.DIFFERS:d} END AS output
         FROM (SELECT place, b.ok AND c.ok AS is_ok, has_b, has_c, answer_b, answer_c,
             CASE {unlike} WHEN NOT has_b OR NOT has_c THEN 'no text'
-              WHEN answer_b IS NULL AND answer_c IS NULL THEN 'no such field in either' END AS reason
+              WHEN answer_b IS NULL AND answer_c IS NULL THEN '{NO_FIELD}' END AS reason
           FROM {BOTH_SIDES} JOIN answers USING (place))"""
     )
     output = store.connection.execute("SELECT output FROM agreements ORDER BY place").fetchnumpy()["output"]

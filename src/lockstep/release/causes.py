@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.release.evidence import Bools, Evidence, Floats, p95
+from lockstep.release.evidence import BUFFERED, OUTPUT_TOKENS, Bools, Evidence, Floats, p95
+from lockstep.release.joining import EMPTY
 from lockstep.release.observation import Reason
 from lockstep.release.outputs import BOTH_ANSWERS, Output
 from lockstep.release.places import ALL, Cut, Place, cuts_of, place_of_events, place_of_regression
@@ -29,8 +30,6 @@ LONGER = 1.1
 """From this ratio on, answers are longer."""
 SMALLER = 0.98
 """Below this ratio, a pool is smaller."""
-BUFFERED = 0.9
-"""From this part of the whole time on, a first token came with the others."""
 BURST = 0.25
 """Failures within this part of all pairs are a burst, where there are at least `MIN_BURST`."""
 MIN_BURST = 3
@@ -81,7 +80,7 @@ def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
     cuts = cuts_of(evidence) if signals else ()
     found: dict[tuple[str, str], Finding] = {}
     for signal in signals:
-        mask = _mask_of(signal, evidence)
+        mask = evidence.mask_of(signal.segment)
         place = _place_of(signal, evidence, mask, cuts)
         if (signal.name, place.name) not in found:
             cause_of = _CAUSES.get(signal.name)
@@ -92,16 +91,6 @@ def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
     order = {signal: place for place, signal in enumerate(signals)}
     ranks = {each: (rank, *_rank(each, leading[rank], order[each.signal])) for each, rank in severity.items()}
     return tuple(sorted(ranks, key=lambda each: ranks[each]))
-
-
-def _mask_of(signal: Signal, evidence: Evidence) -> Bools:
-    """Pairs of the signal's segment."""
-    pairs = evidence.pairs
-    for number, segment in enumerate(pairs.segments):
-        if signal.segment == segment.name:
-            mask: Bools = pairs.segment == number
-            return mask
-    return np.ones(len(pairs), np.bool_)
 
 
 def _place_of(signal: Signal, evidence: Evidence, mask: Bools, cuts: Sequence[Cut]) -> Place:
@@ -134,6 +123,9 @@ def _events_of(signal: Signal, evidence: Evidence) -> tuple[Bools, Bools] | None
             return pairs.ok[1], pairs.ok[1] & ~pairs.routed[1]
         case "missing-streaming":
             return pairs.ok[1], pairs.ok[1] & ~pairs.streamed[1]
+        case "missing-output":
+            bare = np.isin(np.arange(len(pairs)), np.concatenate(evidence.without_output))
+            return pairs.ok[0] | pairs.ok[1], bare
         case "missing-comparable":
             return pairs.healthy, np.isin(pairs.output, (Output.INCOMPARABLE, Output.NO_MATERIAL))
     return None
@@ -264,6 +256,9 @@ def _is_doubled(baseline: Sequence[Any], candidate: Sequence[Any]) -> bool:
     return True
 
 
+_EMPTY_ANSWER = "an empty answer: 0 tokens"
+
+
 def _of_errors(evidence: Evidence, mask: Bools) -> Cause:
     pairs = evidence.pairs
     failed = np.flatnonzero(mask & pairs.ok[0] & ~pairs.ok[1])
@@ -271,8 +266,9 @@ def _of_errors(evidence: Evidence, mask: Bools) -> Cause:
         return UNKNOWN
     wanted = ", ".join(str(int(place)) for place in failed[:MAX_ANSWERS])
     texts = evidence.store.rows(
-        "SELECT c.error, count(*) FROM ordered o JOIN candidate c ON o.c = c.row WHERE place IN"
-        f" ({wanted}) AND c.error <> '' GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
+        f"SELECT coalesce(nullif(y.error, ''), CASE WHEN {EMPTY} THEN '{_EMPTY_ANSWER}' END) AS told, count(*)"
+        f" FROM ordered o JOIN candidate y ON o.c = y.row WHERE place IN ({wanted}) AND told IS NOT NULL"
+        " GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
     )
     said = f'; most say "{texts[0][0][:80]}"' if texts else ""
     span = int(failed[-1] - failed[0]) + 1
@@ -301,7 +297,8 @@ def _of_join(evidence: Evidence, _: Bools) -> Cause:
     for lacking, other, most, least in (("candidate", "baseline", *alone), ("baseline", "candidate", *alone[::-1])):
         if most > 2 * least:
             words = f"the {lacking} lacks {most:,} requests that the {other} has, the {other} {least:,}"
-            action = f"find out why the {lacking} lost requests: slow answers time out"
+            action = f"find out why the {lacking} lost requests: slow answers time out; where only a sample is "
+            action += f"mirrored, leave the other requests out of the {other}'s file, or lower min_join_rate"
             return Cause(f"{lacking}-lost", words, action)
     if not sum(alone):
         return UNKNOWN
@@ -338,11 +335,17 @@ def _of_comparable(evidence: Evidence, mask: Bools) -> Cause:
     return Cause("no-material", f"{nothing:,} pairs hold nothing of either answer") if nothing else UNKNOWN
 
 
+def _of_output(evidence: Evidence, _: Bools) -> Cause:
+    baseline, candidate = map(len, evidence.without_output)
+    words = f"{baseline:,} answers of the baseline and {candidate:,} of the candidate carry none"
+    return Cause("no-material", words)
+
+
 # -- causes of late answers -------------------------------------------------------------------------------------------
 
 
 def _of_pressure(evidence: Evidence, mask: Bools) -> Cause:
-    baseline, candidate = _both(evidence, "kv_total", mask)
+    baseline, candidate = _pools(evidence, mask)
     used = evidence.pairs.metrics["kv_pressure"][1]
     is_full = p95(used[mask]) >= FULL
     if len(baseline) and np.median(candidate) < SMALLER * np.median(baseline):
@@ -391,7 +394,8 @@ def _of_latency(evidence: Evidence, mask: Bools) -> Cause:
     """The part of the time that grew more; longer answers, where each token takes no longer."""
     pairs = evidence.pairs
     first, whole = pairs.metrics["ttft_ms"], pairs.metrics["latency_ms"]
-    tokens = _both(evidence, "output_tokens", mask & pairs.healthy)
+    lengths = pairs.metrics[OUTPUT_TOKENS]
+    tokens = [side[mask & pairs.healthy & _known(*lengths)] for side in lengths]
     ratio = float(np.sum(tokens[1]) / max(np.sum(tokens[0]), 1.0)) if len(tokens[0]) else 1.0
     usable = mask & pairs.healthy & _known(*first) & _known(*whole)
     if not usable.any():
@@ -420,12 +424,10 @@ def _known(baseline: Floats, candidate: Floats) -> Bools:
     return ~np.isnan(baseline) & ~np.isnan(candidate)
 
 
-def _both(evidence: Evidence, field: str, mask: Bools) -> tuple[Floats, Floats]:
-    """Numbers of both sides that are no metric, of the pairs that have both."""
-    text = "coalesce({0}.output_tokens, len({0}.token_ids), len({0}.stream_events))"
-    text = text if field == "output_tokens" else f"{{0}}.{field}"
+def _pools(evidence: Evidence, mask: Bools) -> tuple[Floats, Floats]:
+    """Sizes of the KV pools of both sides, of the pairs that have both."""
     columns = evidence.store.connection.execute(
-        f"SELECT {text.format('b')} AS b, {text.format('c')} AS c FROM ordered o JOIN baseline b ON o.b = b.row"
+        "SELECT b.kv_total AS b, c.kv_total AS c FROM ordered o JOIN baseline b ON o.b = b.row"
         " JOIN candidate c ON o.c = c.row ORDER BY place"
     ).fetchnumpy()
     baseline, candidate = (np.ma.filled(np.ma.asarray(columns[side]).astype(np.float64), math.nan) for side in "bc")
@@ -450,6 +452,7 @@ _CAUSES: Mapping[str, Callable[[Evidence, Bools], Cause]] = {
     "missing-streaming": _of_streaming,
     "missing-comparable": _of_comparable,
     "no-output-evidence": _of_comparable,
+    "missing-output": _of_output,
     "kv-pressure": _of_pressure,
     "decode": lambda _, __: Cause("decode", ""),
     "ttft": _of_first_token,

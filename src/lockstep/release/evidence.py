@@ -7,7 +7,7 @@ are NumPy's. Order, sums and percentiles depend on times and keys alone, never o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from lockstep.errors import EvidenceError
 from lockstep.release.agreement import compare_field
-from lockstep.release.facts import compute_facts, digest_of, event_faults, is_deterministic, names_of
+from lockstep.release.facts import compute_facts, digest_of, event_faults, is_deterministic, names_of, num_empty
 from lockstep.release.gaps import P95, pooled_p95
 from lockstep.release.joining import Joining, join
 from lockstep.release.observation import SIDES, Reason, Side
-from lockstep.release.outputs import BOTH_SIDES, COMPARISON, IN_SEGMENT, TRACE, Tolerance, resolve
+from lockstep.release.outputs import BOTH_SIDES, IN_SEGMENT, TRACE, comparison, has_material, resolve
+from lockstep.release.policy import Policy
 from lockstep.release.statistics import nearest_rank
 from lockstep.release.store import Store
 
@@ -37,11 +38,16 @@ SEGMENT_FIELDS: Mapping[str, str] = {
 """What cuts traffic into segments, and how a pair has it."""
 MAX_SEGMENTS = 200
 """Those with the most pairs have figures of their own."""
-UNITS_APART = 500.0
+UNITS_APART = 200.0
 """Times by which numbers differ that are seconds on one side and milliseconds on the other, at least."""
 MIN_PAIRS_OF_UNITS = 5
 METRICS = ("latency_ms", "ttft_ms", "decode_ms", "kv_pressure", "queue_depth")
 """Numbers of one answer; ``decode_ms`` is the mean gap between its tokens."""
+OUTPUT_TOKENS = "num_tokens"
+"""The number of an answer's tokens, beside its `METRICS`."""
+_NUMBERS = (*METRICS, OUTPUT_TOKENS)
+BUFFERED = 0.9
+"""From this part of the whole time on, a first token came with the others."""
 
 
 class Segment(NamedTuple):
@@ -70,7 +76,7 @@ class Pairs:
     """Whether all of them have a time."""
     ok: tuple[Bools, Bools]
     metrics: Mapping[str, tuple[Floats, Floats]]
-    """Of `METRICS`, of both sides."""
+    """Of `METRICS` and `OUTPUT_TOKENS`, of both sides."""
     output: NDArray[np.int8]
     """Of `Output`."""
     segment: NDArray[np.int32]
@@ -115,8 +121,18 @@ class Evidence:
     max_drift: float
     """Largest difference of two numbers of a pair of vectors; NaN: there are none under a rule."""
     store: Store
+    without_output: tuple[NDArray[np.intp], NDArray[np.intp]]
+    """Places of pairs whose answer of a side, which succeeded, carries no output material."""
+    num_empty: tuple[int, int]
+    """Records of each side that would be successful answers if they were not empty."""
     traces: tuple[int, int] = (0, 0)
     """Pairs with traces of tokens on both sides: those whose are equal, and those whose are not."""
+
+    def mask_of(self, segment: str) -> Bools:
+        """Pairs of the segment of that name; all of them where none has it."""
+        numbers = [number for number, each in enumerate(self.pairs.segments) if each.name == segment]
+        mask: Bools = np.isin(self.pairs.segment, numbers) if numbers else np.ones(len(self.pairs), np.bool_)
+        return mask
 
     def keys(self, where: NDArray[np.intp]) -> list[str]:
         """Ids of pairs, by their places."""
@@ -140,33 +156,37 @@ NAMED = (
 MAX_NAMES = 100
 
 
-def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") -> Evidence:
+def gather(store: Store, policy: Policy | None = None) -> Evidence:
     """Pair the observations of a store and compare the answers.
 
     Args:
-        field: the one that answers have to agree in; empty: they are compared as a whole.
+        policy: the sameness of answers is taken from it: its field, its rules for vectors, and what decides.
 
     Raises:
         EvidenceError: a number is none, or less than nothing.
     """
+    policy = policy or Policy()
     for side in SIDES:
         compute_facts(store, side)
     joining = join(store)
     store.run(_ORDERED)
     segments = _segments(store)
-    columns = _in_order(store.columns(_COLUMNS))
-    if field:
+    by_vectors = policy.compares_vectors
+    columns = _in_order(store.columns(_COLUMNS.format(output=comparison(by_vectors))))
+    if policy.agreement_field:
         max_drift = math.nan
-        output, incomparable = compare_field(store, field)
+        output, incomparable = compare_field(store, policy.agreement_field)
     else:
-        output, incomparable, max_drift = resolve(store, columns["output"].astype(np.int8), tolerances)
+        output, incomparable, max_drift = resolve(
+            store, columns["output"].astype(np.int8), policy.numeric_tolerances, by_vectors
+        )
     ts = _floats(columns["ts"])
     missing_at, missing = _missing(store, ts)
     pairs = Pairs(
         ts=ts,
         is_timed=not np.isnan(ts).any(),
         ok=(_bools(columns["b_ok"]), _bools(columns["c_ok"])),
-        metrics={name: (_floats(columns[f"b_{name}"]), _floats(columns[f"c_{name}"])) for name in METRICS},
+        metrics={name: (_floats(columns[f"b_{name}"]), _floats(columns[f"c_{name}"])) for name in _NUMBERS},
         output=output,
         segment=columns["segment"].astype(np.int32),
         segments=segments,
@@ -191,20 +211,30 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") 
         incomparable=incomparable,
         max_drift=max_drift,
         store=store,
+        without_output=(np.flatnonzero(_bools(columns["b_bare"])), np.flatnonzero(_bools(columns["c_bare"]))),
+        num_empty=(num_empty(store, baseline), num_empty(store, candidate)),
         traces=_traces(store),
     )
 
 
 def _check_units(store: Store, pairs: Pairs) -> None:
-    """Refuse times of unlike units: no change of a server makes most answers so many times as late."""
-    for name in ("latency_ms", "ttft_ms"):
-        baseline, candidate = (each[pairs.healthy] for each in pairs.metrics[name])
+    """Refuse times of unlike units: no change of a server makes most answers so many times as late.
+
+    Tokens that came at once, out of a buffer, have gaps of any size.
+    """
+    buffered = np.zeros(len(pairs), np.bool_)
+    for first, whole in zip(pairs.metrics["ttft_ms"], pairs.metrics["latency_ms"], strict=True):
+        buffered |= first >= BUFFERED * whole
+    for name in ("latency_ms", "ttft_ms", "decode_ms"):
+        usable = pairs.healthy & ~buffered if name == "decode_ms" else pairs.healthy
+        baseline, candidate = (each[usable] for each in pairs.metrics[name])
         is_known = (baseline > 0) & (candidate > 0)
         if is_known.sum() >= MIN_PAIRS_OF_UNITS:
             ratio = float(np.median(candidate[is_known] / baseline[is_known]))
             if not 1 / UNITS_APART < ratio < UNITS_APART:
                 names = " and ".join(dict.fromkeys(map(str, store.paths.values()))) or "input"
-                told = f"the candidate's {name} is {ratio:.3g} times the baseline's in the median pair"
+                field = "mean of token_latencies_ms" if name == "decode_ms" else name
+                told = f"the candidate's {field} is {ratio:.3g} times the baseline's in the median pair"
                 raise EvidenceError(f"{names}: {told}; both have to be milliseconds")
 
 
@@ -221,10 +251,11 @@ CREATE TABLE ordered AS
   FROM pairs p JOIN facts_baseline b ON p.b = b.row JOIN facts_candidate c ON p.c = c.row
 """
 _SIDE_COLUMNS = ", ".join(
-    f"{side}.{name} AS {side}_{name}" for side in "bc" for name in ("ok", "routed", "streamed", *METRICS)
+    f"{side}.{name} AS {side}_{name}" for side in "bc" for name in ("ok", "routed", "streamed", *_NUMBERS)
 )
+_BARE = ", ".join(f"{side}.ok AND NOT {has_material(side)} AS {side}_bare" for side in "bc")
 _COLUMNS = f"""
-SELECT place, coalesce(b.ts, c.ts) AS ts, {_SIDE_COLUMNS}, {COMPARISON} AS output, segment
+SELECT place, coalesce(b.ts, c.ts) AS ts, {_SIDE_COLUMNS}, {_BARE}, {{output}} AS output, segment
 FROM {BOTH_SIDES} {IN_SEGMENT}
 """
 

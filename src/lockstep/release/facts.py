@@ -7,7 +7,7 @@ column by column; labels, which many observations share, in a table of their own
 from __future__ import annotations
 
 from lockstep.errors import EvidenceError
-from lockstep.release.joining import NAME, OK
+from lockstep.release.joining import EMPTY, GIVEN_OK, NAME, OK
 from lockstep.release.observation import Reason, Side
 from lockstep.release.store import Store
 
@@ -92,8 +92,9 @@ _LABELLED = (
     f"CREATE TABLE labels_{{side}} AS SELECT DISTINCT {_hash(*LABELS)} AS label, {', '.join(LABELS)} FROM {{side}}"
 )
 _COLUMNS = f"""
-row, ts, {OK} AS ok, {_hash(*LABELS)} AS label, seed,
+row, ts, {OK} AS ok, {GIVEN_OK} AND {EMPTY} AS is_empty, {_hash(*LABELS)} AS label, seed,
 {_hash("prompt_digest")}, {_hash("params_digest")}, {_hash("environment")},
+coalesce(output_tokens, len(tokens), len(stream_events))::DOUBLE AS num_tokens,
 latency_ms, first_ms AS ttft_ms, list_avg(gaps) AS decode_ms, kv_used / nullif(kv_total, 0) AS kv_pressure, queue_depth,
 coalesce(len(gaps), 0) AS num_gaps, hash(gaps) AS gaps_hash,
 coalesce(len(gaps) > 0 OR len(stream_events) = 1 AND NOT doubled, false) AS streamed,
@@ -151,6 +152,11 @@ def is_deterministic(store: Store, side: Side) -> bool:
     """True if all observations are of engines that promise equal answers in any company."""
     [[found]] = store.rows(f"SELECT coalesce(bool_and(coalesce(deterministic, false)), false) FROM labels_{side}")
     return bool(found)
+
+
+def num_empty(store: Store, side: Side) -> int:
+    """Observations that would be successful answers if they were not empty."""
+    return store.number(f"SELECT count(*) FROM facts_{side} WHERE is_empty")
 
 
 def event_faults(store: Store, side: Side) -> list[tuple[Side, Reason, int]]:

@@ -39,10 +39,15 @@ _NOTHING = _Bracket(math.inf, -math.inf)
 
 
 def pooled_p95(store: Store) -> dict[int, tuple[float, float]]:
-    """95th percentiles of both sides over healthy pairs, by segment, and of `EVERYTHING`; NaN: there are no gaps."""
+    """95th percentiles of both sides, by segment, and of `EVERYTHING`; NaN: there are no gaps.
+
+    They are of the healthy pairs in which both sides have gaps, or, where no pair is such, of all that each side has.
+    """
     store.run(
         "CREATE TABLE healthy AS SELECT o.b, o.c, segment, b.num_gaps AS num_baseline, c.num_gaps AS num_candidate,"
         f" b.digest FROM {BOTH_SIDES} {IN_SEGMENT} WHERE b.ok AND c.ok"
+        " QUALIFY (num_baseline > 0 AND num_candidate > 0)"
+        " OR NOT bool_or(num_baseline > 0 AND num_candidate > 0) OVER ()"
     )
     found = [_p95_of(store, side) for side in SIDES]
     segments = sorted(found[0].keys() | found[1].keys())

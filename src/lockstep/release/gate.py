@@ -17,13 +17,14 @@ import numpy as np
 from lockstep.release import sequential, signals
 from lockstep.release.agreement import Divergence, divergence, excess_mismatches, logprob_gaps
 from lockstep.release.causes import find
-from lockstep.release.evidence import METRICS, Bools, Evidence, p95
+from lockstep.release.caveats import of_segments_only, warnings_of
+from lockstep.release.coverage import agreement_lower, coverage_of, lacking
+from lockstep.release.evidence import METRICS, OUTPUT_TOKENS, Bools, Evidence, Floats, p95
 from lockstep.release.observation import SIDES
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output, first_difference
 from lockstep.release.policy import Policy, digest_of
 from lockstep.release.reading import Source
 from lockstep.release.series import ALL, Answers, series_of
-from lockstep.release.statistics import bet_upper
 from lockstep.release.triage import RANKS, triage_of
 from lockstep.release.verdict import (
     Agreement,
@@ -65,22 +66,27 @@ def judge(
         summarise(evidence, pairs.segment == number, segment.name, number)
         for number, segment in enumerate(pairs.segments)
     )
-    coverage = _coverage(evidence)
-    found = [*signals.unsaid(policy, evidence), *signals.lacking(policy, evidence, summary, coverage)]
+    coverage = coverage_of(evidence)
+    found = [*signals.unsaid(policy, evidence), *lacking(policy, evidence, summary, coverage)]
     notes = [*evidence.joining.notes, *_notes(policy, evidence, summary)]
     answers = _answers(policy, evidence, second)
     found += _outside(policy, evidence, answers, summary, everything)
-    if policy.mode == "threshold" and policy.segments == "enforce" and len(segments) > 1:
+    of_segments: list[Signal] = []
+    if policy.mode == "threshold" and len(segments) > 1:
         for number, segment in enumerate(segments):
             if segment.pairs >= policy.min_pairs:
-                found += _outside(policy, evidence, answers, segment, pairs.segment == number)
+                of_segments += _outside(policy, evidence, answers, segment, pairs.segment == number)
+    if policy.segments == "enforce":
+        found += of_segments
     series: tuple[SeriesSummary, ...] = ()
     guarantee = THRESHOLD_GUARANTEE
     if policy.mode == "sequential":
         series, more, remarks = _follow(policy, evidence, answers)
-        found += more
+        facts = {(each.name, each.segment) for each in found}
+        found += [each for each in more if (each.name, each.segment) not in facts]
         notes += remarks
-        guarantee = sequential.guarantee_of(policy)
+        covered = ", ".join(dict.fromkeys(each.signal for each in series)) or "no series yet"
+        guarantee = f"{sequential.guarantee_of(policy)}; it covers {covered}, and nothing else"
     if second is not None:
         found += _unsound(policy, second)
     ordered = tuple(sorted(found, key=_order))
@@ -93,6 +99,7 @@ def judge(
         reason=next(reasons, "everything is within policy"),
         evidence=_kind_of_evidence(policy, evidence),
         signals=ordered,
+        warnings=(*warnings_of(policy, evidence, sources, ordered), *of_segments_only(policy, of_segments, ordered)),
         notes=tuple(notes),
         summary=summary,
         segments=segments,
@@ -127,7 +134,8 @@ def _outside(
     if policy.mode == "threshold":
         yield from signals.errors(policy, evidence, summary, mask)
         yield from signals.logprob_gap(policy, evidence, answers, summary.name, mask)
-    yield from signals.regressions(policy, summary)
+    yield from signals.regressions(policy, evidence, summary, mask)
+    yield from signals.output_length(policy, evidence, summary, mask)
 
 
 def _follow(
@@ -139,7 +147,8 @@ def _follow(
         return (), [early], []
     findings = sequential.follow(policy, series_of(policy, evidence.pairs, answers), len(evidence.pairs))
     summaries = sequential.summaries_of(policy, findings)
-    return summaries, [*sequential.signals_of(summaries)], [*sequential.notes_of(policy, summaries)]
+    found = [signals.with_examples(evidence, each) for each in sequential.signals_of(summaries)]
+    return summaries, found, [*sequential.notes_of(policy, summaries)]
 
 
 def _unsound(policy: Policy, second: Evidence) -> Iterator[Signal]:
@@ -147,7 +156,7 @@ def _unsound(policy: Policy, second: Evidence) -> Iterator[Signal]:
     everything = np.ones(len(second.pairs), np.bool_)
     summary = summarise(second, everything, ALL, -1)
     found = [*signals.errors(policy, second, summary, everything)] if policy.mode == "threshold" else []
-    found += signals.regressions(policy, summary)
+    found += signals.regressions(policy, second, summary, everything)
     if policy.mode == "sequential":
         found += [
             each for each in _follow(policy, second, Answers())[1] if each.name not in ("undecided", "no-evidence-yet")
@@ -187,13 +196,15 @@ def summarise(evidence: Evidence, mask: Bools, name: str, number: int) -> Segmen
     errors = [100.0 * float((mask & ~ok).sum()) / count if count else math.nan for ok in pairs.ok]
     figures["error_rate"] = _figures(errors[0], errors[1], count)
     for metric in METRICS:
+        values, num = _known(pairs.metrics[metric], healthy)
+        both = (p95(values[0]), p95(values[1]))
         if metric == "decode_ms":
-            values = evidence.decode_p95.get(number, (math.nan, math.nan))
-        else:
-            both = pairs.metrics[metric]
-            values = (p95(both[0][healthy]), p95(both[1][healthy]))
+            both = evidence.decode_p95.get(number, (math.nan, math.nan))
         stem = metric.removesuffix("_ms")
-        figures[f"{stem}_p95{'_ms' if stem != metric else ''}"] = _figures(*values, int(healthy.sum()))
+        figures[f"{stem}_p95{'_ms' if stem != metric else ''}"] = _figures(*both, num)
+    lengths, num = _known(pairs.metrics[OUTPUT_TOKENS], healthy)
+    means = [float(each.mean()) if len(each) else math.nan for each in lengths]
+    figures["output_tokens_mean"] = _figures(means[0], means[1], num)
     return SegmentSummary(
         name=name,
         pairs=count,
@@ -204,6 +215,13 @@ def summarise(evidence: Evidence, mask: Bools, name: str, number: int) -> Segmen
         incomparable=int((output == Output.INCOMPARABLE).sum()),
         figures=figures,
     )
+
+
+def _known(numbers: tuple[Floats, Floats], mask: Bools) -> tuple[tuple[Floats, Floats], int]:
+    """Numbers of the pairs that have both, and how many these are; where none has, what each side has."""
+    known = mask & ~np.isnan(numbers[0]) & ~np.isnan(numbers[1])
+    masks = (known, known) if known.any() else (mask & ~np.isnan(numbers[0]), mask & ~np.isnan(numbers[1]))
+    return (numbers[0][masks[0]], numbers[1][masks[1]]), int(known.sum())
 
 
 def _figures(baseline: float, candidate: float, pairs: int) -> Figures:
@@ -217,30 +235,13 @@ def _figures(baseline: float, candidate: float, pairs: int) -> Figures:
 # -- accounts ---------------------------------------------------------------------------------------------------------
 
 
-def _coverage(evidence: Evidence) -> dict[str, float | None]:
-    pairs = evidence.pairs
-
-    def rate(number: float, of: float) -> float | None:
-        return float(number) / of if of else None
-
-    healthy = int(pairs.healthy.sum())
-    compared = int(np.isin(pairs.output, COMPARED).sum())
-    found: dict[str, float | None] = {
-        "join_rate": rate(evidence.joining.num_pairs, max(evidence.joining.num_records)),
-        "comparable_rate": rate(compared, healthy),
-    }
-    for number, side in enumerate(SIDES):
-        answered = pairs.ok[number]  # a failure has no tokens to give times of, and is counted as what it is
-        num = int(answered.sum())
-        found[f"{side}_routing_provenance_rate"] = rate(int((pairs.routed[number] & answered).sum()), num)
-        found[f"{side}_streaming_trace_rate"] = rate(int((pairs.streamed[number] & answered).sum()), num)
-    return dict(sorted(found.items()))
-
-
 def _notes(policy: Policy, evidence: Evidence, summary: SegmentSummary) -> Iterator[str]:
     no_material = int((evidence.pairs.output == Output.NO_MATERIAL).sum())
     if no_material:
         yield f"{no_material:,} pairs hold nothing of either answer: they are evidence of latency only"
+    if any(evidence.num_empty):
+        baseline, candidate = evidence.num_empty
+        yield f"{baseline:,} answers of the baseline and {candidate:,} of the candidate are empty, which is a failure"
     for reason, count in evidence.incomparable.items():
         yield f"{count:,} pairs were not compared: {reason}"
     for side, fault, count in evidence.faults:
@@ -290,12 +291,14 @@ def _answers(policy: Policy, evidence: Evidence, second: Evidence | None) -> Ans
     output, is_promised = evidence.pairs.output, all(evidence.is_deterministic)
     is_equality = signals.is_equality(policy, evidence)
     excess = None
-    if any(signals.unsaid(policy, evidence)):
+    is_said = not any(signals.unsaid(policy, evidence))
+    if not is_said:
         is_promised = is_equality = False
     elif second is not None and not is_promised:
         excess = excess_mismatches(evidence.store, output, second.store, second.pairs.output)
     return Answers(
         is_estimated=is_promised and policy.max_mismatch_rate > 0 and not is_equality,
+        is_bounded=is_said and excess is None and not is_equality,
         excess=excess,
         logprob_gap=logprob_gaps(evidence.store, output),
     )
@@ -311,13 +314,12 @@ def _agreement(policy: Policy, evidence: Evidence, answers: Answers) -> Agreemen
     known = gaps[~np.isnan(gaps)]
     is_diverging = differs.any() or policy.agreement_field
     parts = divergence(evidence.store) if is_diverging else Divergence(0, None, None)
-    block = sequential.BLOCKS_PER_BURST * policy.burst_pairs
     return Agreement(
         field=policy.agreement_field,
         compared=len(places),
         agreed=int((~differs).sum()),
         rate=float(1 - differs.mean()),
-        lower=1 - bet_upper(differs.astype(float), policy.alpha, block),
+        lower=agreement_lower(policy, evidence),
         diverging=parts.num_pairs,
         median_token=parts.median,
         earliest_token=parts.earliest,

@@ -15,8 +15,15 @@ from lockstep.release.store import Store
 MAX_EXAMPLES = 5
 WINDOW_S = 1.0
 """Requests of equal prompts pair only if their arrivals, each counted from its side's first, are this near."""
-OK = "coalesce(ok, health <> 'down', coalesce(error, '') = '')"
-"""Whether a record is of an answer."""
+EMPTY = (
+    "coalesce(coalesce(output_tokens, len(token_ids)) = 0 AND coalesce(len(vector), 0) = 0 AND fingerprint IS NULL"
+    " AND coalesce(text, '') = '', false)"
+)
+"""SQL: a record is known to hold no output: it has 0 tokens, and nothing else that an answer can consist of."""
+GIVEN_OK = "coalesce(ok, health <> 'down', coalesce(error, '') = '')"
+"""SQL: a record is said to be of an answer."""
+OK = f"({GIVEN_OK} AND NOT {EMPTY})"
+"""SQL: a record is of an answer. An empty answer is a failure, whatever its status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,14 @@ class Joining:
     pairs_by_key: tuple[tuple[str, int], ...]
     unjoined: tuple[Unjoined, ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def num_tried(self) -> tuple[int, int]:
+        """Records of each side that a pair could be made of: all but those that were tried again."""
+        num = list(self.num_records)
+        for each in self.unjoined:
+            num[SIDES.index(each.side)] -= each.count if each.reason is Reason.RETRIED else 0
+        return num[0], num[1]
 
 
 def join(store: Store) -> Joining:

@@ -66,7 +66,8 @@ def _both(material: str) -> str:
     )
 
 
-def _any(side: str) -> str:
+def has_material(side: str) -> str:
+    """SQL over the facts of a side: its answer carries something that can be compared."""
     parts = [f"({side}.{material}_hash IS NOT NULL AND NOT {side}.is_blank_{material})" for material in _MATERIALS]
     return f"({' OR '.join([*parts, f'{side}.fingerprint IS NOT NULL'])})"
 
@@ -81,18 +82,30 @@ def _computable(given: str, other: str) -> str:
 
 
 _OURS = "regexp_full_match({}.fingerprint, '[0-9a-f]{{16}}')"
-COMPARISON = f"""CASE
+_BY_TOKENS = f"""WHEN {_both("tokens")} THEN {_equal("b.tokens_hash", "c.tokens_hash")}"""
+_BY_VECTORS = f"""WHEN {_both("vector")} THEN
+    CASE WHEN b.vector_hash = c.vector_hash THEN {Output.SAME:d} ELSE {Output.UNRESOLVED:d} END"""
+
+
+def comparison(by_vectors: bool = False) -> str:
+    """SQL over the facts of both sides, ``b`` and ``c``: an `Output`.
+
+    Args:
+        by_vectors: vectors go before tokens.
+    """
+    first, second = (_BY_VECTORS, _BY_TOKENS) if by_vectors else (_BY_TOKENS, _BY_VECTORS)
+    return f"""CASE
   WHEN NOT (b.ok AND c.ok) THEN {Output.FAILED:d}
   WHEN {" OR ".join(f"coalesce({text}, false)" for text in UNLIKE.values())} THEN {Output.INCOMPARABLE:d}
-  WHEN {_both("tokens")} THEN {_equal("b.tokens_hash", "c.tokens_hash")}
-  WHEN {_both("vector")} THEN
-    CASE WHEN b.vector_hash = c.vector_hash THEN {Output.SAME:d} ELSE {Output.UNRESOLVED:d} END
+  {first}
+  {second}
   WHEN {_both("text")} THEN {_equal("b.text_hash", "c.text_hash")}
   WHEN b.fingerprint IS NOT NULL AND c.fingerprint IS NOT NULL THEN {_equal("b.fingerprint", "c.fingerprint")}
-  WHEN NOT {_any("b")} AND NOT {_any("c")} THEN {Output.NO_MATERIAL:d}
+  WHEN NOT {has_material("b")} AND NOT {has_material("c")} THEN {Output.NO_MATERIAL:d}
   WHEN coalesce({_computable("b", "c")}, false) OR coalesce({_computable("c", "b")}, false) THEN {Output.UNRESOLVED:d}
   ELSE {Output.INCOMPARABLE:d} END"""
-"""SQL over the facts of both sides, ``b`` and ``c``."""
+
+
 TRACE = f"""CASE
   WHEN NOT (b.ok AND c.ok) THEN NULL
   WHEN b.token_trace_fingerprint IS NOT NULL AND c.token_trace_fingerprint IS NOT NULL
@@ -174,9 +187,12 @@ def fingerprints_of(
 
 
 def resolve(
-    store: Store, output: NDArray[np.int8], tolerances: Sequence[Tolerance]
+    store: Store, output: NDArray[np.int8], tolerances: Sequence[Tolerance], by_vectors: bool = False
 ) -> tuple[NDArray[np.int8], dict[str, int], float]:
     """Compare what is left: vectors by their rules, fingerprints with material.
+
+    Args:
+        by_vectors: as it was for the outputs so far.
 
     Returns:
         The outputs, the incomparable pairs by reason, and the largest drift of a number under a rule (NaN: none).
@@ -187,7 +203,7 @@ def resolve(
     if is_unresolved:
         store.run(
             "CREATE TABLE unresolved AS SELECT place, o.b, o.c"
-            f" FROM {BOTH_SIDES} WHERE {COMPARISON} = {Output.UNRESOLVED:d}"
+            f" FROM {BOTH_SIDES} WHERE {comparison(by_vectors)} = {Output.UNRESOLVED:d}"
         )
         max_drift = _compare_vectors(store, output, tolerances)
         _compare_fingerprints(store, output)
@@ -239,21 +255,22 @@ def _incomparable(store: Store) -> dict[str, int]:
     cases = " ".join(f"WHEN coalesce({text}, false) THEN 'unlike {name}'" for name, text in UNLIKE.items())
     rows = store.rows(
         f"SELECT CASE {cases} ELSE 'unlike materials' END AS reason, count(*) FROM {BOTH_SIDES}"
-        f" WHERE {COMPARISON} = {Output.INCOMPARABLE:d} GROUP BY 1 ORDER BY 1"
+        f" WHERE {comparison()} = {Output.INCOMPARABLE:d} GROUP BY 1 ORDER BY 1"
     )
     return {reason: int(count) for reason, count in rows}
 
 
 def first_difference(store: Store, place: int) -> dict[str, object] | None:
-    """First difference of the answers of a pair: index and both tokens, or the character of their texts, or None.
+    """First difference of the answers of a pair: index and both tokens, or the number of their vectors or the character
+    of their texts; None: what they hold is the same, or was not given.
 
     Args:
         place: of the pair in the order of time.
     """
-    [(b_tokens, c_tokens, b_text, c_text)] = store.rows(
-        f"SELECT x.tokens, y.tokens, x.text, y.text FROM {BOTH_ANSWERS} WHERE place = {place:d}"
+    [(b_tokens, c_tokens, b_vector, c_vector, b_text, c_text)] = store.rows(
+        f"SELECT x.tokens, y.tokens, x.vector, y.vector, x.text, y.text FROM {BOTH_ANSWERS} WHERE place = {place:d}"
     )
-    if b_tokens is not None and c_tokens is not None:
+    if b_tokens is not None and c_tokens is not None and b_tokens != c_tokens:
         at = _first_unlike(b_tokens, c_tokens)
         baseline, candidate = (side[at] if at < len(side) else None for side in (b_tokens, c_tokens))
         prints = fingerprints_of([(b_tokens, None), (c_tokens, None)])
@@ -264,7 +281,13 @@ def first_difference(store: Store, place: int) -> dict[str, object] | None:
             "baseline_fingerprint": prints[0],
             "candidate_fingerprint": prints[1],
         }
-    return None if b_text is None or c_text is None else {"character_index": _first_unlike(b_text, c_text)}
+    for name, baseline, candidate in (
+        ("vector_index", b_vector, c_vector),
+        ("character_index", b_text, c_text),
+    ):
+        if baseline is not None and candidate is not None and baseline != candidate:
+            return {name: _first_unlike(baseline, candidate)}
+    return None
 
 
 def _first_unlike(baseline: Sequence[object], candidate: Sequence[object]) -> int:

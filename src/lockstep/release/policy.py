@@ -63,10 +63,25 @@ class Policy:
     """Part of the candidate's answers whose route and scheduler have to be known; below: hold."""
     min_candidate_streaming_trace_rate: float = 0.0
     """Part of the candidate's answers whose token times have to be known; below: hold."""
-    min_join_rate: float = 0.0
-    """Part of the records of the larger side that has to be in pairs; below: hold."""
-    min_comparable_rate: float = 0.0
-    """Part of the healthy pairs whose answers have to be comparable; below: hold."""
+    min_join_rate: float = 0.9
+    """Part of the records of the larger side that has to be in pairs, retried ones left out; below: hold."""
+    min_comparable_rate: float = 0.9
+    """Part of the healthy pairs whose answers have to be comparable; below: hold. It does not apply with outputs
+    ignore, nor to answers neither of which has the field of agreement(FIELD)."""
+    min_output_rate: float = 1.0
+    """Part of the successful answers in pairs, of both sides together, that has to carry output material (tokens,
+    vector, text or fingerprint); below: hold. It does not apply with outputs ignore."""
+    min_metric_rate: float = 0.9
+    """For latency, time to the first token, gaps between tokens and KV pressure, each: pairs in which both sides have
+    the number, as a part of those in which one side has it; below: hold. It does not apply to what the baseline never
+    has, nor in threshold mode to a metric whose bounds are all null."""
+    required_series: tuple[Literal["latency", "ttft", "decode"], ...] = ("latency",)
+    """In sequential mode: series without which nothing is promoted; an empty list requires none."""
+    min_agreement_lower: float | None = None
+    """Lower confidence bound, at alpha, of the part of the compared answers that agree; below: hold. Sequential mode
+    has the series of mismatches in addition."""
+    max_output_length_change: float | None = 0.2
+    """Change of the mean number of output tokens of pairs, as a part and in either direction; beyond: hold."""
     numeric_tolerances: tuple[Tolerance, ...] = ()
     """Rules for vectors: absolute, relative, and the model, backend and accelerator that they hold for."""
     alpha: float = 0.05
@@ -106,6 +121,11 @@ class Policy:
             )
 
     @property
+    def compares_vectors(self) -> bool:
+        """Whether vectors decide where both answers have one, whatever else they hold."""
+        return self.outputs == "numeric"
+
+    @property
     def agreement_field(self) -> str:
         """The field that answers have to agree in; empty: another sameness counts."""
         text = self.outputs or ""
@@ -126,11 +146,12 @@ _RANGES: Mapping[tuple[float, float], tuple[str, ...]] = {
     ),
     (0, 1): (
         *("max_mismatch_rate", "min_agreement", "max_kv_pressure_p95_increase", "min_join_rate", "min_comparable_rate"),
+        *("min_output_rate", "min_metric_rate", "min_agreement_lower"),
         *("min_candidate_routing_provenance_rate", "min_candidate_streaming_trace_rate"),
     ),
     (0.01, 50): ("error_margin", "missing_margin", "mismatch_margin"),
     (0, 100): ("max_error_rate_increase",),
-    (0, 10): ("tolerance",),
+    (0, 10): ("tolerance", "max_output_length_change"),
     (1e-6, 0.99): ("margin",),
     (1e-6, 0.5): ("alpha",),
     (0.01, 90): ("tail_margin",),

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from lockstep.release.decisions import FIGURES
 from lockstep.release.observation import SIDES
 from lockstep.release.sequential import amount
-from lockstep.release.verdict import Decision, Figures, SegmentSummary, Triage, Verdict
+from lockstep.release.verdict import Caveat, Decision, Figures, SegmentSummary, Triage, Verdict
 from lockstep.report.document import (
     ABSENT,
     Block,
@@ -34,6 +34,7 @@ FIGURE_WORDS = {
     "decode_p95_ms": ("p95 gap between tokens", "ms"),
     "kv_pressure_p95": ("p95 KV pressure", ""),
     "queue_depth_p95": ("p95 queue depth", ""),
+    "output_tokens_mean": ("mean tokens of an answer", ""),
 }
 ANSWERS = ("same", "tolerated", "differing", "incomparable")
 TIMES = {"latency", "ttft", "decode"}
@@ -63,8 +64,13 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
     return Document(
         title=f"{verdict.decision.value}: {verdict.reason}",
         sections=sections,
-        notes=(*verdict.notes, *_advice(verdict)),
+        notes=(*map(_warning, verdict.warnings), *verdict.notes, *_advice(verdict)),
     )
+
+
+def _warning(each: Caveat) -> str:
+    shown = f"; requests: {', '.join(each.examples)}" if each.examples else ""
+    return f"warning: {each.sentence}{_where(each.segment)}{shown}"
 
 
 def _advice(verdict: Verdict) -> Iterator[str]:
@@ -72,8 +78,8 @@ def _advice(verdict: Verdict) -> Iterator[str]:
     if names and names <= TIMES and verdict.policy["mode"] == "threshold":
         yield (
             "only times are outside, and on a machine that others use two runs of one server may differ as much: judge "
-            "the baseline against itself, bear what differs there (max_ttft_p95_ratio and its like), or judge more "
-            "pairs with mode=sequential"
+            "the baseline against itself (a second run of it as --aa FILE), allow what differs there "
+            "(max_ttft_p95_ratio and its like), or judge more pairs with mode=sequential"
         )
 
 
@@ -107,13 +113,13 @@ def _basis(verdict: Verdict) -> Finding:
 
 
 def _figures(summary: SegmentSummary) -> Table:
-    columns = (*words("figure"), *numbers("baseline", "candidate"), *changes("change"))
+    columns = (*words("figure"), *numbers("pairs", "baseline", "candidate"), *changes("change"))
     table = Table("Figures", columns, id="figures")
     for name, (label, unit) in FIGURE_WORDS.items():
         figure = summary.figures[name]
         if figure.baseline is None and figure.candidate is None:
             continue
-        figures = _number(figure.baseline), _number(figure.candidate)
+        figures = Number(figure.pairs), _number(figure.baseline), _number(figure.candidate)
         table.rows.append((f"{label}, {unit}" if unit else label, *figures, _change(name, figure)))
     return table
 

@@ -53,6 +53,8 @@ class Answers:
     """Whether mismatches are borne up to a rate, on engines that promise equal answers."""
     excess: Floats | None = None
     """Mismatches less those of a second baseline; NaN: not all three answers could be compared."""
+    is_bounded: bool = False
+    """Whether the rate of mismatches has to be certainly below its margin, though no mismatch is an estimate."""
     logprob_gap: Floats | None = None
     """Mean difference of log-probabilities; NaN: unknown."""
 
@@ -81,12 +83,19 @@ def missing_pairs(policy: Policy, pairs: Pairs) -> Series:
     return Series("missing-pairs", ALL, "points", values, places, policy.missing_margin / 100, True, Decision.HOLD)
 
 
+def has_ratio(pairs: Pairs, signal: str) -> Bools:
+    """Pairs that one of `RATIOS` is of: both sides answered, and have a number that is evidence."""
+    baseline, candidate = pairs.metrics[RATIOS[signal]]
+    least = LEAST_MS.get(signal, 0.0)
+    usable: Bools = pairs.healthy & (baseline > least) & (candidate > least)
+    return usable
+
+
 def _ratios(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
     for signal, metric in RATIOS.items():
-        baseline, candidate = pairs.metrics[metric]
-        least = LEAST_MS.get(signal, 0.0)
-        usable = mask & pairs.healthy & (baseline > least) & (candidate > least)
+        usable = mask & has_ratio(pairs, signal)
         if usable.any():
+            baseline, candidate = pairs.metrics[metric]
             values = np.log(candidate[usable] / baseline[usable])
             yield Series(signal, "", "ratio", values, np.flatnonzero(usable), math.log1p(policy.margin))
 
@@ -111,16 +120,22 @@ def _outputs(policy: Policy, pairs: Pairs, answers: Answers, mask: Bools) -> Ite
     """Disagreements, mismatches, gaps of log-probabilities."""
     differs = np.where(np.isin(pairs.output, COMPARED), np.isin(pairs.output, DIFFERENT), math.nan)
     found: list[tuple[str, Unit, Floats | None, float]] = []
+    response = Decision.ROLLBACK
     if policy.agreement_field:
         if policy.min_agreement < 1:
             found.append(("agreement", "points", differs, 1 - policy.min_agreement))
     elif policy.outputs != "ignore" and answers.is_estimated:
         found.append(("output-mismatch", "points", differs, policy.max_mismatch_rate))
     elif policy.outputs != "ignore":
-        found.append(("output-mismatch", "points", answers.excess, policy.mismatch_margin / 100))
+        values = answers.excess
+        if answers.is_bounded:
+            values, response = differs, Decision.HOLD
+        found.append(("output-mismatch", "points", values, policy.mismatch_margin / 100))
     if policy.max_logprob_gap is not None:
         found.append(("logprob-gap", "nats", answers.logprob_gap, policy.max_logprob_gap))
     for signal, unit, values, bound in found:
         known = mask & ~np.isnan(values) if values is not None else mask & False
         if values is not None and known.any():
-            yield Series(signal, "", unit, values[known], np.flatnonzero(known), bound, is_event=unit == "points")
+            is_event = unit == "points"
+            mine = response if signal == "output-mismatch" else Decision.ROLLBACK
+            yield Series(signal, "", unit, values[known], np.flatnonzero(known), bound, is_event, mine)

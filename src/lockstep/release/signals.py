@@ -1,20 +1,23 @@
-"""Signals of a plain policy: figures of all pairs, or of a segment, that are beyond a bound, and evidence that is
-lacking."""
+"""Signals of a plain policy: figures of all pairs, or of a segment, that are beyond a bound.
+
+Evidence that there is too little of is in `lockstep.release.coverage`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.release.evidence import Bools, Evidence, Floats
+from lockstep.release.evidence import OUTPUT_TOKENS, Bools, Evidence, Floats
 from lockstep.release.joining import MAX_EXAMPLES
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output
 from lockstep.release.policy import Policy
-from lockstep.release.series import ALL, Answers
+from lockstep.release.series import ALL, RATIOS, Answers
 from lockstep.release.verdict import Decision, SegmentSummary, Signal
 
 
@@ -24,9 +27,12 @@ class Rule:
 
     signal: str
     figure: str
+    metric: str
+    """Number of each answer that the figure is of."""
     bound: str
     """The policy's field."""
-    kind: Literal["ratio", "difference"]
+    kind: str
+    """ratio or difference."""
     words: str
     unit: str = ""
     is_of_service: bool = False
@@ -34,15 +40,19 @@ class Rule:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("latency", "latency_p95_ms", "max_latency_p95_ratio", "ratio", "p95 latency"),
-    Rule("latency", "latency_p95_ms", "max_latency_p95_increase_ms", "difference", "p95 latency", " ms"),
-    Rule("ttft", "ttft_p95_ms", "max_ttft_p95_ratio", "ratio", "p95 time to the first token"),
-    Rule("ttft", "ttft_p95_ms", "max_ttft_p95_increase_ms", "difference", "p95 time to the first token", " ms"),
-    Rule("decode", "decode_p95_ms", "max_decode_p95_ratio", "ratio", "p95 gap between tokens"),
-    Rule("decode", "decode_p95_ms", "max_decode_p95_increase_ms", "difference", "p95 gap between tokens", " ms"),
+    *(
+        Rule(signal, f"{stem}_p95_ms", f"{stem}_ms", f"max_{stem}_p95_{field}", kind, words, unit)
+        for signal, stem, words in (
+            ("latency", "latency", "p95 latency"),
+            ("ttft", "ttft", "p95 time to the first token"),
+            ("decode", "decode", "p95 gap between tokens"),
+        )
+        for field, kind, unit in (("ratio", "ratio", ""), ("increase_ms", "difference", " ms"))
+    ),
     Rule(
         "kv-pressure",
         "kv_pressure_p95",
+        "kv_pressure",
         "max_kv_pressure_p95_increase",
         "difference",
         "p95 KV pressure",
@@ -52,14 +62,14 @@ RULES: tuple[Rule, ...] = (
 """Regressions that hold a candidate back."""
 
 
-def regressions(policy: Policy, summary: SegmentSummary) -> Iterator[Signal]:
+def regressions(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bools) -> Iterator[Signal]:
     """Figures of some pairs that are beyond the bounds of the policy's mode."""
     for rule in RULES:
         bound = getattr(policy, rule.bound)
         figures = summary.figures[rule.figure]
         value = getattr(figures, rule.kind)
         is_asked = bound is not None and (rule.is_of_service or policy.mode == "threshold")
-        if not is_asked or value is None or not value > bound:
+        if not is_asked or value is None or not figures.pairs or not value > bound:
             continue
         by = f"{value:.4g} times" if rule.kind == "ratio" else f"{value:.4g}{rule.unit} above"
         both = f"{figures.baseline:.4g} -> {figures.candidate:.4g}"
@@ -70,7 +80,53 @@ def regressions(policy: Policy, summary: SegmentSummary) -> Iterator[Signal]:
             sentence=f"{rule.words} is {by} the baseline's ({both}); {bound:g} is borne",
             value=value,
             bound=bound,
+            examples=slowest(evidence, rule.metric, mask),
         )
+
+
+def with_examples(evidence: Evidence, signal: Signal) -> Signal:
+    """A signal of a series with requests that show it."""
+    pairs = evidence.pairs
+    metric = {**RATIOS, "latency-tail": RATIOS["latency"]}.get(signal.name)
+    mask = evidence.mask_of(signal.segment)
+    if metric is not None:
+        return msgspec.structs.replace(signal, examples=slowest(evidence, metric, mask))
+    affected = {
+        "errors": pairs.ok[0] & ~pairs.ok[1],
+        "output-mismatch": np.isin(pairs.output, DIFFERENT),
+        "agreement": np.isin(pairs.output, DIFFERENT),
+    }.get(signal.name)
+    if affected is None:
+        return signal
+    return msgspec.structs.replace(signal, examples=examples(evidence, np.flatnonzero(mask & affected)))
+
+
+def slowest(evidence: Evidence, metric: str, mask: Bools) -> tuple[str, ...]:
+    """The few requests whose number grew most from the baseline to the candidate, in the order of time."""
+    baseline, candidate = evidence.pairs.metrics[metric]
+    growth = candidate - baseline
+    places = np.flatnonzero(mask & evidence.pairs.healthy & (growth > 0))
+    return examples(evidence, places[np.argsort(-growth[places], kind="stable")][:MAX_EXAMPLES])
+
+
+def output_length(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bools) -> Iterator[Signal]:
+    """Answers that are shorter or longer on average than the policy allows."""
+    figures, bound = summary.figures["output_tokens_mean"], policy.max_output_length_change
+    if bound is None or figures.ratio is None or not figures.pairs or not abs(figures.ratio - 1) > bound:
+        return
+    baseline, candidate = evidence.pairs.metrics[OUTPUT_TOKENS]
+    change = np.where(mask & evidence.pairs.healthy, np.abs(candidate - baseline), math.nan)
+    places = np.flatnonzero(change > 0)
+    yield Signal(
+        name="output-length",
+        response=Decision.HOLD,
+        segment=summary.name,
+        sentence=f"answers have {figures.ratio:.3g} times the tokens of the baseline's on average "
+        f"({figures.baseline:.4g} -> {figures.candidate:.4g}); a change of {100 * bound:g} % is allowed",
+        value=figures.ratio - 1,
+        bound=bound,
+        examples=examples(evidence, places[np.argsort(-change[places], kind="stable")][:MAX_EXAMPLES]),
+    )
 
 
 def errors(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bools) -> Iterator[Signal]:
@@ -85,7 +141,7 @@ def errors(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bo
             sentence=f"the candidate's error rate is {increase:.4g} points above the baseline's",
             value=increase,
             bound=policy.max_error_rate_increase,
-            examples=_examples(evidence, failed),
+            examples=examples(evidence, failed),
         )
 
 
@@ -113,7 +169,10 @@ def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: st
     if policy.mode == "threshold" and answers.excess is not None:
         yield from _beyond_second(policy, evidence, answers.excess, segment, mask)
     elif policy.mode == "threshold" or (all(evidence.is_deterministic) and not answers.is_estimated):
-        yield from _unlike(evidence, "output-mismatch", differing, compared, borne, segment, "differ")
+        words = "differ"
+        if not all(evidence.is_deterministic):
+            words += ", and the engines do not promise equal ones: a second baseline (--aa) tells a change from noise"
+        yield from _unlike(evidence, "output-mismatch", differing, compared, borne, segment, words)
     elif len(differing) and not answers.is_estimated and answers.excess is None:
         yield Signal(
             name="output-mismatch",
@@ -123,7 +182,7 @@ def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: st
             "equal ones: only a second baseline (--aa) can tell a change from noise",
             value=len(differing) / compared,
             bound=borne,
-            examples=_examples(evidence, differing),
+            examples=examples(evidence, differing),
         )
     drifted = np.flatnonzero(mask & (output == Output.DRIFTED))
     words = "are vectors that differ beyond their tolerance"
@@ -148,7 +207,7 @@ def _unlike(
             sentence=f"{len(places):,} of {compared:,} compared answers {words}",
             value=len(places) / compared,
             bound=borne,
-            examples=_examples(evidence, places),
+            examples=examples(evidence, places),
         )
 
 
@@ -165,7 +224,7 @@ def _beyond_second(policy: Policy, evidence: Evidence, excess: Floats, segment: 
             sentence=f"{mine:,} of {len(places):,} compared answers differ, and {theirs:,} of a second baseline's",
             value=float(excess[places].mean()),
             bound=policy.max_mismatch_rate,
-            examples=_examples(evidence, places[excess[places] > 0]),
+            examples=examples(evidence, places[excess[places] > 0]),
         )
 
 
@@ -185,15 +244,13 @@ def logprob_gap(policy: Policy, evidence: Evidence, answers: Answers, segment: s
             f"{policy.max_logprob_gap:g} are borne",
             value=float(gaps.mean()),
             bound=policy.max_logprob_gap,
-            examples=_examples(evidence, np.sort(places[widest])),
+            examples=examples(evidence, np.sort(places[widest])),
         )
 
 
-def _examples(evidence: Evidence, places: NDArray[np.intp]) -> tuple[str, ...]:
+def examples(evidence: Evidence, places: NDArray[np.intp]) -> tuple[str, ...]:
+    """Ids of the first few of some pairs, in the order of these."""
     return tuple(evidence.keys(places[:MAX_EXAMPLES]))
-
-
-# -- evidence that is not there ---------------------------------------------------------------------------------------
 
 
 def unsaid(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
@@ -211,41 +268,3 @@ def unsaid(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
             sentence=f"{' and '.join(unlike)} of the sides differ, so the policy has to say what sameness of outputs "
             "means: exact, numeric, agreement(FIELD) or ignore",
         )
-
-
-def lacking(
-    policy: Policy, evidence: Evidence, summary: SegmentSummary, coverage: Mapping[str, float | None]
-) -> Iterator[Signal]:
-    """Evidence that there is too little of."""
-    if summary.pairs < policy.min_pairs:
-        yield Signal(
-            name="too-few-pairs",
-            response=Decision.HOLD,
-            segment=ALL,
-            sentence=f"{summary.pairs:,} matched pairs, and the policy wants {policy.min_pairs:,}",
-            value=summary.pairs,
-            bound=policy.min_pairs,
-        )
-    if policy.outputs != "ignore" and summary.healthy and not np.isin(evidence.pairs.output, COMPARED).any():
-        yield Signal(
-            name="no-output-evidence",
-            response=Decision.HOLD,
-            segment=ALL,
-            sentence="no pair of answers could be compared; such evidence may promote only with outputs: ignore",
-        )
-    for name, rate, words in (
-        ("provenance", "candidate_routing_provenance_rate", "of the candidate's answers have a route and a scheduler"),
-        ("streaming", "candidate_streaming_trace_rate", "of the candidate's answers have times of tokens"),
-        ("join", "join_rate", "of the records have a partner on the other side"),
-        ("comparable", "comparable_rate", "of the healthy pairs have comparable answers"),
-    ):
-        bound, value = getattr(policy, f"min_{rate}"), coverage[rate]
-        if bound and (value is None or value < bound):
-            yield Signal(
-                name=f"missing-{name}",
-                response=Decision.HOLD,
-                segment=ALL,
-                sentence=f"{100 * (value or 0.0):.4g} % {words}, and the policy wants {100 * bound:.4g} %",
-                value=value,
-                bound=bound,
-            )

@@ -29,20 +29,34 @@ HINTS: Mapping[str, Hint] = {
     "logprob-gap": Hint("numerics", "compare precision of weights and kernels on the example requests"),
     "errors": Hint("serving", "read the candidate's log for the example requests"),
     "outputs-policy": Hint("release", "say in the policy what sameness of outputs means"),
-    "no-output-evidence": Hint("mirroring", "keep token ids of answers on both sides, or say outputs: ignore"),
+    "no-output-evidence": Hint(
+        "mirroring",
+        "keep token ids of answers on both sides, of recordings give both servers the same --trace-key; or say "
+        "outputs: ignore",
+    ),
     "kv-pressure": Hint("capacity", "compare KV pool sizes, context limits and prefix caching"),
     "decode": Hint("executor", "compare step times at equal batch sizes"),
     "ttft": Hint("scheduling", "compare prefill budget, chunking and prefix-cache hits"),
     "latency": Hint("scheduling", "compare queue depth and time to the first token; replay the load on both settings"),
     "latency-tail": Hint("scheduling", "look at the slowest pairs: what ran beside them"),
+    "output-length": Hint(
+        "model or kernels", "compare max_tokens, stop sequences, end tokens and templates of both sides"
+    ),
     "unsound-baseline": Hint(
-        "mirroring", "find out what else differs between two runs of the baseline, and repeat both"
+        "mirroring", "find out what else differs between two runs of the baseline, and repeat both with another --aa"
     ),
     "missing-pairs": Hint("mirroring", "find out why one side lost requests: slow answers time out"),
     "missing-join": Hint("mirroring", "send the same x-request-id to both sides"),
+    "missing-output": Hint("mirroring", "keep token ids, text or vector of each answer, on both sides"),
     "missing-comparable": Hint("mirroring", "keep the same output material on both sides"),
+    "uncertain-agreement": Hint("mirroring", "mirror more traffic whose answers can be compared"),
     "missing-provenance": Hint("gateway", "let the gateway write route_id and scheduler for each answer"),
     "missing-streaming": Hint("streaming", "record token times: stream the mirrored requests"),
+    "missing-metric": Hint(
+        "mirroring",
+        "write the same times of every answer on both sides (latency_ms, ttft_ms, token_latencies_ms, kv_used); what "
+        "cannot be had is left out by min_metric_rate: 0 or required_series: []",
+    ),
     "missing-times": Hint("mirroring", "write the time of arrival (ts) of each request, on one side at least"),
     "too-few-pairs": Hint("mirroring", "mirror more traffic, or for longer"),
     "no-evidence-yet": Hint("mirroring", "mirror more traffic, or for longer"),

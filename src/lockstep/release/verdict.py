@@ -51,6 +51,19 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of requests that show it, the first in order."""
 
 
+class Caveat(msgspec.Struct, frozen=True, kw_only=True):
+    """One warning: a fact that does not decide, and that a person should see before a promotion."""
+
+    name: str
+    """Kind of warning; docs/gate.md lists them."""
+    sentence: str
+    """The fact, for a person."""
+    segment: str = "all"
+    """Segment that it is of; ``all``: all pairs."""
+    examples: tuple[str, ...] = ()
+    """Ids of requests that show it, the first in order."""
+
+
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """One number of both sides."""
 
@@ -63,7 +76,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float | None = None
     """Candidate's over baseline's; null where the baseline's is 0 and the candidate's is not."""
     pairs: int = 0
-    """Pairs that it is of."""
+    """Pairs that it is of: those in which both sides have the number. 0: no pair is such, and each side's is of all
+    that it has."""
 
 
 class SegmentSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +98,8 @@ class SegmentSummary(msgspec.Struct, frozen=True, kw_only=True):
     incomparable: int
     """Pairs of unlike material, prompt, parameters, seed or environment."""
     figures: dict[str, Figures]
-    """By name: error_rate (percent), latency_p95_ms, ttft_p95_ms, decode_p95_ms, kv_pressure_p95, queue_depth_p95."""
+    """By name: error_rate (percent), latency_p95_ms, ttft_p95_ms, decode_p95_ms, kv_pressure_p95, queue_depth_p95,
+    output_tokens_mean."""
 
 
 class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,6 +206,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Strongest kind of evidence that there was: equality, decisions, agreement or latency."""
     signals: tuple[Signal, ...]
     """Everything outside policy, rollback first."""
+    warnings: tuple[Caveat, ...]
+    """Facts that do not decide and that a person should see: fields that were not read, records without a partner,
+    segments that got slower."""
     notes: tuple[str, ...]
     """Sentences that decide nothing."""
     summary: SegmentSummary

@@ -1,0 +1,177 @@
+"""Warnings of a verdict: facts that do not decide, and that a person should see before a promotion.
+
+What a policy bounds is a signal (`lockstep.release.signals`). Warnings are about evidence that was not read, was not
+paired or has no partner, and about differences that figures of all pairs hide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from lockstep.release.coverage import METRIC_WORDS, known_metrics
+from lockstep.release.evidence import OUTPUT_TOKENS, Bools, Evidence, Floats
+from lockstep.release.observation import SIDES, Reason
+from lockstep.release.policy import Policy
+from lockstep.release.reading import Source
+from lockstep.release.sequential import WORDS
+from lockstep.release.series import RATIOS, has_ratio
+from lockstep.release.signals import examples, slowest
+from lockstep.release.verdict import Caveat, Signal
+from lockstep.spelling import listed
+
+WARNINGS: Mapping[str, str] = {
+    "unread-fields": "records have fields that the gate does not read; a misspelt field is one of them",
+    "missing-partners": "records are in no pair, for another reason than that they were retried",
+    "missing-values": "a number is known in some pairs, and in others only one side has it",
+    "no-baseline-values": "the candidate has a number that the baseline never has, so nothing can be compared",
+    "coarse-gaps": "gaps between tokens are too small to be evidence: tokens that a client reads at once",
+    "short-answers": "a part of the answers is less than half as long as the baseline's",
+    "slower-segment": "a segment is slower by more than the bound, and segments do not decide",
+    "segment-outside": "a segment is outside policy in another way, and segments do not decide",
+}
+"""What each warning means, by its name."""
+MIN_LOST = 0.01
+"""Part of the pairs that lack a number, or have a short answer, from which there is a warning."""
+MIN_SLOWER_PAIRS = 10
+"""Pairs of a segment from which its mean is looked at."""
+MIN_Z = 3.5
+"""Standard errors that the mean of a slower segment is above its bound's logarithm of 1."""
+MAX_SEGMENTS = 10
+"""Segments that are named in warnings of one kind, the largest first."""
+
+
+def warnings_of(
+    policy: Policy, evidence: Evidence, sources: Sequence[Source], found: Sequence[Signal]
+) -> Iterator[Caveat]:
+    """All warnings, in the order of `WARNINGS`.
+
+    Args:
+        sources: files that the evidence is from.
+        found: the verdict's signals; what they hold is not repeated.
+    """
+    yield from _unread(sources)
+    yield from _partners(evidence)
+    yield from _values(policy, evidence)
+    yield from _short_answers(evidence)
+    if policy.segments == "report" and len(evidence.pairs.segments) > 1:
+        yield from _slower_segments(policy, evidence, {each.name for each in found})
+
+
+def of_segments_only(policy: Policy, signals: Sequence[Signal], found: Sequence[Signal]) -> Iterator[Caveat]:
+    """Warnings in place of signals of segments that do not decide.
+
+    Args:
+        signals: of segments.
+        found: signals that decide; what one of them is of all pairs is not repeated.
+    """
+    names = {each.name for each in found} | set(RATIOS)  # slower segments are told from chance elsewhere
+    for each in [each for each in signals if each.name not in names and policy.segments == "report"][:MAX_SEGMENTS]:
+        sentence = f"{each.sentence}; segments: enforce lets segments decide"
+        yield Caveat(name="segment-outside", segment=each.segment, sentence=sentence, examples=each.examples)
+
+
+def _unread(sources: Sequence[Source]) -> Iterator[Caveat]:
+    for each in sources:
+        if each.unread:
+            whose = f"the {each.side}'s records" if each.side else "records"
+            sentence = f"{whose} have fields that the gate does not read: {listed(each.unread)}"
+            yield Caveat(name="unread-fields", sentence=sentence)
+
+
+_REASONS: Mapping[Reason, str] = {
+    Reason.NO_ID: "have no id that pairs them",
+    Reason.UNLIKE_DATA_SETS: "have only a place in a data set, and the other side was sent another one",
+    Reason.NO_PARTNER: "have no partner on the other side",
+    Reason.DUPLICATE: "share their id with another record of their side",
+}
+"""Reasons for which records are in no pair, in words."""
+
+
+def _partners(evidence: Evidence) -> Iterator[Caveat]:
+    joining = evidence.joining
+    for each in joining.unjoined:
+        if words := _REASONS.get(each.reason):
+            total = joining.num_records[SIDES.index(each.side)]
+            sentence = f"{each.count:,} of {total:,} records of the {each.side} {words}"
+            yield Caveat(name="missing-partners", sentence=sentence, examples=each.examples)
+
+
+def _values(policy: Policy, evidence: Evidence) -> Iterator[Caveat]:
+    """Numbers that one side lacks in some pairs, or the baseline in all, and gaps that are no evidence."""
+    pairs = evidence.pairs
+    for metric, baseline, candidate, rate, is_lacking in known_metrics(policy, evidence):
+        words = METRIC_WORDS[metric]
+        if not baseline.any() and candidate.any():
+            sentence = f"{words} was not compared: the baseline never has it, {int(candidate.sum()):,} answers of the "
+            yield Caveat(name="no-baseline-values", sentence=f"{sentence}candidate do")
+        elif not is_lacking and rate < 1 - MIN_LOST:
+            only = np.flatnonzero(baseline ^ candidate)
+            sentence = (
+                f"{words} was compared in {int((baseline & candidate).sum()):,} pairs; in {len(only):,} others "
+                f"{int((baseline & ~candidate).sum()):,} answers of the candidate and "
+                f"{int((candidate & ~baseline).sum()):,} of the baseline lack it"
+            )
+            yield Caveat(name="missing-values", sentence=sentence, examples=examples(evidence, only))
+    gaps = pairs.metrics[RATIOS["decode"]]
+    known = pairs.healthy & ~np.isnan(gaps[0]) & ~np.isnan(gaps[1])
+    num_coarse = int((known & ~has_ratio(pairs, "decode")).sum())
+    if num_coarse > MIN_LOST * int(known.sum()):
+        sentence = f"gaps between tokens are 0.1 ms or less in {num_coarse:,} of {int(known.sum()):,} pairs: "
+        yield Caveat(name="coarse-gaps", sentence=f"{sentence}tokens that came at once, or seconds for milliseconds")
+
+
+def _short_answers(evidence: Evidence) -> Iterator[Caveat]:
+    """Answers less than half as long as their partners, where the candidate has clearly more of them."""
+    baseline, candidate = evidence.pairs.metrics[OUTPUT_TOKENS]
+    healthy = evidence.pairs.healthy
+    short, long = healthy & (2 * candidate < baseline), healthy & (2 * baseline < candidate)
+    num_known = int((healthy & ~np.isnan(baseline) & ~np.isnan(candidate)).sum())
+    if int(short.sum()) - int(long.sum()) > MIN_LOST * num_known:
+        sentence = (
+            f"{int(short.sum()):,} of {num_known:,} answers have less than half of the tokens of the baseline's, "
+            f"{int(long.sum()):,} more than twice as many"
+        )
+        shown = examples(evidence, np.flatnonzero(short))
+        yield Caveat(name="short-answers", sentence=sentence, examples=shown)
+
+
+def _slower_segments(policy: Policy, evidence: Evidence, found: set[str]) -> Iterator[Caveat]:
+    """Segments whose times grew by more than the bound in the mean of pairs, beyond chance."""
+    pairs = evidence.pairs
+    for signal, metric in RATIOS.items():
+        bound = policy.margin if policy.mode == "sequential" else _allowed(policy, signal)
+        if bound is None or signal in found:
+            continue
+        usable = has_ratio(pairs, signal)
+        slower = [
+            (number, growth)
+            for number in range(len(pairs.segments))
+            if (growth := _growth(pairs.metrics[metric], usable & (pairs.segment == number))) > math.log1p(bound)
+        ]
+        for number, growth in slower[:MAX_SEGMENTS]:
+            mask = pairs.segment == number
+            share = 100 * int(mask.sum()) / len(pairs)
+            sentence = (
+                f"{WORDS[signal]} is {100 * math.expm1(growth):+.3g} % in the mean of {int((mask & usable).sum()):,} "
+                f"pairs, {share:.3g} % of all; segments: enforce lets segments decide"
+            )
+            name, shown = pairs.segments[number].name, slowest(evidence, metric, mask)
+            yield Caveat(name="slower-segment", segment=name, sentence=sentence, examples=shown)
+
+
+def _allowed(policy: Policy, signal: str) -> float | None:
+    """Growth, as a part, that the threshold of a signal allows; None: there is no such bound."""
+    ratio: float | None = getattr(policy, f"max_{signal}_p95_ratio")
+    return None if ratio is None else max(0.0, ratio - 1)
+
+
+def _growth(numbers: tuple[Floats, Floats], mask: Bools) -> float:
+    """Mean logarithm of the ratios of some pairs; 0: there are too few, or chance explains it."""
+    if mask.sum() < MIN_SLOWER_PAIRS:
+        return 0.0
+    ratios = np.log(numbers[1][mask] / numbers[0][mask])
+    mean, error = float(ratios.mean()), float(ratios.std(ddof=1)) / math.sqrt(len(ratios))
+    return mean if mean > MIN_Z * error else 0.0

@@ -1,0 +1,172 @@
+"""Coverage: how much of the evidence is there, and the signals where a promotion would have too little of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from lockstep.release.agreement import NO_FIELD
+from lockstep.release.evidence import Bools, Evidence
+from lockstep.release.observation import SIDES
+from lockstep.release.outputs import COMPARED, DIFFERENT
+from lockstep.release.policy import Policy
+from lockstep.release.sequential import BLOCKS_PER_BURST, WORDS
+from lockstep.release.series import ALL, LEAST_MS, RATIOS, has_ratio
+from lockstep.release.signals import RULES, Rule, examples
+from lockstep.release.statistics import bet_upper
+from lockstep.release.verdict import Decision, SegmentSummary, Signal
+
+
+def coverage_of(evidence: Evidence) -> dict[str, float | None]:
+    """Parts, 0 to 1, by name: joined records, comparable pairs, answers with output, route and token times."""
+    pairs = evidence.pairs
+
+    def rate(number: float, of: float) -> float | None:
+        return float(number) / of if of else None
+
+    healthy = int(pairs.healthy.sum())
+    compared = int(np.isin(pairs.output, COMPARED).sum())
+    num_answers, num_bare = (int(pairs.ok[side].sum()) for side in (0, 1)), map(len, evidence.without_output)
+    joining = evidence.joining
+    found: dict[str, float | None] = {
+        "join_rate": rate(joining.num_pairs, max(joining.num_tried)),
+        "comparable_rate": rate(compared, healthy - evidence.incomparable.get(NO_FIELD, 0)),
+        "output_rate": rate((total := sum(num_answers)) - sum(num_bare), total),
+    }
+    for number, side in enumerate(SIDES):
+        answered = pairs.ok[number]  # a failure has no tokens to give times of, and is counted as what it is
+        num = int(answered.sum())
+        found[f"{side}_routing_provenance_rate"] = rate(int((pairs.routed[number] & answered).sum()), num)
+        found[f"{side}_streaming_trace_rate"] = rate(int((pairs.streamed[number] & answered).sum()), num)
+    return dict(sorted(found.items()))
+
+
+def lacking(
+    policy: Policy, evidence: Evidence, summary: SegmentSummary, coverage: Mapping[str, float | None]
+) -> Iterator[Signal]:
+    """Evidence that there is too little of."""
+    if summary.pairs < policy.min_pairs or not summary.healthy:
+        words = f"{summary.pairs:,} matched pairs, and the policy wants {policy.min_pairs:,}"
+        if summary.pairs >= policy.min_pairs:
+            words = f"none of the {summary.pairs:,} matched pairs was answered by both sides"
+        yield _hold("too-few-pairs", words, summary.pairs, policy.min_pairs)
+    yield from _few_metrics(policy, evidence)
+    if policy.outputs != "ignore" and summary.healthy:
+        yield from _few_outputs(policy, evidence, summary, coverage)
+    for name, rate, words in (
+        ("provenance", "candidate_routing_provenance_rate", "of the candidate's answers have a route and a scheduler"),
+        ("streaming", "candidate_streaming_trace_rate", "of the candidate's answers have times of tokens"),
+        ("join", "join_rate", "of the records have a partner on the other side"),
+    ):
+        yield from _low(policy, coverage, name, rate, words)
+
+
+def _few_outputs(
+    policy: Policy, evidence: Evidence, summary: SegmentSummary, coverage: Mapping[str, float | None]
+) -> Iterator[Signal]:
+    """Too few answers that carry output, or that could be compared."""
+    num = int(np.isin(evidence.pairs.output, COMPARED).sum())
+    wanted = min(policy.min_pairs, summary.healthy)
+    if num < wanted:
+        words = "no pair of answers could be compared; such evidence may promote only with outputs: ignore"
+        if num:
+            words = (
+                f"{num:,} of {summary.healthy:,} pairs of answers could be compared, and the policy wants {wanted:,}"
+            )
+        yield _hold("no-output-evidence", words, num, wanted)
+        return
+    for found in _low(policy, coverage, "output", "output_rate", "of the successful answers carry output material"):
+        places = np.union1d(*evidence.without_output)
+        yield msgspec.structs.replace(found, examples=examples(evidence, places))
+    yield from _low(policy, coverage, "comparable", "comparable_rate", "of the healthy pairs have comparable answers")
+    if policy.min_agreement_lower is not None:
+        lower = agreement_lower(policy, evidence)
+        if lower < policy.min_agreement_lower:
+            words = f"with confidence {1 - policy.alpha:g} only {100 * lower:.4g} % of the answers agree"
+            sentence = f"{words} ({num:,} were compared), and the policy wants {100 * policy.min_agreement_lower:.4g} %"
+            yield _hold("uncertain-agreement", sentence, lower, policy.min_agreement_lower)
+
+
+def agreement_lower(policy: Policy, evidence: Evidence) -> float:
+    """Lower confidence bound, at alpha and at any look, of the part of the compared answers that agree."""
+    output = evidence.pairs.output
+    differs = np.isin(output[np.isin(output, COMPARED)], DIFFERENT)
+    return 1 - bet_upper(differs.astype(float), policy.alpha, BLOCKS_PER_BURST * policy.burst_pairs)
+
+
+class Known(NamedTuple):
+    """Pairs of a metric by the sides that have it."""
+
+    metric: str
+    baseline: Bools
+    candidate: Bools
+    rate: float
+    """Pairs in which both have it, as a part of those in which one does; 1: none does."""
+    is_lacking: bool
+    """Whether the rate is outside policy."""
+
+    @property
+    def both(self) -> Bools:
+        """Pairs in which both sides have it."""
+        return self.baseline & self.candidate
+
+
+def known_metrics(policy: Policy, evidence: Evidence) -> Iterator[Known]:
+    """Each metric that the policy can bound, over pairs that both sides answered."""
+    pairs = evidence.pairs
+    for metric, rules in _JUDGED.items():
+        least = LEAST_MS.get(rules[0].signal, -math.inf)
+        baseline, candidate = (pairs.healthy & (side > least) for side in pairs.metrics[metric])
+        num_one, num_both = int((baseline | candidate).sum()), int((baseline & candidate).sum())
+        is_judged = policy.mode == "sequential" or any(getattr(policy, rule.bound) is not None for rule in rules)
+        rate = num_both / num_one if num_one else 1.0
+        is_lacking = is_judged and bool(baseline.any()) and rate < policy.min_metric_rate
+        yield Known(metric, baseline, candidate, rate, is_lacking)
+
+
+def _few_metrics(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
+    """Numbers that one side has and the other lacks, and series that a sequential promotion needs: one signal."""
+    pairs = evidence.pairs
+    few = [each for each in known_metrics(policy, evidence) if each.is_lacking]
+    words = [
+        f"{METRIC_WORDS[each.metric]} is known in {int(each.candidate.sum()):,} of the candidate's answers and "
+        f"{int(each.baseline.sum()):,} of the baseline's; {int(each.both.sum()):,} pairs have both"
+        for each in few
+    ]
+    if policy.mode == "sequential" and pairs.healthy.any():
+        without = [name for name in policy.required_series if not has_ratio(pairs, name).any()]
+        named = ", ".join(METRIC_WORDS[RATIOS[name]] for name in without)
+        words += [f"no pair has {named} on both sides, and the policy requires it (required_series)"] if without else []
+    if words:
+        lowest = min((each.rate for each in few), default=0.0)
+        only = np.logical_or.reduce([each.baseline ^ each.candidate for each in few] or [np.zeros(len(pairs), bool)])
+        found = _hold("missing-metric", "; ".join(words), lowest, policy.min_metric_rate)
+        yield msgspec.structs.replace(found, examples=examples(evidence, np.flatnonzero(only)))
+
+
+_JUDGED: Mapping[str, tuple[Rule, ...]] = {
+    metric: tuple(rule for rule in RULES if rule.metric == metric)
+    for metric in dict.fromkeys(rule.metric for rule in RULES)
+}
+"""Rules by the metric that they bound."""
+METRIC_WORDS: Mapping[str, str] = {
+    **{metric: WORDS[signal] for signal, metric in RATIOS.items()},
+    "kv_pressure": "KV pressure",
+}
+"""Metrics in words."""
+
+
+def _low(policy: Policy, coverage: Mapping[str, float | None], name: str, rate: str, words: str) -> Iterator[Signal]:
+    """A rate of `coverage` that is below the policy's."""
+    bound, value = getattr(policy, f"min_{rate}"), coverage[rate]
+    if bound and (value is None or value < bound):
+        sentence = f"{100 * (value or 0.0):.4g} % {words}, and the policy wants {100 * bound:.4g} %"
+        yield _hold(f"missing-{name}", sentence, value, bound)
+
+
+def _hold(name: str, sentence: str, value: float | None, bound: float) -> Signal:
+    return Signal(name=name, response=Decision.HOLD, segment=ALL, sentence=sentence, value=value, bound=bound)
