@@ -57,6 +57,7 @@ LOCKSTEP_LOG = Format(
     layout="log",
     columns={
         "logger": "VARCHAR",
+        "endpoint": "VARCHAR",
         "time": "TIMESTAMPTZ",
         "id": "VARCHAR",
         "status": "BIGINT",
@@ -78,7 +79,7 @@ LOCKSTEP_LOG = Format(
         "latency_ms": "total_ms",
         "ttft_ms": "ttft_ms",
         "prompt_tokens": "prompt_tokens",
-        "output_tokens": "output_tokens",
+        "output_tokens": "CASE WHEN endpoint NOT LIKE '%/embed%' THEN output_tokens END",
     },
 )
 
@@ -266,7 +267,11 @@ OTLP = Format(
             _attribute("gen_ai.latency.time_to_first_token", "gen_ai.response.time_to_first_chunk") + "::DOUBLE * 1e3"
         ),
         "prompt_tokens": _attribute("gen_ai.usage.prompt_tokens", "gen_ai.usage.input_tokens") + "::BIGINT",
-        "output_tokens": _attribute("gen_ai.usage.completion_tokens", "gen_ai.usage.output_tokens") + "::BIGINT",
+        "output_tokens": (
+            f"CASE WHEN {_attribute('gen_ai.operation.name')} IS DISTINCT FROM 'embeddings' THEN "
+            + _attribute("gen_ai.usage.completion_tokens", "gen_ai.usage.output_tokens")
+            + "::BIGINT END"
+        ),
         "seed": f"{_attribute('gen_ai.request.seed')}::BIGINT",
     },
 )

@@ -358,12 +358,12 @@ class _Sequences:
             "params_digest": sequence.parameters.hex() or None,
             "seed": None if sequence.seed is None else _signed(sequence.seed),
             "prompt_tokens": sequence.num_prompt_tokens,
-            "output_tokens": None if end is None else end.num_tokens,
             "ok": failure is None,
             "error": failure,
         }
         is_whole = end is None or end.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if end is not None and is_whole:  # an answer that somebody cut short has neither material nor times
+        if end is not None and is_whole:  # an answer that its client cut short has no material, no length and no times
+            row["output_tokens"] = end.num_tokens
             if self._sameness is Sameness.DIGESTS:
                 row["fingerprint"] = end.output.hex()
             if self._has_tokens and 0 < end.num_tokens == len(sequence.tokens):
@@ -372,14 +372,13 @@ class _Sequences:
             self._num_untimed += 1
             return row
         row |= {
-            "output_tokens": outcome.num_output_tokens,
             "ts": outcome.arrival_ps / _PS_PER_S,
             "queue_depth": sequence.num_waiting,
             "kv_used": sequence.num_held_blocks,
             "kv_total": sequence.num_blocks,
         }
         if is_whole:
-            row["latency_ms"] = outcome.in_ps.e2e / PS_PER_MS
+            row |= {"output_tokens": outcome.num_output_tokens, "latency_ms": outcome.in_ps.e2e / PS_PER_MS}
         if is_whole and outcome.first_token_ps >= 0:
             row |= {"ttft_ms": outcome.in_ps.ttft / PS_PER_MS, "token_latencies_ms": sequence.gaps_ms}
         return row
