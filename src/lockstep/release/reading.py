@@ -28,6 +28,8 @@ LARGE = {field.name for field in FIELDS if field.type.endswith("[]")} | {"text"}
 OBSERVATION = "STRUCT(" + ", ".join(f'"{field.name}" {field.type}' for field in FIELDS) + ")"
 SHARED: Mapping[str, str] = {field.name: field.type for field in FIELDS if field.name != "side"}
 """Fields of a pair that hold for both of its sides."""
+MAX_NAMES = 1_000
+"""Names of members that are looked at in a file."""
 PAIR: Mapping[str, str] = {**SHARED, "baseline": OBSERVATION, "candidate": OBSERVATION}
 
 
@@ -41,7 +43,7 @@ class Source:
     """None: it holds both."""
     num_rows: int
     unread: tuple[str, ...] = ()
-    """Members of its first record that no field of an observation is made of."""
+    """Members of its records that no field of an observation is made of, sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +114,9 @@ def read(
         else:
             found = _own_table(content) if is_table else _format_of(content)
             name = found.name
+            path_of_lines = _read_format(store, content, found, sides)
             if found is OWN:
-                unread = _unread(content, first)
-            _read_format(store, content, found, sides)
+                unread = _unread(content, first if is_table else _names_in(store, path_of_lines))
     except (DocumentError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise EvidenceError(f"{path}: {error}") from None
     count = sum(store.number(f"SELECT count(*) FROM {each}") for each in sides)
@@ -141,15 +143,15 @@ def _is_list(value: Any) -> bool:
 
 def _read_lists(store: Store, content: Content, document: Members) -> tuple[str, ...]:
     """A document with a list of observations for each side; one that is absent is empty."""
-    unread: set[str] = set()
+    names: set[str] = set()
     for side in SIDES:
         items = items_of(document[side], side) if side in document else []
-        unread |= set(_unread(content, *map(_members, items[:1])))
         path = store.folder / f"{side}.jsonl"
         write_lines(path, map(one_line, items))
         table = _keep(store, _Records(content, OWN.columns, path), side, OWN.fields)
         _view(store, side, table)
-    return tuple(sorted(unread))
+        names |= _names_in(store, path)
+    return _unread(content, names)
 
 
 def _read_pairs(store: Store, content: Content, first: Members) -> tuple[str, ...]:
@@ -158,7 +160,6 @@ def _read_pairs(store: Store, content: Content, first: Members) -> tuple[str, ..
     if content.kind != "lines":
         value = content.path.read_bytes() if content.kind == "list" else first.get("pairs")
         items = [msgspec.Raw(content.path.read_bytes())] if value is None else items_of(value, "pairs")
-        first = _members(items[0]) if items else {}
         path = store.folder / "pairs.jsonl"
         write_lines(path, map(one_line, items))
     fields = {
@@ -170,12 +171,11 @@ def _read_pairs(store: Store, content: Content, first: Members) -> tuple[str, ..
     table = _keep(store, _Records(content, PAIR, path), "pairs", fields | has)
     for side in SIDES:
         _view(store, side, table, {name: f'"{side}_{name}"' for name in SHARED}, f"has_{side}", pair="file_row_number")
-    beside = dict.fromkeys(set(first) - {"policy", *SIDES})
-    return _unread(content, beside, first.get("baseline") or {}, first.get("candidate") or {})
+    return _unread(content, _names_in(store, path, *SIDES) - set(SIDES))
 
 
-def _read_format(store: Store, content: Content, found: Format, sides: tuple[Side, ...]) -> None:
-    """Records of one format: those of one side, or of both if each says whose it is."""
+def _read_format(store: Store, content: Content, found: Format, sides: tuple[Side, ...]) -> Path:
+    """Read records of one format, those of one side, or of both if each says whose it is; returns their file."""
     is_shared = len(sides) > 1
     if is_shared and found is not OWN:
         raise EvidenceError(
@@ -197,6 +197,7 @@ def _read_format(store: Store, content: Content, found: Format, sides: tuple[Sid
     _check_sides(store, content, table, fields, sides)
     for side in sides:
         _view(store, side, table, fields, f"side = '{side}'" if is_shared else "")
+    return records.path
 
 
 def _lines(store: Store, content: Content, found: Format, name: str) -> Path:
@@ -212,11 +213,6 @@ def _lines(store: Store, content: Content, found: Format, name: str) -> Path:
     else:
         return content.path
     return path
-
-
-def _members(value: msgspec.Raw) -> Members:
-    found = msgspec.json.decode(value)
-    return found if isinstance(found, dict) else {}
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------
@@ -287,13 +283,29 @@ def _has(record: Any, name: str) -> bool:
     return not rest or _has(record[first], rest)
 
 
-def _unread(content: Content, *records: Members) -> tuple[str, ...]:
+def _names_in(store: Store, lines: Path, *members: str) -> set[str]:
+    """Names of the members of all records of a file of lines, and of what these members of a record hold."""
+    objects = f"read_json_objects({quoted(str(lines))}, format = 'newline_delimited',"
+    names = " UNION ALL ".join(
+        f"SELECT unnest(json_keys(json, '{path}')) AS name FROM records"
+        for path in ("$", *(f"$.{member}" for member in members))
+    )
+    return {
+        name
+        for (name,) in store.rows(
+            f"WITH records AS (FROM {objects} maximum_object_size = {MAX_LINE_BYTES}))"
+            f" SELECT DISTINCT name FROM ({names}) ORDER BY name LIMIT {MAX_NAMES}"
+        )
+    }
+
+
+def _unread(content: Content, found: Iterable[str]) -> tuple[str, ...]:
     """Names that are no fields.
 
     Raises:
         EvidenceError: one is nearly a field's name.
     """
-    names = sorted({name for record in records for name in record} - {*NAMES, "policy"})
+    names = sorted(set(found) - {*NAMES, "policy"})
     for name in names:
         question = did_you_mean(name, NAMES)
         if question and len(name) > 2:
