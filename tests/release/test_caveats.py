@@ -146,7 +146,9 @@ def test_errors_of_a_segment_that_all_pairs_hide_are_a_warning(tmp_path: Path) -
     failing = with_tokens(100, ok=lambda number: number not in (1, 5), **label)
     verdict = judged(tmp_path, with_tokens(100, **label), failing, max_error_rate_increase=3)
     assert verdict.decision is Decision.PROMOTE
-    assert [(each.name, each.segment, each.examples) for each in verdict.warnings] == [("segment-outside", "odd", ("r1", "r5"))]
+    assert [(each.name, each.segment, each.examples) for each in verdict.warnings] == [
+        ("segment-outside", "odd", ("r1", "r5"))
+    ]
 
 
 # -- examples and advice ----------------------------------------------------------------------------------------------

@@ -105,10 +105,13 @@ def test_gaps_of_a_tenth_of_a_millisecond_are_no_evidence_of_one_side_alone(tmp_
 
 def test_gate_holds_when_one_answer_of_many_can_be_compared(tmp_path: Path) -> None:
     one = rows(60, token_ids=only(5))
+    few = {"no-output-evidence": "hold", "missing-comparable": "hold"}
     for candidate in (one, with_tokens(60)):
-        assert named(judged(tmp_path, one, candidate)) == {"no-output-evidence": "hold"}
+        assert named(judged(tmp_path, one, candidate)) == {**few, "missing-output": "hold"}
     seeds = with_tokens(60, seed=lambda number: 1 if number == 5 else 2)
-    assert named(judged(tmp_path, with_tokens(60, seed=1), seeds)) == {"no-output-evidence": "hold"}
+    assert named(judged(tmp_path, with_tokens(60, seed=1), seeds)) == few
+    allowed: Any = {"min_comparable_rate": 0, "min_output_rate": 0}
+    assert named(judged(tmp_path, one, one, policy=allowed)) == {"no-output-evidence": "hold"}
 
 
 def test_gate_holds_when_a_successful_answer_carries_no_output(tmp_path: Path) -> None:

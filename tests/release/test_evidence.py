@@ -61,6 +61,7 @@ def test_what_a_side_does_not_say_is_no_number(tmp_path: Path) -> None:
         "decode_ms": [3.0, None],
         "kv_pressure": [0.25, None],
         "queue_depth": [None, 2.0],
+        "num_tokens": [None, None],
     }
     assert (pairs.ok[0].tolist(), pairs.ok[1].tolist(), pairs.healthy.tolist()) == ([True], [False], [False])
 

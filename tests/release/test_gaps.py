@@ -34,7 +34,11 @@ def sides(num_pairs: int, num_segments: int) -> tuple[list[Record], list[Record]
 
 
 def expected(baseline: list[Record], candidate: list[Record]) -> dict[int, tuple[float, float]]:
-    healthy = [(b, c) for b, c in zip(baseline, candidate, strict=True) if "error" not in b and "error" not in c]
+    healthy = [
+        pair
+        for pair in zip(baseline, candidate, strict=True)
+        if all("error" not in each and each["token_latencies_ms"] for each in pair)
+    ]
     names = sorted({str(b["segment"]) for b, _ in healthy})
 
     def p95(side: int, segment: str | None) -> float:

@@ -26,7 +26,14 @@ HOST = "127.0.0.1"
 
 
 THRESHOLD = ("min_pairs=3",)
-SEQUENTIAL = ("mode=sequential", "min_pairs=3", "error_margin=20", "missing_margin=20", "tail_margin=20")
+SEQUENTIAL = (
+    "mode=sequential",
+    "min_pairs=3",
+    "error_margin=20",
+    "missing_margin=20",
+    "tail_margin=20",
+    "mismatch_margin=20",
+)
 
 
 def gate_on(path: Path, folder: Path, policy: tuple[str, ...] = THRESHOLD) -> LiveGate:

@@ -235,7 +235,7 @@ def test_answers_to_unlike_questions_are_incomparable_and_no_mismatch(
         )
         for side, asked in (("a", ASKED), ("b", UNLIKE[what]))
     ]
-    verdict = judged(*sides)
+    verdict = judged(*sides, min_comparable_rate=0.5)
     summary = verdict.summary
     assert (summary.pairs, summary.same, summary.differing, summary.incomparable) == (2, 1, 0, 1)
     assert f"1 pairs were not compared: unlike {what}" in verdict.notes
@@ -254,7 +254,7 @@ def test_answers_of_unlike_environments_are_incomparable(tmp_path: Path, key: st
     verdict = judged(baseline, changed(baseline, tmp_path / "b", change))
     assert verdict.summary.incomparable == 1
     assert "1 pairs were not compared: unlike environment" in verdict.notes
-    assert [each.name for each in verdict.signals] == ["no-output-evidence"]
+    assert [each.name for each in verdict.signals] == ["no-output-evidence", "missing-comparable"]
 
 
 def test_the_seed_of_a_request_that_draws_nothing_does_not_matter(tmp_path: Path, key: str) -> None:
@@ -391,7 +391,7 @@ def test_only_folders_and_recordings_are_recordings(settings: tuple[Path, Path],
 
 
 def test_a_recording_is_judged_against_another_file_by_its_times(settings: tuple[Path, Path], tmp_path: Path) -> None:
-    rows = [{"request_id": name, "latency_ms": 1.0, "token_ids": [1, 2]} for name, _ in load(24, seed=1)]
+    rows = [{"request_id": name, "latency_ms": 100.0, "token_ids": [1, 2]} for name, _ in load(24, seed=1)]
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
     verdict = judged(settings[0], tmp_path / "rows.jsonl")
     assert verdict.summary.pairs == 24

@@ -78,6 +78,7 @@ def _few_outputs(
                 f"{num:,} of {summary.healthy:,} pairs of answers could be compared, and the policy wants {wanted:,}"
             )
         yield _hold("no-output-evidence", words, num, wanted)
+    if not coverage["output_rate"]:
         return
     for found in _low(policy, coverage, "output", "output_rate", "of the successful answers carry output material"):
         places = np.union1d(*evidence.without_output)

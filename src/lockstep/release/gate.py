@@ -71,13 +71,8 @@ def judge(
     notes = [*evidence.joining.notes, *_notes(policy, evidence, summary)]
     answers = _answers(policy, evidence, second)
     found += _outside(policy, evidence, answers, summary, everything)
-    of_segments: list[Signal] = []
-    if policy.mode == "threshold" and len(segments) > 1:
-        for number, segment in enumerate(segments):
-            if segment.pairs >= policy.min_pairs:
-                of_segments += _outside(policy, evidence, answers, segment, pairs.segment == number)
-    if policy.segments == "enforce":
-        found += of_segments
+    of_segments = [*_outside_segments(policy, evidence, answers, segments)]
+    found += of_segments if policy.segments == "enforce" else []
     series: tuple[SeriesSummary, ...] = ()
     guarantee = THRESHOLD_GUARANTEE
     if policy.mode == "sequential":
@@ -92,14 +87,15 @@ def judge(
     ordered = tuple(sorted(found, key=_order))
     findings = find(ordered, evidence)
     decision = ordered[0].response if ordered else Decision.PROMOTE
+    warnings = (*warnings_of(policy, evidence, sources, ordered), *of_segments_only(policy, of_segments, ordered))
     reasons = (each.signal.sentence for each in findings if each.signal.response is decision)
     return Verdict(
         decision=decision,
         guarantee=guarantee,
-        reason=next(reasons, "everything is within policy"),
+        reason=next(reasons, "everything is within policy" + (f"; warnings: {len(warnings)}" if warnings else "")),
         evidence=_kind_of_evidence(policy, evidence),
         signals=ordered,
-        warnings=(*warnings_of(policy, evidence, sources, ordered), *of_segments_only(policy, of_segments, ordered)),
+        warnings=warnings,
         notes=tuple(notes),
         summary=summary,
         segments=segments,
@@ -136,6 +132,16 @@ def _outside(
         yield from signals.logprob_gap(policy, evidence, answers, summary.name, mask)
     yield from signals.regressions(policy, evidence, summary, mask)
     yield from signals.output_length(policy, evidence, summary, mask)
+
+
+def _outside_segments(
+    policy: Policy, evidence: Evidence, answers: Answers, segments: tuple[SegmentSummary, ...]
+) -> Iterator[Signal]:
+    """In threshold mode: everything of each segment that has enough pairs, whether segments decide or not."""
+    if policy.mode == "threshold" and len(segments) > 1:
+        for number, segment in enumerate(segments):
+            if segment.pairs >= policy.min_pairs:
+                yield from _outside(policy, evidence, answers, segment, evidence.pairs.segment == number)
 
 
 def _follow(

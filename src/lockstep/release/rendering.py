@@ -50,6 +50,7 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
     """
     sections = [
         Section("Triage", tuple(map(_item, verdict.triage)), id="triage"),
+        Section("Warnings", tuple(map(_warning, verdict.warnings)), id="warnings"),
         Section("Figures", (_basis(verdict), _figures(verdict.summary))),
     ]
     if verdict.series:
@@ -64,13 +65,13 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
     return Document(
         title=f"{verdict.decision.value}: {verdict.reason}",
         sections=sections,
-        notes=(*map(_warning, verdict.warnings), *verdict.notes, *_advice(verdict)),
+        notes=(*verdict.notes, *_advice(verdict)),
     )
 
 
-def _warning(each: Caveat) -> str:
-    shown = f"; requests: {', '.join(each.examples)}" if each.examples else ""
-    return f"warning: {each.sentence}{_where(each.segment)}{shown}"
+def _warning(each: Caveat) -> Finding:
+    examples = (f"requests: {', '.join(each.examples)}",) if each.examples else ()
+    return Finding(f"warning: {each.sentence}{_where(each.segment)}", examples)
 
 
 def _advice(verdict: Verdict) -> Iterator[str]:
