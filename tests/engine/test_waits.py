@@ -57,6 +57,28 @@ def test_who_waits_is_told_why_as_often_as_is_due(make_engine: MakeEngine, clock
     assert third == first
 
 
+@pytest.mark.parametrize("decode_order", ["weighted", "priority"])
+def test_a_running_request_is_behind_higher_priorities_only_under_strict_priority(
+    make_engine: MakeEngine, clock: ManualClock, decode_order: str
+) -> None:
+    """In the queue it is behind them under either."""
+    engine = make_engine(max_num_seqs=2, max_num_decode_seqs=1, order="priority", decode_order=decode_order)
+    low = engine.submit(ask(8, priority=1))
+    for _ in range(3):
+        engine.step()
+    engine.submit(ask(8, priority=-2))
+    queued = engine.submit(ask(8, priority=1))
+    found: dict[int, set[str]] = {low: set(), queued: set()}
+    for _ in range(12):
+        clock.advance(1.0)
+        engine.step()
+        for reason in engine.take().waits:
+            found.setdefault(reason.request_id, set()).add(reason.limit)
+    assert Limit.WIDTH.name in found[low]
+    assert (PRIORITY in found[low]) == (decode_order == "priority")
+    assert PRIORITY in found[queued]
+
+
 def test_a_request_begins_once_and_says_how_long_it_waited(make_engine: MakeEngine, clock: ManualClock) -> None:
     engine = make_engine(max_num_seqs=1, max_num_batched_tokens=16)
     request_id = engine.submit(ask(50))
