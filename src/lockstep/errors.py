@@ -24,7 +24,8 @@
     │   ├── NotLoadableError           a model or manifest that a request wants cannot be brought in
     │   ├── QueueFullError             the bounded queue is full; try again later
     │   ├── UnavailableError           loading, draining or restarting; try again later (`retry_after_s`)
-    │   │   └── WorkerLostError            the process that computed the answer ended
+    │   │   └── ReplicaGoneError           its replica went; without a token yet, another replica may answer it
+    │   │       └── WorkerLostError            the process that computed the answer ended
     │   ├── StorageError               what has to be kept cannot be written to disk now
     │   │   └── StorageFullError           there is no room for it
     │   ├── DeadlineError              time was up before the answer was complete
@@ -213,7 +214,12 @@ class UnavailableError(RequestError):
         self.retry_after_s = retry_after_s
 
 
-class WorkerLostError(UnavailableError):
+class ReplicaGoneError(UnavailableError):
+    """The replica that a request was sent to does not answer it: it moved, was unloaded, or was lost. Every error of
+    this class is safe to retry at another replica as long as the client has no token."""
+
+
+class WorkerLostError(ReplicaGoneError):
     """The process that computed the answer, or loaded the model, ended; another takes its place.
 
     Args:

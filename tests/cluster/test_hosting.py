@@ -227,7 +227,7 @@ async def test_another_number_of_replicas_is_placed_beside_the_old_ones_which_th
 async def test_a_model_that_no_host_has_room_for_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.cluster.owner.PATIENCE_S", 0.5)
+    monkeypatch.setattr("lockstep.hosts.workers.NO_REPLICA_S", 3.0)
     async with deployed(tmp_path, a=1.0) as deployment:
         with pytest.raises(LockstepError, match=r"no host has 1 CPU free: a has 0 CPU"):
             await deployment.gateway()

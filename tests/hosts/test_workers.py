@@ -234,7 +234,7 @@ async def test_without_a_token_yet_a_request_is_answered_by_another_replica(secr
         assert gateway.num_there == 1
         assert group.balancer.load(0) == 0
         assert (group.members[0].use.num_retried, group.members[0].use.num_away) == (2, 1)
-        assert group.trouble(group.members[0]) == "there is no link to its worker now"
+        assert group.trouble(group.members[0]).startswith("there is no link to its worker")
 
 
 async def test_after_the_first_token_a_lost_worker_is_an_error(secret: str) -> None:
@@ -248,7 +248,7 @@ async def test_after_the_first_token_a_lost_worker_is_an_error(secret: str) -> N
         with pytest.raises(WorkerLostError, match="send the request again"):
             await asked
         await until(lambda: GroupLost(KEY) in gateway.notices)
-        with pytest.raises(WorkerLostError, match="no replica of the model is there"):
+        with pytest.raises(WorkerLostError, match="no replica of m is there"):
             await gateway.ask("another")
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -72,8 +73,10 @@ class Following:
     ) -> None:
         self.gateway = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(3).hex()}"
         self.word = Word(-1)
+        self.heard_s = time.monotonic()
+        """When the controller last reported."""
         self.fault = ""
-        """Why the owner is not heard, in one sentence; empty: it is."""
+        """Why the controller does not report, in one sentence; empty: it does."""
         self._owner = owner
         self._workers = workers
         self._report = report
@@ -159,15 +162,23 @@ class Following:
         while True:
             try:
                 await turn()
-                self.fault = ""
+                self._note_heard()
             except (PlacingError, UnavailableError) as error:
                 if not self.fault:
-                    log.warning("the cluster's owner is not heard, what is placed answers on: %s", error)
+                    log.warning("the cluster's controller does not report; replicas go on answering: %s", error)
                 self.fault = str(error)
+                self._workers.fault = f"the cluster's controller does not report: {error}"
                 await asyncio.sleep(AGAIN_S)
             except Exception:  # whatever it is, nobody else would ever follow
-                log.exception("a defect over following the owner's word")
+                log.exception("a defect while following the cluster's controller")
                 await asyncio.sleep(AGAIN_S)
+
+    def _note_heard(self) -> None:
+        now_s = time.monotonic()
+        if self.fault:
+            log.warning("the cluster's controller reports again after %.1f s", now_s - self.heard_s)
+        self.heard_s, self.fault, self._workers.fault = now_s, "", self.word.fault
+        self._workers.heard(is_current=not self.word.fault)
 
     async def _follow(self) -> None:
         word = await self._owner.follow(self.gateway, self.word.version)

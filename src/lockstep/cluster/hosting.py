@@ -22,13 +22,16 @@ from lockstep.cluster.shared_plan import Report, Wish, Word
 from lockstep.cluster.snapshot import HostSnapshot, PlaceSnapshot
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.hosts.group import RouteWatcher
-from lockstep.hosts.values import Demand, GroupOptions, LinkOptions
+from lockstep.hosts.values import Demand, GroupOptions, LinkOptions, Place, PlaceState
 from lockstep.hosts.workers import GroupLost, HostedWorkers
 from lockstep.worker.guests import read_secret
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.supervised import Notice
 
 log = logging.getLogger(__name__)
+
+MAX_REPORT_AGE_S = 5.0
+"""A report of the controller that is older says nothing of the hosts of now; a new one comes every second."""
 
 if TYPE_CHECKING:
     from lockstep.cluster.models import ModelSet
@@ -98,6 +101,7 @@ class Hosting:
             notify,
             routes,
             worker.stream_interval_s,
+            self._name_of,
         )
         self.replicas: Replicas | None = None
         """The shell that follows; set by who makes it, before `start`."""
@@ -170,7 +174,12 @@ class Hosting:
         source = spec.source
         if "://" not in source and Path(source).expanduser().exists():  # as all hosts call it
             source = str(Path(source).expanduser().absolute())
-        return Demand(spec.key, source, spec.options, replica.priority, wanted.num, wanted.resources, wanted.spread)
+        options = spec.options, replica.priority, wanted.num, wanted.resources, wanted.spread
+        return Demand(spec.key, source, *options, self._name_of(spec.key))
+
+    def _name_of(self, key: str) -> str:
+        """The first model of a group; its key where it is of none any more."""
+        return next(iter(self._ids_on(key)), key)
 
     def _ids_on(self, key: str) -> Sequence[str]:
         by_id = self._models().by_id
@@ -182,24 +191,52 @@ class Hosting:
 
     # -- what is seen of it -------------------------------------------------------------------------------------------
 
+    @property
+    def report_age_s(self) -> float | None:
+        """Seconds since the controller's last report; None: it has not reported yet."""
+        return None if self._following is None else time.monotonic() - self._following.heard_s
+
+    @property
+    def _is_current(self) -> bool:
+        """True if the controller reports, and sees hosts as they are now."""
+        age_s = self.report_age_s
+        return age_s is not None and age_s < MAX_REPORT_AGE_S and not self.word.fault
+
     def hosts(self) -> tuple[HostSnapshot, ...]:
-        """All hosts, by the owner's word."""
-        word = self.word
-        return tuple(HostSnapshot.of(host, word.places) for host in word.hosts)
+        """All hosts, by the controller's report; without a current one, those are there to which there are links."""
+        places = self._seen()
+        linked = {place.node_id for place in places if place.state in (PlaceState.READY, PlaceState.LEAVING)}
+        is_current, known = self._is_current, self.word.hosts
+        hosts = [msgspec.structs.replace(h, is_there=h.is_there if is_current else h.node_id in linked) for h in known]
+        return tuple(HostSnapshot.of(host, places) for host in hosts)
+
+    def _seen(self) -> tuple[Place, ...]:
+        """All replicas, by the controller's report and this gateway's own links: one without a link is not ready."""
+        return tuple(map(self._as_seen, self.word.places))
+
+    def _as_seen(self, place: Place) -> Place:
+        group, is_placed = self.workers.groups.get(place.key), place.state in (PlaceState.READY, PlaceState.LEAVING)
+        if group is None or place.number >= len(group.members):
+            is_lost, trouble = is_placed and not self._is_current, "the controller does not report"
+        else:
+            member = group.members[place.number]
+            is_lost, trouble = is_placed and not group.is_linked(member), group.trouble(member)
+        if is_lost:
+            return msgspec.structs.replace(place, state=PlaceState.UNREACHABLE, reason=trouble, pid=0)
+        return place if place.reason or not trouble else msgspec.structs.replace(place, reason=trouble)
 
     def places(self) -> tuple[PlaceSnapshot, ...]:
-        """All replicas, by the owner's word and as this gateway uses them."""
+        """All replicas, as this gateway sees and uses them."""
         now_s, found = time.monotonic(), []
-        for place in self.word.places:
+        for place in self._seen():
             models, group = self._ids_on(place.key), self.workers.groups.get(place.key)
             if group is None or place.number >= len(group.members):
                 found.append(PlaceSnapshot.of(place, models))
                 continue
             number, balancer = place.number, group.balancer
-            trouble = group.trouble(group.members[number])
             found.append(
                 PlaceSnapshot.of(
-                    place if place.reason or not trouble else msgspec.structs.replace(place, reason=trouble),
+                    place,
                     models,
                     group.members[number].use,
                     now_s=now_s,
@@ -210,9 +247,11 @@ class Hosting:
         return tuple(found)
 
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on replicas that get no requests, and on an owner that is not heard."""
-        fault = "" if self._following is None else self._following.fault
-        found = [f"the cluster's owner is not heard, what is placed answers on: {fault}"] if fault else []
+        """Sentences on replicas that get no requests, and on a controller that does not report."""
+        found, age_s = [], self.report_age_s
+        if not self._is_current and age_s is not None:
+            fault = self.workers.fault or "the cluster's controller does not report"
+            found.append(f"{fault} (last report {age_s:.0f} s ago); states are by this server's own links")
         return (*found, *(place.sentence for place in self.places() if place.sentence))
 
 

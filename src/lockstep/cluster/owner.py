@@ -22,7 +22,7 @@ from lockstep.cluster.plan_recorder import PlanRecorder
 from lockstep.cluster.planner import Action, Drain, Load, Observed, Phase, PlanPolicy, Refuse, Unload, plan
 from lockstep.cluster.sessions import SessionNews
 from lockstep.cluster.shared_plan import ABSENT, GroupPhase, Report, Word, is_held, observed_by_all, unwanted
-from lockstep.errors import HostNotFoundError, UnavailableError, UsageError
+from lockstep.errors import HostNotFoundError, LockstepError, PlacingError, UnavailableError, UsageError
 from lockstep.hosts.values import Demand, Host, Place, PlaceState, ReplicaName, Runtime, why_waiting
 from lockstep.spelling import did_you_mean
 from lockstep.version import __version__
@@ -42,8 +42,6 @@ MAX_SILENT = 5
 """Questions in a row that an actor may leave unanswered; gateways see by themselves whether a worker is there."""
 MAX_SILENT_READY = 60
 """The same where it was ready: some two minutes."""
-PATIENCE_S = 15.0
-"""Replicas that found no room for so long are refused, with the reason; they are placed as soon as there is room."""
 ABANDONED_S = 600.0
 """Without a gateway for so long, everything is taken away; a gateway that is started anew finds it until then."""
 DRAIN_S = 60.0
@@ -114,6 +112,8 @@ class Owner:
         self._found: dict[str, list[int]] = {}
         """Replicas that somebody placed before, and that nobody has asked for yet."""
         self._hosts: Sequence[Host] = ()
+        self._fault = ""
+        """Why hosts cannot be looked at now, in one sentence; empty: they can."""
         self._drained: dict[str, str] = {}
         """Hosts that get no replicas: their names, by Ray's ids."""
         self._drains: Mapping[str, str] = {}
@@ -261,18 +261,14 @@ class Owner:
             group.state = replace(group.state, phase=Phase.LOADING, since_s=now_s, makes_room_for=None)
             group.began_s = now_s
         if group.state.phase is Phase.LOADING:
-            self._judge(key, group, now_s)
+            self._judge(key, group)
 
-    def _judge(self, key: str, group: OwnedGroup, now_s: float) -> None:
-        """Say why a group cannot be had, if that is so."""
-        places = group.places.values()
-        failed = [place for place in places if place.state is PlaceState.FAILED]
-        if failed and len(failed) == group.demand.num:
+    def _judge(self, key: str, group: OwnedGroup) -> None:
+        """Note why a group cannot be had, if each of its replicas failed to load. How long calls wait for a replica
+        that has not failed is bounded by each gateway, which needs no controller for it."""
+        failed = [place for place in group.places.values() if place.state is PlaceState.FAILED]
+        if failed and len(failed) >= group.demand.num:
             self._refusals[key] = failed[0].reason
-        elif now_s - group.began_s > PATIENCE_S and not any(
-            place.state in (PlaceState.LOADING, PlaceState.STARTING) for place in places
-        ):
-            self._refusals[key] = why_waiting(group.demand, self._known_hosts)
         else:
             self._refusals.pop(key, None)
 
@@ -297,7 +293,16 @@ class Owner:
 
     async def _look(self) -> None:
         """See which hosts there are, and ask replicas how they are."""
-        self._hosts = await self._runtime.hosts()
+        try:
+            self._hosts = await self._runtime.hosts()
+        except PlacingError as error:
+            if not self._fault:
+                log.warning("%s; replicas go on answering, and nothing is placed", error)
+            self._fault = str(error)
+            return
+        if self._fault:
+            log.warning("hosts are seen again")
+        self._fault = ""
         names = [ReplicaName(key, n) for key, group in self._groups.items() for n in range(group.demand.num)]
         answers = await asyncio.gather(*(self._runtime.ask(name) for name in names))
         for name, answer in zip(names, answers, strict=True):
@@ -456,6 +461,7 @@ class Owner:
             ),
             hosts=self._known_hosts,
             num_gateways=max(1, len(self._gateways)),
+            fault=self._fault,
         )
         if word != self._word:
             self._word = replace(word, version=self._word.version + 1)
@@ -486,7 +492,8 @@ class Owner:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("replicas are not placed as they should be: %s", error, exc_info=error)
+            defect = None if isinstance(error, LockstepError) else error
+            log.error("a replica is not placed: %s", error, exc_info=defect)
 
 
 def _is_older(place: Place, known: Place | None) -> bool:

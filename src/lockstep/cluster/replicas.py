@@ -39,8 +39,8 @@ MAX_WAITING_CALLS = 1024
 """That wait for replicas, all together; more are refused."""
 MIN_LOOK_S = 0.005
 """Plans that only time could change are no closer together."""
-MAX_AWAY_S = 5.0
-"""Calls wait for a worker that is started within this time; where it is later, they are told when to come again."""
+LOOK_S = 0.5
+"""Between two looks at whether a waiting call still has a replica to wait for."""
 LOST = "worker lost"
 """Why one is absent that was there, or was being loaded."""
 CUT = "the model was taken out of service before this answer was complete; send the request again"
@@ -155,7 +155,7 @@ class Replicas:
         replica.waiting.append(waiter)
         self.pump()
         try:
-            await admitted
+            await self._wait(replica, waiter)
         except BaseException:
             if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
                 self.release(replica)  # admitted in the moment in which it left
@@ -167,13 +167,25 @@ class Replicas:
 
     def refusal(self, replica: ReplicaState) -> LockstepError | None:
         """The error for calls of a replica that come now; None: they are admitted, or may wait."""
-        return self._closing or replica.refusal(self._clock()) or self._away()
+        return self._closing or replica.refusal(self._clock()) or self._absence(replica)
 
-    def _away(self) -> UnavailableError | None:
-        """The error where waiting for the next worker is of no use; None: it is there, or comes soon."""
-        if self._worker.away_s <= MAX_AWAY_S:
-            return None
-        return UnavailableError(self._worker.trouble, retry_after_s=self._worker.retry_after_s)
+    def _absence(self, replica: ReplicaState, since_s: float | None = None) -> UnavailableError | None:
+        """The error where waiting for a replica is of no use; None: it is there, or may come.
+
+        Args:
+            since_s: when the call began to wait, by the clock of `time.monotonic`; None: it has not yet.
+        """
+        return None if replica.phase is Phase.RESIDENT else self._worker.absence(replica.key, since_s)
+
+    async def _wait(self, replica: ReplicaState, waiter: Waiter) -> None:
+        """Wait until a call is admitted or refused. Every call that waits for a replica waits here, so that the wait for
+        one that does not come is bounded in one place."""
+        since_s = time.monotonic()
+        while not waiter.admitted.done():
+            await asyncio.wait([waiter.admitted], timeout=LOOK_S)
+            if not waiter.admitted.done() and (error := self._absence(replica, since_s)) is not None:
+                raise error
+        waiter.admitted.result()
 
     def release(self, replica: ReplicaState) -> None:
         """Note that a call of a replica has ended."""
@@ -210,8 +222,9 @@ class Replicas:
             if replica.phase is Phase.RESIDENT:
                 replica.miss()
                 self._move(replica, Phase.ABSENT, LOST)
-        if (error := self._away()) is not None:
-            self.fail_all(error)
+        for replica in self._replicas.values():
+            if (error := self._absence(replica)) is not None:
+                replica.fail_waiting(error)
         self.pump()
 
     def lost(self, key: str) -> None:

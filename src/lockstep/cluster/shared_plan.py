@@ -72,6 +72,8 @@ class Word:
     places: tuple[Place, ...] = ()
     hosts: tuple[Host, ...] = ()
     num_gateways: int = 1
+    fault: str = ""
+    """Why hosts and places are those of an earlier moment, in one sentence; empty: they are those of now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,8 @@ class PlaceSnapshot(msgspec.Struct, frozen=True):
     number: int
     """In the group, from 0."""
     state: str
-    """``waiting`` for room, ``starting``, ``loading``, ``ready``, ``failed`` or ``leaving``."""
+    """``waiting`` for room, ``starting``, ``loading``, ``ready``, ``failed``, ``leaving``, or ``unreachable``: placed,
+    and without a link to this server."""
     reason: str
     """Why it is not ready, or is not reached although it is, in one sentence; empty: it is, or nobody has said."""
     host: str
@@ -239,7 +240,7 @@ class PlaceSnapshot(msgspec.Struct, frozen=True):
     address: str
     """``host:port`` where its worker listens; empty: it does not."""
     pid: int
-    """Of its worker's process; 0: there is none."""
+    """Of its worker's process; 0: there is none, or no link to it."""
     num_starts: int
     """Workers that were started for it."""
     num_running: int = 0
@@ -348,6 +349,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     """By name; none without ``hosts:`` in the manifest, as of places."""
     places: tuple[PlaceSnapshot, ...] = ()
     """Replicas on hosts, by group and number."""
+    report_age_s: float | None = None
+    """Since the controller's last report on hosts and replicas; None: the manifest has no ``hosts:``."""
 
 
 class Replaced(msgspec.Struct, frozen=True):

@@ -334,6 +334,7 @@ class ClusterState:
             warnings=(*models.declared.notes, *self.warnings()),
             hosts=() if self.hosts is None else self.hosts.hosts(),
             places=() if self.hosts is None else self.hosts.places(),
+            report_age_s=None if self.hosts is None else self.hosts.report_age_s,
         )
 
     def _budgets(self) -> tuple[BudgetSnapshot, ...]:

@@ -1,6 +1,7 @@
 """Groups: the replicas of one artifact on several workers, of which the balancer chooses one for each request.
 
-A request whose worker is lost before its first token goes to another replica, once; after it, it ends with the error.
+A request whose replica goes before its first token is sent to another replica, once; after it, it ends with the error.
+Changes of a replica are logged here, one line each, by the names of its model and host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lockstep.core.balancer import Balancer, Choice, RoutingPolicy
 from lockstep.core.prefix import ContentNews, block_hashes, namespace_of
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
-from lockstep.errors import LockstepError, WorkerLostError
+from lockstep.errors import LockstepError, ReplicaGoneError, WorkerLostError
 from lockstep.hosts.values import LinkOptions, Place, PlaceState, ReplicaUse
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.life import Lost
@@ -33,6 +34,8 @@ RETRY_AFTER_S = 1.0
 SILENCE_S = 10.0
 """A worker on a network that says nothing for so long is as good as lost; its health is asked for every second, and it
 loads nothing while it serves."""
+REFUSED_AGAIN_S = 5.0
+"""Until a link that was refused is tried again: a file may have been corrected, or a worker started anew."""
 ANSWER_S = 4.0
 """Silent for so long, it gets no new requests."""
 
@@ -60,6 +63,10 @@ class Member:
     loaded: Loaded | None = None
     fault: str = ""
     """Why it gets nothing although it is there; empty: it does."""
+    reach_at_s: float = 0.0
+    """Before this time it is not reached again, as its link was refused."""
+    lost_s: float | None = None
+    """When its loss was logged; None: it is there, or was never."""
     num_lives: int = 0
     """Workers that were lost under it: requests that were open at one of them are not open any more."""
     use: ReplicaUse = field(default_factory=ReplicaUse)
@@ -73,6 +80,7 @@ class Group:
         on_change: called when the group has its first replica, or has lost its last.
         notify: told what workers say of sessions.
         routes: told every choice and what it was made of; None: nobody.
+        name: of the model, for messages.
     """
 
     def __init__(
@@ -84,8 +92,10 @@ class Group:
         notify: Callable[[Notice], None],
         routes: RouteWatcher | None = None,
         stream_interval_s: float = 0.0,
+        name: Callable[[], str] | None = None,
     ) -> None:
         self.key = key
+        self._name = name or (lambda: key)
         self.balancer = balancer
         self.members = tuple(Member(number) for number in range(balancer.num_replicas))
         self.loaded: Loaded | None = None
@@ -109,12 +119,12 @@ class Group:
         before, member.place = member.place, place
         is_there = place.state in (PlaceState.READY, PlaceState.LEAVING) and place.port
         if member.worker is not None and before is not None and (not is_there or _where(before) != _where(place)):
-            self._leave(member)
+            self._leave(member, place.reason or "it is not where it was")
         if is_there and member.worker is None:
             self._reach(member, place)
         if place.state is PlaceState.LEAVING:
             self._withdraw(member, is_lost=False)
-        elif member.loaded is not None and not member.fault:
+        elif self.is_linked(member) and not member.fault:
             self._admit(member)
 
     def _reach(self, member: Member, place: Place) -> None:
@@ -132,30 +142,62 @@ class Group:
     async def _greet(self, member: Member, worker: SupervisedWorker) -> None:
         try:
             await worker.start()
-        except LockstepError as error:
-            if member.fault != str(error):
-                log.error("%s#%d gets no requests: %s", self.key, member.number, error)
+        except LockstepError as error:  # another secret or version, or files that cannot be used
             if member.worker is worker:
-                member.worker, member.fault = None, str(error)
+                member.worker, member.reach_at_s = None, time.monotonic() + REFUSED_AGAIN_S
+                self._set_fault(member, f"the link to its worker is refused: {error}")
             await worker.close()
+
+    def _set_fault(self, member: Member, fault: str) -> None:
+        """Note why a replica gets no requests although it is there; logged when it changes."""
+        if fault and fault != member.fault:
+            log.error("%s gets no requests: %s", self.label(member), fault)
+        member.fault = fault
+
+    def label(self, member: Member) -> str:
+        """A replica by its model, number and host, for messages."""
+        host = "" if member.place is None or not member.place.host else f" on {member.place.host}"
+        return f"{self._name()}#{member.number}{host}"
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _leave(self, member: Member) -> None:
-        """Hang up on a replica that is not where it was."""
+    def _leave(self, member: Member, reason: str = "") -> None:
+        """Hang up on a replica.
+
+        Args:
+            reason: why it is not where it was; empty: it may well be, and this end closes.
+        """
         worker, member.worker = member.worker, None
-        self._went(member)
+        self._went(member, reason)
         if worker is not None:
-            self._run(worker.close())
+            gone = ReplicaGoneError(f"the replica of the model went ({reason}); send the request again")
+            self._run(worker.close(gone if reason else None))
 
     async def close(self) -> None:
         """Close the links; the workers go on."""
         for member in self.members:
             self._leave(member)
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def watch(self) -> None:
+        """Withdraw replicas whose workers are silent, admit those that answer again, and try refused links again."""
+        now_s = time.monotonic()
+        for member in self.members:
+            place, worker = member.place, member.worker
+            if place is None or place.state not in (PlaceState.READY, PlaceState.LEAVING):
+                continue
+            if worker is None and now_s >= member.reach_at_s:
+                self._reach(member, place)
+            elif worker is None or member.loaded is None or member.fault:
+                continue
+            elif worker.trouble and self.balancer.is_there(member.number):
+                self._note_lost(member, worker.trouble)
+                self._withdraw(member, is_lost=False)
+            elif not worker.trouble and place.state is PlaceState.READY:
+                self._admit(member)
 
     @property
     def is_there(self) -> bool:
@@ -177,8 +219,14 @@ class Group:
         if place is not None and (place.reason or place.state is not PlaceState.READY):
             return place.reason or place.state.value
         if member.worker is not None and member.worker.is_up:
-            return member.worker.trouble or "its worker says nothing of it"
-        return "there is no link to its worker now"
+            return member.worker.trouble or "its worker has not reported the model yet"
+        why = "" if member.worker is None else member.worker.link_fault
+        return f"there is no link to its worker: {why}" if why else "there is no link to its worker"
+
+    def is_linked(self, member: Member) -> bool:
+        """True if a replica's worker has the model and answers this gateway."""
+        worker = member.worker
+        return worker is not None and worker.is_up and member.loaded is not None and not worker.trouble
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -197,7 +245,7 @@ class Group:
         mailbox = HostedMailbox(self, request, hashes)
         try:
             mailbox.send()
-        except WorkerLostError:
+        except ReplicaGoneError:
             mailbox.send_again()
         return mailbox
 
@@ -207,7 +255,7 @@ class Group:
         if self._routes is not None:
             self._routes.chosen(self.key, hashes, session, choice)
         if choice is None:
-            gone = "no replica of the model is there; send the request again"
+            gone = f"no replica of {self._name()} is there; send the request again"
             raise WorkerLostError(gone, retry_after_s=RETRY_AFTER_S)
         member = self.members[choice.replica]
         member.use.routed[choice.why] += 1
@@ -229,9 +277,9 @@ class Group:
             case Loaded(key) if key == self.key:
                 self._came(member, notice)
             case Unloaded(key) if key == self.key:
-                self._went(member)
-            case Lost():
-                self._went(member)
+                self._went(member, "its worker unloaded the model")
+            case Lost(reason):
+                self._went(member, f"its worker was lost: {reason}")
             case ContentsChanged(key, news) if key == self.key:
                 self.balancer.learn(member.number, news)
                 if self._routes is not None:
@@ -245,24 +293,37 @@ class Group:
         member.loaded = loaded
         if self.loaded is None or not self.is_there:
             self.loaded = loaded
-        member.fault = difference(self.loaded, loaded)
-        if member.fault:
-            log.error("%s#%d gets no requests: %s", self.key, member.number, member.fault)
-        elif member.place is None or member.place.state is not PlaceState.LEAVING:
+        self._set_fault(member, difference(self.loaded, loaded))
+        if not member.fault and (member.place is None or member.place.state is not PlaceState.LEAVING):
             self._admit(member)
 
-    def _went(self, member: Member) -> None:
+    def _went(self, member: Member, reason: str) -> None:
+        """Note that a replica is lost to this gateway.
+
+        Args:
+            reason: for the log; empty: this end closes.
+        """
         if member.worker is None and member.loaded is None and not self.balancer.is_there(member.number):
             return
+        if reason and self.balancer.is_there(member.number):
+            self._note_lost(member, reason)
         member.loaded = None
         member.num_lives += 1
         self._withdraw(member, is_lost=True)
 
+    def _note_lost(self, member: Member, reason: str) -> None:
+        if member.lost_s is None:
+            log.warning("%s is lost: %s", self.label(member), reason)
+            member.lost_s = time.monotonic()
+
     def _admit(self, member: Member) -> None:
         if self.balancer.is_there(member.number):
             return
-        was_there = self.is_there
-        member.use.came(time.monotonic())
+        was_there, now_s = self.is_there, time.monotonic()
+        if member.lost_s is not None:
+            log.warning("%s is there again after %.1f s", self.label(member), now_s - member.lost_s)
+            member.lost_s = None
+        member.use.came(now_s)
         self.balancer.admit(member.number)
         if self._routes is not None:
             self._routes.admitted(self.key, member.number)
@@ -321,7 +382,7 @@ class HostedMailbox:
             self._there.station = station
 
     def send(self) -> None:
-        """Send the request to the replica that the balancer chooses; WorkerLostError: it was lost in this moment."""
+        """Send the request to the replica that the balancer chooses; ReplicaGoneError: it went in this moment."""
         member = self._group.choose(self._hashes, self._request.session_id)
         self._member, self._worker, self._life = member, member.worker, member.num_lives
         try:
@@ -355,7 +416,7 @@ class HostedMailbox:
             assert self._there is not None, "it was sent, and not left"
             try:
                 outputs = await self._there.take()
-            except WorkerLostError:
+            except ReplicaGoneError:
                 if self._has_tokens or self._is_second:
                     raise
                 self.send_again()

@@ -234,8 +234,18 @@ async def _is_there(address: str) -> bool:
 # -- Ray itself -------------------------------------------------------------------------------------------------------
 
 
+REASONS = {
+    "ActorDiedError": "its process ended",
+    "ActorUnavailableError": "its process is being restarted, or cannot be reached",
+    "ActorUnschedulableError": "no host has room for its process",
+}
+"""Ray's errors that name an actor by its id alone, in words."""
+
+
 def sentence(error: BaseException) -> str:
-    """First line of what Ray says, without its tale."""
+    """First line of an error of Ray's, or its reason in words."""
+    if (known := REASONS.get(type(error).__name__)) is not None:
+        return known
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].removesuffix(".") if lines else type(error).__name__
 

@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OWNER = "owner"
-"""Name of the actor that replicas tell how they are; its method is `placed`."""
+OWNER = "controller"
+"""Name of the actor that replicas report to; its method is `placed`."""
 ASK_LIMIT_S = 1.0
 """For an actor's word of how it is; one that is not placed yet says nothing."""
 END_LIMIT_S = 10.0

@@ -57,6 +57,12 @@ class Demand(msgspec.Struct, frozen=True):
     """Of each: ``CPU``, ``memory`` in bytes, and resources that hosts were given by name."""
     spread: bool = False
     """Whether on as many hosts as there are; else as few."""
+    name: str = ""
+    """Of the model, or the first of several, for messages."""
+
+    def label(self, number: int) -> str:
+        """A replica by its model and number, for messages."""
+        return f"{self.name or self.key}#{number}"
 
 
 class ReplicaName(NamedTuple):
@@ -83,6 +89,8 @@ class PlaceState(StrEnum):
     """It could not be loaded, and is tried again."""
     LEAVING = "leaving"
     """It gets no new requests, and goes when those that it has have ended."""
+    UNREACHABLE = "unreachable"
+    """Placed, and without a link to the server that shows it; only a server's own view has this state."""
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -7,9 +7,11 @@ loaded when its first replica answers, and unloaded when its links are closed.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from lockstep.core.balancer import Balancer
 from lockstep.core.request import Priority
@@ -18,13 +20,21 @@ from lockstep.engine.metrics import MetricsSnapshot, merged
 from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
-from lockstep.errors import LockstepError, WorkerLostError
+from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.hosts.group import Group, HostedMailbox, RouteWatcher
 from lockstep.hosts.values import GroupOptions, LinkOptions, Place, PlaceState
 from lockstep.worker.messages import Checked, KeptReport, Loaded, SessionsReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
 
-RETRY_AFTER_S = 1.0
+RETRY_AFTER_S = 2.0
+NO_REPLICA_S = 15.0
+"""Bound of the wait for a model without a replica. While none can take a request, and none is being started or loaded,
+calls wait so long; then they end, and further ones are refused at once until a replica is there."""
+WATCH_S = 0.5
+"""Between two looks at replicas that are silent, or whose links were refused."""
+SLOTS_PER_REPLICA = 2
+"""Numbers of a group for each of its replicas: one that moves is beside its successor for a while."""
+COMING = (PlaceState.STARTING, PlaceState.LOADING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,7 @@ class HostedWorkers:
         notify: told what workers say of sessions, and of groups that are lost.
         options_of: how a group is placed and asked, by its key.
         routes: told every choice.
+        name_of: the name of a group's model by its key, for messages.
     """
 
     pid = None
@@ -53,9 +64,12 @@ class HostedWorkers:
         notify: Callable[[Notice | GroupLost], None],
         routes: RouteWatcher | None = None,
         stream_interval_s: float = 0.0,
+        name_of: Callable[[str], str] = str,
     ) -> None:
         self.groups: dict[str, Group] = {}
         """Those that were loaded, or are being loaded, by key."""
+        self.fault = ""
+        """Why reports of the controller are missing or old, in one sentence; empty: they are neither."""
         self.trouble = "the hosts are not known yet"
         """The reason why nobody would be answered now, in one sentence; empty: there is none."""
         self._link = link
@@ -63,7 +77,13 @@ class HostedWorkers:
         self._notify = notify
         self._routes = routes
         self._stream_interval_s = stream_interval_s
+        self._name_of = name_of
         self._places: dict[tuple[str, int], Place] = {}
+        self._lost_s: dict[str, float] = {}
+        """When groups lost their last replica, by key; those that never had one, or were unloaded, are left out."""
+        self._coming_s: dict[str, float] = {}
+        """When replicas of groups were last reported as being started or loaded, by key."""
+        self._watching: asyncio.Task[None] | None = None
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """Loads that wait for the first replica of a group."""
 
@@ -78,6 +98,42 @@ class HostedWorkers:
         for place in now.values():
             self._tell(place)
 
+    def heard(self, is_current: bool) -> None:
+        """Note a report of the controller, whether it brought news or not.
+
+        Args:
+            is_current: whether it can see replicas now; else its places are those that it saw last.
+        """
+        now_s = time.monotonic()
+        self._coming_s |= {place.key: now_s for place in self._places.values() if is_current and place.state in COMING}
+
+    def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
+        """The error of calls to a group that has had no replica for `NO_REPLICA_S`; None: it has one, or calls may wait.
+
+        Args:
+            since_s: when a call began to wait for it; None: it comes now.
+        """
+        group = self.groups.get(replica)
+        if group is not None and group.is_there:
+            return None
+        now_s = time.monotonic()
+        begun_s = self._lost_s.get(replica, now_s if since_s is None else since_s)
+        if now_s - max(begun_s, self._coming_s.get(replica, begun_s)) < NO_REPLICA_S:
+            return None
+        return UnavailableError(self._why_absent(replica), retry_after_s=RETRY_AFTER_S)
+
+    def _why_absent(self, key: str) -> str:
+        """The reason why no replica of a group can take a request, in one sentence."""
+        group, name = self.groups.get(key), self._name_of(key)
+        places = [place for place in self._places.values() if place.key == key]
+        if group is None:
+            reasons = [place.reason or place.state.value for place in places]
+        else:
+            numbers = [place.number for place in places if place.number < len(group.members)]
+            reasons = [group.trouble(group.members[number]) for number in numbers]
+        why = "; ".join(dict.fromkeys(filter(None, (*reasons, self.fault)))) or "none is placed"
+        return f"no replica of {name} can take requests: {why}"
+
     def give_up(self, key: str) -> None:
         """End the load of a group that is not to be there after all."""
         waiting = self._waiting.get(key)
@@ -91,19 +147,30 @@ class HostedWorkers:
 
     def _changed(self, group: Group) -> None:
         if group.is_there:
+            self._lost_s.pop(group.key, None)
             waiting = self._waiting.get(group.key)
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
         elif group.key in self.groups:
+            self._lost_s[group.key] = time.monotonic()
             self._notify(GroupLost(group.key))
 
     # -- as a worker ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Nothing: links are made when groups are loaded."""
+        """Watch replicas from now on; links are made when groups are loaded."""
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for group in tuple(self.groups.values()):
+                group.watch()
 
     async def close(self) -> None:
         """Close the links; the workers go on."""
+        if self._watching is not None:
+            self._watching.cancel()
         groups, self.groups = tuple(self.groups.values()), {}
         for waiting in self._waiting.values():
             waiting.cancel()
@@ -144,14 +211,17 @@ class HostedWorkers:
 
     def _group_of(self, key: str) -> Group:
         options = self._options_of(key)
-        balancer = Balancer(options.num, options.policy, options.max_imbalance)
-        return Group(key, self._link, balancer, self._changed, self._notify, self._routes, self._stream_interval_s)
+        balancer = Balancer(options.num * SLOTS_PER_REPLICA, options.policy, options.max_imbalance)
+        routes, interval_s = self._routes, self._stream_interval_s
+        name = partial(self._name_of, key)
+        return Group(key, self._link, balancer, self._changed, self._notify, routes, interval_s, name)
 
     async def unload(self, replica: str) -> None:
         """Hang up on the replicas of a group; what becomes of them is the owner's order."""
         group = self.groups.pop(replica, None)
         if group is not None:
             await group.close()
+            self._lost_s.pop(replica, None)
 
     def loaded(self, replica: str) -> Loaded | None:
         """Measurements of a group's first replica; None: no replica is there now."""
@@ -162,9 +232,6 @@ class HostedWorkers:
     def is_up(self) -> bool:
         """True once the owner has said where replicas are."""
         return not self.trouble
-
-    away_s = 0.0
-    retry_after_s = RETRY_AFTER_S
 
     @property
     def recording_fault(self) -> str:

@@ -30,6 +30,7 @@ from lockstep.errors import (
     QueueDeadlineError,
     QueueFullError,
     RemoteFailedError,
+    ReplicaGoneError,
     RequestError,
     ResponseNotFoundError,
     SessionNotFoundError,
@@ -38,7 +39,6 @@ from lockstep.errors import (
     StorageFullError,
     StoredFileNotFoundError,
     UnavailableError,
-    WorkerLostError,
 )
 
 _TYPES = {
@@ -151,7 +151,7 @@ _KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (DeadlineError, 504, "deadline"),
     (QueueFullError, 429, "queue_full"),
     (RemoteFailedError, 502, "remote_failed"),
-    (WorkerLostError, 503, "worker_lost"),
+    (ReplicaGoneError, 503, "worker_lost"),
     (UnavailableError, 503, "unavailable"),
     (StorageFullError, 507, "storage_full"),
     (StorageError, 503, "storage_unavailable"),

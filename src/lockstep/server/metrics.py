@@ -277,6 +277,9 @@ def cluster_families(cluster: Cluster, prefix: str) -> Iterator[Metric]:
     if snapshot.remotes:
         yield from _remote_families(snapshot.remotes, f"{prefix}_remote")
     yield from host_families(snapshot.hosts, prefix)
+    if snapshot.report_age_s is not None:
+        text = "Time since the last report of the controller on hosts and replicas."
+        yield gauge(f"{prefix}_report_age_seconds", text, value=snapshot.report_age_s)
     yield from place_families(snapshot.places, prefix)
 
 

@@ -23,8 +23,8 @@ from lockstep.errors import (
     ExecutorError,
     LockstepError,
     QueueFullError,
+    ReplicaGoneError,
     RequestFailedError,
-    UnavailableError,
     UsageError,
 )
 from lockstep.worker.device_scheduler import DeviceScheduler
@@ -334,8 +334,8 @@ def _log_defect(work: Future[None]) -> None:
         log.error("a side thread broke", exc_info=error)
 
 
-def _not_loaded(key: str) -> UnavailableError:
-    return UnavailableError(f"{key} is not loaded")
+def _not_loaded(key: str) -> ReplicaGoneError:
+    return ReplicaGoneError(f"{key} is not loaded")
 
 
 def _recorder(options: TraceOptions, turns: DeviceScheduler) -> Recorder:

@@ -112,11 +112,15 @@ class Life:
         on_back: Callable[[], None],
     ) -> None:
         self._options = options
+        self._level = logging.DEBUG if options.kind == "network" else logging.ERROR
+        """Of lines about lost workers; whoever owns links to workers of others logs their changes by name."""
         self._on_event = on_event
         self._on_lost = on_lost
         self._on_back = on_back
         self.is_closed = False
         """Whether no more workers are started."""
+        self.link_fault = ""
+        """Why the last attempt to start or reach a worker failed, in one sentence; empty: it did not."""
         self._replicas: dict[str, WorkerReplica] = {}
         """In the order in which the worker was told, and goes about them; what is gone is not kept."""
         self.link: Link | None = None
@@ -139,7 +143,8 @@ class Life:
         try:
             await self._start_link()
         except UnavailableError as error:  # on a network: it is not there yet, or not any more
-            log.warning("%s; it is tried again", error)
+            self.link_fault = str(error)
+            log.debug("%s; it is tried again", error)
             self.restarts.schedule(time.monotonic(), 0.0)
             self._returning = asyncio.get_running_loop().create_task(self._come_back(0.0))
         self._asking = asyncio.get_running_loop().create_task(self._ask_health())
@@ -265,7 +270,7 @@ class Life:
             return
         if self._hang:
             reason, self._hang = f"{reason} after {self._hang}", ""
-        log.error("the device worker ended with %s", reason)
+        log.log(self._level, "the device worker ended with %s", reason)
         self.link = None
         load_s = sum(loaded.load_s for loaded in self._loaded)
         self.restarts.schedule(time.monotonic(), load_s)
@@ -291,13 +296,16 @@ class Life:
                 await self._start_link()
             except Exception as error:  # whatever it is, nobody else would ever start one
                 defect = None if isinstance(error, LockstepError) else error
-                log.error("the device worker did not come back: %s", error, exc_info=defect)
+                self.link_fault = str(error)
+                level = self._level if defect is None else logging.ERROR
+                log.log(level, "the device worker did not come back: %s", error, exc_info=defect)
                 self.restarts.schedule(time.monotonic(), load_s)
-        log.warning("the device worker is back")
+        log.log(min(self._level, logging.WARNING), "the device worker is back")
         self._on_back()
 
     async def _start_link(self) -> None:
         self.link = await open_link(self._options, self)
+        self.link_fault = ""
         self.pulse = Pulse(self._options.health, time.monotonic())
 
     async def _ask_health(self) -> None:
@@ -314,7 +322,8 @@ class Life:
         self._hang = self.pulse.hang(is_loading=self.num_loading > 0)
         if not self._hang:
             return
-        log.error(
+        log.log(
+            self._level,
             "the device worker (%s) hangs, %s, and is given up; %s; it has %s loaded and %d loads under way",
             link.name,
             self._hang,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import ssl
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class NetworkLink(asyncio.Protocol):
         except (OSError, TimeoutError) as error:  # an SSLError is an OSError
             if link is not None:
                 link.kill()
-            reason = str(error) or f"no answer within {LIMIT_S:g} s"
+            reason = _reason(error)
             raise UnavailableError(f"the worker at {address} cannot be reached: {reason}") from None
         except BaseException:
             if link is not None:
@@ -164,6 +165,13 @@ class NetworkLink(asyncio.Protocol):
         self._handler.received(event)
         if isinstance(event, Welcome) and not self._welcome.done():
             self._welcome.set_result(None)
+
+
+def _reason(error: OSError) -> str:
+    """A failed connection in words; `TimeoutError` is an `OSError`."""
+    if isinstance(error, ssl.SSLError) or error.errno is None or error.errno < 0:
+        return str(error) or f"no answer within {LIMIT_S:g} s"
+    return os.strerror(error.errno)
 
 
 def _tls_of(address: WorkerAddress) -> ssl.SSLContext | None:

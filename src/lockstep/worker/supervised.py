@@ -72,6 +72,9 @@ Notice = SessionsChanged | ContentsChanged | KVRejected | StepReport | Loaded | 
 """What a worker and its life bring unasked; replicas that come and go by themselves, where others own the worker."""
 ANSWER_LIMIT_S = 5.0
 """For what is answered without waiting for a step."""
+MAX_AWAY_S = 5.0
+"""Calls wait for a worker that is started within this time; where it is later, they end with an error and a
+`Retry-After`."""
 CHECK_LIMIT_S = 60.0
 """For what is answered between two steps."""
 
@@ -107,11 +110,15 @@ class SupervisedWorker:
         """
         await self._life.start()
 
-    async def close(self) -> None:
-        """End the worker and what is open; within a bounded time."""
+    async def close(self, error: LockstepError | None = None) -> None:
+        """End the worker and what is open; within a bounded time.
+
+        Args:
+            error: of the requests that are open; None: the server is closing.
+        """
         if self._life.is_closed:
             return
-        error = UnavailableError("the server is closing")
+        error = error or UnavailableError("the server is closing")
         link = await self._life.end(error)
         self._open.end(error)
         if link is not None:
@@ -192,10 +199,22 @@ class SupervisedWorker:
         """The reason why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
         return self._life.trouble
 
+    def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
+        """The error of calls where waiting for a replica is of no use, as the next worker starts too late; None: they
+        may wait.
+
+        Args:
+            replica: unused: one worker has all replicas.
+            since_s: unused: the schedule of restarts decides.
+        """
+        if self._life.away_s <= MAX_AWAY_S:
+            return None
+        return UnavailableError(self.trouble, retry_after_s=self.retry_after_s)
+
     @property
-    def away_s(self) -> float:
-        """Seconds until the next worker is started; 0: it is there, or on its way."""
-        return self._life.away_s
+    def link_fault(self) -> str:
+        """Why the last attempt to start or reach the worker failed, in one sentence; empty: it did not."""
+        return self._life.link_fault
 
     @property
     def retry_after_s(self) -> float:
