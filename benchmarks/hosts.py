@@ -1,12 +1,10 @@
 """Faults and cost of a cluster on two Ray nodes of this machine.
 
-    python -m benchmarks.hosts faults [--times 10] [--only worker,actor,raylet,gateway,stall,secret]
+    python -m benchmarks.hosts faults [--times 10] [--only worker,actor,...]
     python -m benchmarks.hosts cost [--rounds 5]
 
-Faults: two gateways, two routers and three billing replicas of the embedded model, on two nodes, under load by clients
-that ask either gateway one thing after the other and know what each answer must be. A fault is done again and again;
-seconds are from it until every replica is ready again, as `/v1/cluster` says. Cost: the same stub manifest with
-``hosts:`` and without, asked in turns at half of what the slower one answers, or another share.
+Faults: see `benchmarks.host_faults`. Cost: the same stub manifest with ``hosts:`` and without, asked in turns at half
+of what the slower one answers, or another share.
 """
 
 from __future__ import annotations
@@ -17,14 +15,11 @@ import contextlib
 import json
 import os
 import re
-import signal
 import statistics
 import sys
 import tempfile
-import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +47,12 @@ SEVERAL = """\
 """
 ALONE = ""
 """One replica of each model, as without ``hosts:``."""
-NUM_REPLICAS = 5
-CLIENTS = 8
-QUESTIONS = tuple(f"Where is my order number {number}?" for number in range(12))
 LIMIT_S = 120.0
 LOOK_S = 0.02
-STALL_S = 20.0
-FAULTS = ("worker", "actor", "raylet", "gateway", "stall", "secret")
+
+
+class EndedError(Exception):
+    """A server that ended before it was ready, with its last line."""
 
 
 class Gateway:
@@ -68,18 +62,21 @@ class Gateway:
         self.manifest = folder / f"{name}.yaml"
         self.http = httpx2.AsyncClient(timeout=LIMIT_S, limits=httpx2.Limits(max_connections=None), trust_env=False)
         self.process: Process | None = None
+        self.log = folder / f"{name}.log"
         self._environment = dict(os.environ) if nodes is None else {**os.environ, **nodes.environment}
 
     async def start(self) -> None:
         command = [sys.executable, "-m", "lockstep", "serve", "--manifest", str(self.manifest), "--port", "0"]
-        self.process = await asyncio.create_subprocess_exec(
-            *command, "--disable-log-requests", stdout=PIPE, stderr=DEVNULL, env=self._environment
-        )
+        with open(self.log, "a") as errors:
+            self.process = await asyncio.create_subprocess_exec(
+                *command, "--disable-log-requests", stdout=PIPE, stderr=errors, env=self._environment
+            )
         assert self.process.stdout is not None
         url = ""
         while not url:
             line = await self.process.stdout.readline()
-            assert line, "it ended before it was ready"
+            if not line:
+                raise EndedError(self.log.read_text().strip().splitlines()[-1])
             found = re.search(rb"ready on (http://\S+),", line)
             url = found[1].decode() if found else ""
         self.http.base_url = url
@@ -110,48 +107,6 @@ class Gateway:
             return 0
 
 
-class Load:
-    """Clients, and what they saw."""
-
-    def __init__(self, gateways: Sequence[Gateway]) -> None:
-        self.gateways = gateways
-        self.expected: dict[tuple[str, str], str] = {}
-        self.seen: Counter[str] = Counter()
-        self.slowest_s = 0.0
-
-    async def learn(self) -> None:
-        for model in ("router", "billing"):
-            for question in QUESTIONS:
-                status, text = await self.gateways[0].ask(model, question)
-                assert status == 200, text
-                self.expected[model, question] = text
-
-    async def client(self, number: int) -> None:
-        turn = number
-        while True:
-            turn += 1
-            model, question = ("router", "billing")[turn % 2], QUESTIONS[turn % len(QUESTIONS)]
-            began_s = time.monotonic()
-            try:
-                status, text = await self.gateways[(number + turn) % len(self.gateways)].ask(model, question)
-            except httpx2.HTTPError as error:
-                self.seen[f"connection: {type(error).__name__}"] += 1
-                await asyncio.sleep(LOOK_S)
-                continue
-            self.slowest_s = max(self.slowest_s, time.monotonic() - began_s)
-            if status == 200:
-                self.seen["right" if text == self.expected[model, question] else "WRONG"] += 1
-            else:
-                self.seen[f"{status} {text}"] += 1
-                await asyncio.sleep(LOOK_S)
-
-    def told(self) -> str:
-        seen, slowest_s = dict(sorted(self.seen.items())), self.slowest_s
-        self.seen.clear()
-        self.slowest_s = 0.0
-        return f"clients saw {seen}; the slowest answer took {slowest_s:.1f} s"
-
-
 async def until(is_so: Callable[[], Awaitable[bool]], what: str) -> None:
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -159,134 +114,6 @@ async def until(is_so: Callable[[], Awaitable[bool]], what: str) -> None:
                 await asyncio.sleep(LOOK_S)
     except TimeoutError:
         raise SystemExit(f"{what} did not come within {LIMIT_S:g} s") from None
-
-
-class Faults:
-    """What is done to a cluster, each until all replicas are ready again."""
-
-    def __init__(self, nodes: Nodes, gateways: list[Gateway], folder: Path) -> None:
-        self.nodes = nodes
-        self.gateways = gateways
-        self._folder = folder
-        self._turn = 0
-
-    async def ready(self) -> None:
-        async def look() -> bool:
-            return await self.gateways[0].num_ready() == NUM_REPLICAS == await self.gateways[1].num_ready()
-
-        try:
-            await until(look, "every replica")
-        except SystemExit:
-            for gateway in self.gateways:
-                told = (await gateway.http.get("/v1/cluster")).json()
-                print(*(f"  {each}" for each in (*told["places"], *told["hosts"])), sep="\n")
-            raise
-
-    async def _fewer(self) -> None:
-        """Until one is missed; a replica that nobody misses was never lost."""
-
-        async def look() -> bool:
-            return await self.gateways[0].num_ready() < NUM_REPLICAS
-
-        await until(look, "the loss")
-
-    async def _next(self) -> dict[str, Any]:
-        self._turn += 1
-        places = await self.gateways[0].places()
-        return places[self._turn % len(places)]
-
-    async def worker(self) -> None:
-        os.kill((await self._next())["pid"], signal.SIGKILL)
-        await self._fewer()
-
-    async def actor(self) -> None:
-        worker = psutil.Process((await self._next())["pid"])
-        os.kill(worker.ppid(), signal.SIGKILL)
-        await self._fewer()
-
-    async def raylet(self) -> None:
-        self.nodes.kill("host_b")
-        await self._fewer()
-
-    async def gateway(self) -> None:
-        self._turn += 1
-        gateway = self.gateways[self._turn % 2]
-        assert gateway.process is not None
-        gateway.process.kill()
-        await gateway.process.wait()
-        await gateway.start()
-
-    async def stall(self) -> None:
-        pid = (await self._next())["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        stopped_s = time.monotonic()
-        try:
-            await self._fewer()
-            await asyncio.sleep(max(0.0, STALL_S - (time.monotonic() - stopped_s)))
-        finally:
-            os.kill(pid, signal.SIGCONT)
-
-    async def secret(self) -> None:
-        """A third gateway comes with another secret, and is let nowhere."""
-        secret, nodes = self._folder / "other", self.nodes
-        secret.write_text("another secret of more than sixteen bytes\n")
-        secret.chmod(0o600)
-        third = Gateway(self._folder, "third", nodes)
-        third.manifest.write_text(
-            self.gateways[0].manifest.read_text().replace(str(self._folder / "secret"), str(secret))
-        )
-        starting = asyncio.create_task(third.start())
-        await asyncio.wait([starting], timeout=5.0)
-        assert not starting.done(), "it was let in"
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await third.stop()
-
-    async def after_raylet(self) -> None:
-        """Another node in its place, with its share of replicas."""
-        self.nodes.add("host_b")
-        drained = False
-
-        async def shared() -> bool:
-            nonlocal drained
-            places = await self.gateways[0].places()
-            num = sum(str(place["host"]) == "host_b" for place in places)
-            hosts = {host["name"]: host for host in (await self.gateways[0].http.get("/v1/cluster")).json()["hosts"]}
-            if num < 2 and not drained and hosts.get("host_b", {}).get("is_there"):
-                drained = (await self.gateways[0].http.post("/v1/cluster/hosts/host_a/drain")).status_code == 200
-            return bool(num >= 2)
-
-        await until(shared, "replicas on the new node")
-        await self.gateways[0].http.delete("/v1/cluster/hosts/host_a/drain")
-        await self.ready()
-
-
-async def faults(times: int, names: Sequence[str]) -> None:
-    with tempfile.TemporaryDirectory() as name, started() as nodes:
-        folder = Path(name)
-        async with cluster(folder, nodes, "pocket://") as gateways:
-            bench, load = Faults(nodes, gateways, folder), Load(gateways)
-            await bench.ready()
-            await load.learn()
-            clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
-            try:
-                await asyncio.sleep(2.0)
-                print(f"without a fault, 2 s: {load.told()}", flush=True)
-                for fault in names:
-                    seconds = []
-                    for _ in range(times):
-                        began_s = time.monotonic()
-                        await getattr(bench, fault)()
-                        await bench.ready()
-                        seconds.append(time.monotonic() - began_s)
-                        if fault == "raylet":
-                            await bench.after_raylet()
-                    spread = f"{min(seconds):.1f} / {statistics.median(seconds):.1f} / {max(seconds):.1f}"
-                    print(f"{fault}, {times} times: {spread} s (least, median, most); {load.told()}", flush=True)
-            finally:
-                for client in clients:
-                    client.cancel()
-                await asyncio.gather(*clients, return_exceptions=True)
 
 
 class Cost:
@@ -369,11 +196,10 @@ def _tree(gateway: Gateway) -> list[psutil.Process]:
     return [server, *server.children(recursive=True)]
 
 
-@contextlib.asynccontextmanager
-async def cluster(
+def made(
     folder: Path, nodes: Nodes | None, source: str, num_gateways: int = 2, replicas: str = SEVERAL
-) -> AsyncIterator[list[Gateway]]:
-    """Gateways of one manifest; without nodes, on this machine alone."""
+) -> list[Gateway]:
+    """Gateways of one manifest that are not started yet, and their secret."""
     secret = folder / "secret"
     secret.write_text("a secret of more than sixteen bytes\n")
     secret.chmod(0o600)
@@ -381,6 +207,15 @@ async def cluster(
     gateways = [Gateway(folder, f"gateway{number}", nodes) for number in range(num_gateways)]
     for gateway in gateways:
         gateway.manifest.write_text(MANIFEST.format(hosts=hosts, source=source))
+    return gateways
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    folder: Path, nodes: Nodes | None, source: str, num_gateways: int = 2, replicas: str = SEVERAL
+) -> AsyncIterator[list[Gateway]]:
+    """Gateways of one manifest; without nodes, on this machine alone."""
+    gateways = made(folder, nodes, source, num_gateways, replicas)
     try:
         await asyncio.gather(*(gateway.start() for gateway in gateways))
         yield gateways
@@ -395,7 +230,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     breaking = commands.add_parser("faults")
     breaking.add_argument("--times", type=int, default=10)
-    breaking.add_argument("--only", default=",".join(FAULTS))
+    breaking.add_argument("--only", default="", help="faults, separated by commas; all by default")
     costing = commands.add_parser("cost")
     costing.add_argument("--rounds", type=int, default=5)
     costing.add_argument("--num", type=int, default=1000)
@@ -404,7 +239,9 @@ def main() -> None:
     if arguments.command == "cost":
         asyncio.run(cost(arguments.rounds, arguments.num, arguments.share))
     else:
-        asyncio.run(faults(arguments.times, arguments.only.split(",")))
+        from benchmarks.host_faults import faults
+
+        asyncio.run(faults(arguments.times, [name for name in arguments.only.split(",") if name]))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@
     │   ├── BatchNotFoundError         no batch of that id is kept
     │   ├── SessionNotFoundError       no session of that id is known
     │   ├── HostNotFoundError          no host of that name or address is known
+    │   ├── HostNotDrainableError      replicas of a host would have no other one
     │   ├── NoManifestError            what only a cluster with a manifest can do
     │   ├── NotLoadableError           a model or manifest that a request wants cannot be brought in
     │   ├── QueueFullError             the bounded queue is full; try again later
@@ -187,6 +188,10 @@ class SessionNotFoundError(RequestError):
 
 class HostNotFoundError(RequestError):
     """No host of that name or address is known, or the manifest names none."""
+
+
+class HostNotDrainableError(RequestError):
+    """A host cannot be drained, as its replicas would have no other one; nothing has changed."""
 
 
 class NoManifestError(RequestError):

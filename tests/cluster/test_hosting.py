@@ -20,7 +20,7 @@ from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import HostNotFoundError, InvalidParameterError, LockstepError, NotLoadableError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.hosts.values import ReplicaName
+from lockstep.hosts.values import LinkOptions, ReplicaName
 from tests.hosts.local import LocalRuntime
 from tests.hosts.support import until, write_secret
 from tests.waiting import HANG_S
@@ -243,7 +243,7 @@ async def test_a_model_that_cannot_be_loaded_anywhere_fails_the_start_with_the_r
 async def test_a_gateway_of_another_version_is_not_let_in(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment:
         with pytest.raises(UsageError, match=r"Lockstep 0\.0\.0"):
-            await deployment.owner.join("g", "0.0.0", deployment.text)
+            await deployment.owner.join("g", "0.0.0", deployment.text, LinkOptions("secret"))
 
 
 def test_without_hosts_nothing_of_ray_is_imported() -> None:

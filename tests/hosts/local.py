@@ -28,6 +28,10 @@ class LocalRuntime:
         self._wanted: dict[ReplicaName, tuple[Demand, tuple[str, ...]]] = {}
         self._running: dict[ReplicaName, ReplicaHost] = {}
 
+    def use(self, link: LinkOptions) -> bool:
+        is_other, self._link = link != self._link, link
+        return is_other
+
     async def hosts(self) -> Sequence[Host]:
         free = dict(self._cpus)
         for name, replica in self._running.items():

@@ -18,6 +18,7 @@ from lockstep.cluster.planner import Action, Observed, Phase, PlanPolicy
 from lockstep.cluster.sessions import SessionNews
 from lockstep.cluster.shared_plan import Report, Word, following
 from lockstep.errors import PlacingError, UnavailableError
+from lockstep.hosts.values import LinkOptions
 from lockstep.hosts.workers import HostedWorkers
 from lockstep.version import __version__
 
@@ -42,7 +43,7 @@ class OwnerLink(Protocol):
     """
 
     async def join(
-        self, gateway: str, version: str, manifest: str, drained: Mapping[str, str] | None = None
+        self, gateway: str, version: str, manifest: str, link: LinkOptions, drained: Mapping[str, str] | None = None
     ) -> Word: ...
     async def follow(self, gateway: str, seen: int) -> Word | None: ...
     async def report(self, gateway: str, report: Report) -> Sequence[SessionNews]: ...
@@ -95,7 +96,7 @@ class Following:
             PlacingError, UnavailableError: the owner does not answer, or takes no more gateways.
         """
         self._manifest = manifest
-        self._hear(await self._owner.join(self.gateway, __version__, manifest))
+        self._hear(await self._owner.join(self.gateway, __version__, manifest, self._workers.link))
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._forever(self._follow)), loop.create_task(self._forever(self._tell))]
         return self.word.manifest
@@ -184,7 +185,7 @@ class Following:
         word = await self._owner.follow(self.gateway, self.word.version)
         if word is None:  # it is another owner, or has thought us gone
             drained = {host.node_id: host.name for host in self.word.hosts if host.is_drained}
-            word = await self._owner.join(self.gateway, __version__, self._manifest, drained)
+            word = await self._owner.join(self.gateway, __version__, self._manifest, self._workers.link, drained)
             self._is_changed.set()
         if word != self.word or self.newer_manifest:
             self._hear(word)

@@ -18,12 +18,20 @@ from typing import Any
 
 import msgspec
 
+from lockstep.cluster.owned_group import Leaving, OwnedGroup, is_older, relocation, why_not_drained
 from lockstep.cluster.plan_recorder import PlanRecorder
-from lockstep.cluster.planner import Action, Drain, Load, Observed, Phase, PlanPolicy, Refuse, Unload, plan
+from lockstep.cluster.planner import Drain, Load, Phase, Refuse, Unload, plan
 from lockstep.cluster.sessions import SessionNews
-from lockstep.cluster.shared_plan import ABSENT, GroupPhase, Report, Word, is_held, observed_by_all, unwanted
-from lockstep.errors import HostNotFoundError, LockstepError, PlacingError, UnavailableError, UsageError
-from lockstep.hosts.values import Demand, Host, Place, PlaceState, ReplicaName, Runtime, why_waiting
+from lockstep.cluster.shared_plan import GroupPhase, Report, Word, is_held, observed_by_all, unwanted
+from lockstep.errors import (
+    HostNotDrainableError,
+    HostNotFoundError,
+    LockstepError,
+    PlacingError,
+    UnavailableError,
+    UsageError,
+)
+from lockstep.hosts.values import Demand, Host, LinkOptions, Place, PlaceState, ReplicaName, Runtime
 from lockstep.spelling import did_you_mean
 from lockstep.version import __version__
 from lockstep.worker.flight.options import TraceOptions
@@ -38,10 +46,6 @@ POLL_S = 1.0
 """For a gateway that waits for news; then it has the same word again."""
 LEASE_S = 5.0
 """A gateway that reports nothing for so long is gone; its requests are its clients' loss, and no reason to wait."""
-MAX_SILENT = 5
-"""Questions in a row that an actor may leave unanswered; gateways see by themselves whether a worker is there."""
-MAX_SILENT_READY = 60
-"""The same where it was ready: some two minutes."""
 ABANDONED_S = 600.0
 """Without a gateway for so long, everything is taken away; a gateway that is started anew finds it until then."""
 DRAIN_S = 60.0
@@ -60,37 +64,6 @@ class Gateway:
     heard_s: float
     untold: deque[SessionNews] = field(default_factory=lambda: deque(maxlen=MAX_UNTOLD))
     """Of others' sessions; beyond the bound the oldest are not told."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """A replica that leaves its host as soon as its requests have ended."""
-
-    until_s: float
-    """It goes then, whatever it has to do."""
-    version: int
-    """Of the first word that says so: a gateway that has not heard it may send it requests."""
-
-
-@dataclass(slots=True, eq=False)
-class OwnedGroup:
-    """The replicas of one artifact: what was ordered, and what became of it."""
-
-    demand: Demand
-    state: GroupPhase = ABSENT
-    places: dict[int, Place] = field(default_factory=dict)
-    """By number: where each replica is, by the last word of its actor."""
-    silent: dict[int, int] = field(default_factory=dict)
-    """Questions in a row that a replica's actor has not answered."""
-    leaving: dict[int, Leaving] = field(default_factory=dict)
-    """Replicas that leave their host, by number."""
-    began_s: float = 0.0
-    """When it was placed."""
-    removing: asyncio.Task[None] | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        return any(place.state is PlaceState.READY for place in self.places.values())
 
 
 class Owner:
@@ -144,12 +117,15 @@ class Owner:
 
     # -- gateways ---------------------------------------------------------------------------------------------------
 
-    async def join(self, gateway: str, version: str, manifest: str, drained: Mapping[str, str] | None = None) -> Word:
+    async def join(
+        self, gateway: str, version: str, manifest: str, link: LinkOptions, drained: Mapping[str, str] | None = None
+    ) -> Word:
         """Let a gateway in; the word says which manifest holds: the first one's, or what replaced it.
 
         Args:
-            drained: names of the hosts that were drained by the last word that it heard, by Ray's ids; an owner that
-                knows nothing yet takes them over.
+            link: how it is linked with workers; that of the first gateway holds for replicas, as its manifest does.
+            drained: names of the hosts that were drained by the last report that a gateway got before it lost its
+                controller, by Ray's ids; a new controller takes them over. None: the gateway has just started.
 
         Raises:
             UsageError: it is of another version.
@@ -161,11 +137,26 @@ class Owner:
             raise UnavailableError(f"{MAX_GATEWAYS} gateways are there already", retry_after_s=LEASE_S)
         if not self._manifest:
             self._drained = dict(drained or {})
+        if self._gateways.keys() <= {gateway}:
+            self._begin_anew(link, is_new=drained is None)
         if not self._manifest or not self._gateways:
             self._manifest, self._manifest_version = manifest, self._manifest_version + 1
         self._gateways[gateway] = Gateway(None, self._clock())
         self._publish()
         return self._word
+
+    def _begin_anew(self, link: LinkOptions, *, is_new: bool) -> None:
+        """Take the options of the only gateway over; nothing that failed under those before is left.
+
+        Args:
+            is_new: whether the gateway has just started; else replicas are there which have its options already.
+        """
+        is_other = self._runtime.use(link)
+        for key, group in self._groups.items() if is_new else ():
+            for number, place in tuple(group.places.items()):
+                if is_other or place.state is PlaceState.FAILED:
+                    self._move(group, number, "it is placed with other options")
+            self._settle(key, group)
 
     async def follow(self, gateway: str, seen: int) -> Word | None:
         """The word, as soon as it is another one than was seen, or after a while; None: who asks is to join again."""
@@ -222,20 +213,22 @@ class Owner:
         """Have a host give its replicas to others, and take none; or let it have some again.
 
         Raises:
-            HostNotFoundError: no host has this name or address.
+            HostNotFoundError: no host has this name.
+            HostNotDrainableError: its replicas would have no other one.
         """
-        named = [host for host in self._hosts if name in (host.name, host.node_id, host.address)]
-        if len(named) != 1:
-            names = [host.name for host in self._hosts]
-            why = f"{len(named)} hosts are at {name}; say which by its name" if named else f"no host is called {name!r}"
-            raise HostNotFoundError("; ".join(filter(None, (why, did_you_mean(name, names)))))
-        host = named[0]
-        if is_drained:
+        host = next((host for host in self._hosts if host.name == name), None)
+        if host is None:
+            hint = did_you_mean(name, [host.name for host in self._hosts])
+            raise HostNotFoundError("; ".join(filter(None, (f"no host is called {name!r}", hint))))
+        if is_drained and host.node_id not in self._drained:
+            groups = [(group.demand, tuple(group.places.values())) for group in self._groups.values()]
+            if why := why_not_drained(host.node_id, self._hosts, tuple(self._drained), groups):
+                raise HostNotDrainableError(f"{host.name} cannot be drained: {why}", param="name")
             self._drained[host.node_id] = host.name
         elif self._drained.pop(host.node_id, None) is not None:
-            for key, group in self._groups.items():  # who waits for room was placed where this host is avoided
-                for number in (number for number, place in group.places.items() if place.state is PlaceState.WAITING):
-                    self._run(self._move(group, ReplicaName(key, number), f"{host.name} may have it again"))
+            for group in self._groups.values():  # who waits for room was placed where this host is avoided
+                for number in [number for number, place in group.places.items() if place.state is PlaceState.WAITING]:
+                    self._move(group, number, f"{host.name} may have it again")
         self._plan()
 
     # -- replicas -----------------------------------------------------------------------------------------------------
@@ -243,9 +236,9 @@ class Owner:
     async def placed(self, place: Place) -> None:
         """Take over where a replica is, by its actor's word."""
         group = self._groups.get(place.key)
-        if group is None or place.number >= group.demand.num:
+        if group is None or place.number not in group.numbers or place.number in group.ending:
             return
-        if not _is_older(place, group.places.get(place.number)):
+        if not is_older(place, group.places.get(place.number)):
             group.places[place.number] = place
             self._settle(place.key, group)
             self._plan()
@@ -253,11 +246,12 @@ class Owner:
     def _settle(self, key: str, group: OwnedGroup) -> None:
         """Move a group to the phase that its replicas have brought about."""
         now_s, phase = self._clock(), group.state.phase
-        if phase is Phase.LOADING and group.is_ready:
+        if phase is Phase.LOADING and group.num_ready:
             group.state = GroupPhase(Phase.RESIDENT, now_s, now_s - group.began_s)
             self._refusals.pop(key, None)
-            log.info("%s is placed: %d of %d replicas are ready", key, self._num_ready(group), group.demand.num)
-        elif phase is Phase.RESIDENT and not group.is_ready:
+            name = group.demand.name or key
+            log.info("%s is placed: %d of %d replicas are ready", name, group.num_ready, group.demand.num)
+        elif phase is Phase.RESIDENT and not group.num_ready:
             group.state = replace(group.state, phase=Phase.LOADING, since_s=now_s, makes_room_for=None)
             group.began_s = now_s
         if group.state.phase is Phase.LOADING:
@@ -271,10 +265,6 @@ class Owner:
             self._refusals[key] = failed[0].reason
         else:
             self._refusals.pop(key, None)
-
-    @staticmethod
-    def _num_ready(group: OwnedGroup) -> int:
-        return sum(place.state is PlaceState.READY for place in group.places.values())
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
@@ -303,29 +293,21 @@ class Owner:
         if self._fault:
             log.warning("hosts are seen again")
         self._fault = ""
-        names = [ReplicaName(key, n) for key, group in self._groups.items() for n in range(group.demand.num)]
+        names = [ReplicaName(key, n) for key, group in self._groups.items() for n in group.numbers]
         answers = await asyncio.gather(*(self._runtime.ask(name) for name in names))
         for name, answer in zip(names, answers, strict=True):
             group = self._groups.get(name.key)
-            if group is None or group.removing is not None:
+            is_ours = group is not None and group.removing is None and name.number in group.numbers
+            if group is None or not is_ours or name.number in group.ending:
                 continue
             before = group.places.get(name.number)
             group.silent[name.number] = 0 if answer is not None else group.silent.get(name.number, 0) + 1
             if answer is not None:
-                group.places[name.number] = answer if before is None or not _is_older(answer, before) else before
-            elif before is not None and self._is_lost(before, group.silent[name.number]):
+                group.places[name.number] = answer if before is None or not is_older(answer, before) else before
+            elif before is not None and group.is_lost(name.number, self._hosts):
                 group.silent[name.number] = 0
-                self._run(self._move(group, name, f"it was lost on {before.host}" if before.host else before.reason))
+                self._move(group, name.number, f"it was lost on {before.host}" if before.host else before.reason)
             self._settle(name.key, group)
-
-    def _is_lost(self, place: Place, num_silent: int) -> bool:
-        """True where a replica is to be placed anew, as its host is gone, or its actor silent for long. One that waits
-        for room says nothing; one that was ready may well answer requests, whatever keeps its actor from speaking."""
-        if place.state is PlaceState.WAITING:
-            return False
-        is_host_there = any(host.node_id == place.node_id and host.is_there for host in self._hosts)
-        most = MAX_SILENT_READY if place.state in (PlaceState.READY, PlaceState.LEAVING) else MAX_SILENT
-        return (bool(place.node_id) and not is_host_there) or num_silent > most
 
     def _plan(self) -> None:
         """Plan, and carry it out."""
@@ -343,7 +325,7 @@ class Owner:
         for key, group in self._groups.items():
             if group.state.phase is Phase.UNLOADING and group.removing is None and not is_held(key, reports):
                 group.removing = self._run(self._remove(key, group))
-        self._move_off_drained(reports, now_s)
+        self._relocate(reports, now_s)
         if reports:
             self._carry_out(reports, now_s)
         self._publish()
@@ -363,7 +345,8 @@ class Owner:
         groups = {key: group.state for key, group in self._groups.items()}
         observed, policy = observed_by_all(groups, reports, now_s), reports[0].policy
         actions = plan(observed, now_s, policy)
-        self._record(observed, now_s, policy, actions)
+        if self._plans is not None:
+            self._plans.planned(observed, now_s, policy, actions)
         drains: dict[str, str] = {}
         refused: dict[str, str] = {}
         for action in actions:
@@ -383,10 +366,6 @@ class Owner:
         kept = {key: why for key, why in self._refusals.items() if key in self._groups}
         self._refusals = kept | refused
 
-    def _record(self, observed: Observed, now_s: float, policy: PlanPolicy, actions: tuple[Action, ...]) -> None:
-        if self._plans is not None:
-            self._plans.planned(observed, now_s, policy, actions)
-
     def _adopt(self, demands: Mapping[str, Demand], now_s: float) -> None:
         """Take over what was placed before this owner began; what nobody wants any more is removed."""
         ordered = {key: self._found[key] for key in demands if key in self._found} | self._found
@@ -394,11 +373,10 @@ class Owner:
             if key in demands and key not in self._groups:
                 group = OwnedGroup(demands[key], GroupPhase(Phase.LOADING, now_s), began_s=now_s)
                 self._groups[key] = group
-                for number in range(group.demand.num):
-                    if number not in numbers:
-                        self._run(self._runtime.place(group.demand, number, tuple(self._drained)))
+                for number in group.adopt(numbers):
+                    self._run(self._runtime.place(group.demand, number, tuple(self._drained)))
             for number in numbers:
-                if key not in demands or number >= demands[key].num:
+                if key not in demands or number not in self._groups[key].numbers:
                     self._run(self._runtime.remove(ReplicaName(key, number)))
         self._found = {}
 
@@ -406,8 +384,13 @@ class Owner:
         group = OwnedGroup(demand, GroupPhase(Phase.LOADING, now_s), began_s=now_s)
         self._groups[demand.key] = group
         for number in range(demand.num):
-            group.places[number] = Place(demand.key, number, PlaceState.WAITING)
-            self._run(self._runtime.place(demand, number, tuple(self._drained)))
+            self._place(group, number)
+
+    def _place(self, group: OwnedGroup, number: int) -> None:
+        """Have one more replica of a group placed, on a host that is not drained."""
+        group.numbers.append(number)
+        group.wait(number, self._clock())
+        self._run(self._runtime.place(group.demand, number, tuple(self._drained)))
 
     def _unload(self, key: str, group: OwnedGroup, makes_room_for: str | None) -> None:
         if group.state.phase in (Phase.LOADING, Phase.RESIDENT):
@@ -416,37 +399,62 @@ class Owner:
             )
 
     async def _remove(self, key: str, group: OwnedGroup) -> None:
-        names = [ReplicaName(key, number) for number in range(group.demand.num)]
+        names = [ReplicaName(key, number) for number in group.numbers]
         await asyncio.gather(*(self._runtime.remove(name) for name in names), return_exceptions=True)
         if self._groups.get(key) is group:
             del self._groups[key]
         self._plan()
 
-    def _move_off_drained(self, reports: Sequence[Report], now_s: float) -> None:
-        """Move replicas away from drained hosts, each as soon as its requests have ended."""
+    def _relocate(self, reports: Sequence[Report], now_s: float) -> None:
+        """Have replicas of drained hosts replaced, and end each that leaves as soon as its requests have ended."""
         for key, group in self._groups.items():
-            for number, place in group.places.items():
-                if place.node_id not in self._drained or not place.node_id:
-                    continue
-                leaving = group.leaving.setdefault(number, Leaving(now_s + DRAIN_S, self._word.version + 1))
-                is_used = place.state is PlaceState.READY and any(
+            is_known = all(number in group.places for number in group.numbers)
+            if not is_known or group.state.phase not in (Phase.LOADING, Phase.RESIDENT):
+                continue
+            steps = relocation(group.demand.num, group.places, self._drained, group.leaving, group.ending)
+            for number in steps.placed:
+                self._place(group, number)
+            version = self._word.version + 1
+            group.leaving = {n: group.leaving.get(n, Leaving(now_s + DRAIN_S, version)) for n in steps.leaving}
+            for number, leaving in tuple(group.leaving.items()):
+                is_used = group.places[number].state is PlaceState.READY and any(
                     report.seen < leaving.version or report.num_open.get((key, number), 0) for report in reports
                 )
                 if now_s >= leaving.until_s or not is_used:
-                    self._run(self._move(group, ReplicaName(key, number), f"it moves away from {place.host}"))
+                    self._end(group, number)
 
-    async def _move(self, group: OwnedGroup, name: ReplicaName, reason: str) -> None:
-        group.places[name.number] = Place(*name, PlaceState.STARTING, reason)
-        group.leaving.pop(name.number, None)
-        await self._runtime.remove(name)
-        if self._groups.get(name.key) is group and group.state.phase is not Phase.UNLOADING:
-            group.places[name.number] = Place(*name, PlaceState.WAITING)  # for room, until its actor says more
+    def _end(self, group: OwnedGroup, number: int) -> None:
+        """End a replica of which the group has another one."""
+        group.numbers.remove(number)
+        for known in (group.places, group.leaving, group.silent):
+            known.pop(number, None)
+        self._run(self._remove_actor(group, ReplicaName(group.demand.key, number)))
+
+    def _move(self, group: OwnedGroup, number: int, reason: str) -> None:
+        """Have a replica placed again under its number; what its actor has reported so far counts no more."""
+        group.leaving.pop(number, None)
+        group.places[number] = Place(group.demand.key, number, PlaceState.STARTING, reason)
+        self._run(self._replace(group, ReplicaName(group.demand.key, number)))
+
+    async def _replace(self, group: OwnedGroup, name: ReplicaName) -> None:
+        await self._remove_actor(group, name)
+        is_wanted = self._groups.get(name.key) is group and name.number in group.numbers
+        if is_wanted and group.state.phase is not Phase.UNLOADING:
+            group.wait(name.number, self._clock())
             await self._runtime.place(group.demand, name.number, tuple(self._drained))
+
+    async def _remove_actor(self, group: OwnedGroup, name: ReplicaName) -> None:
+        group.ending.add(name.number)
+        try:
+            await self._runtime.remove(name)
+        finally:
+            group.ending.discard(name.number)
 
     # -- the word -----------------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
         """Tell all gateways, if anything is other than what they know."""
+        hosts, now_s = self._known_hosts, self._clock()
         word = replace(
             self._word,
             manifest=self._manifest,
@@ -455,11 +463,9 @@ class Owner:
             drains=dict(self._drains),
             refusals=dict(self._refusals),
             places=tuple(
-                self._shown(key, group, number)
-                for key, group in self._groups.items()
-                for number in range(group.demand.num)
+                group.shown(number, hosts, now_s) for group in self._groups.values() for number in sorted(group.numbers)
             ),
-            hosts=self._known_hosts,
+            hosts=hosts,
             num_gateways=max(1, len(self._gateways)),
             fault=self._fault,
         )
@@ -467,14 +473,6 @@ class Owner:
             self._word = replace(word, version=self._word.version + 1)
             news, self._news = self._news, asyncio.Event()
             news.set()
-
-    def _shown(self, key: str, group: OwnedGroup, number: int) -> Place:
-        place = group.places.get(number) or Place(key, number, PlaceState.WAITING)
-        if place.state is PlaceState.READY and number in group.leaving:
-            return msgspec.structs.replace(place, state=PlaceState.LEAVING, reason=f"{place.host} is being drained")
-        if place.state is PlaceState.WAITING:
-            return msgspec.structs.replace(place, reason=why_waiting(group.demand, self._known_hosts))
-        return place
 
     @property
     def _known_hosts(self) -> tuple[Host, ...]:
@@ -494,9 +492,3 @@ class Owner:
         if error is not None:
             defect = None if isinstance(error, LockstepError) else error
             log.error("a replica is not placed: %s", error, exc_info=defect)
-
-
-def _is_older(place: Place, known: Place | None) -> bool:
-    """True where the same actor has said something since then."""
-    is_same = known is not None and (place.node_id, place.actor_pid) == (known.node_id, known.actor_pid)
-    return known is not None and is_same and place.version < known.version

@@ -178,8 +178,8 @@ class Replicas:
         return None if replica.phase is Phase.RESIDENT else self._worker.absence(replica.key, since_s)
 
     async def _wait(self, replica: ReplicaState, waiter: Waiter) -> None:
-        """Wait until a call is admitted or refused. Every call that waits for a replica waits here, so that the wait for
-        one that does not come is bounded in one place."""
+        """Wait until a call is admitted or refused. Every call that waits for a replica waits here, so that one place
+        bounds the wait for a replica that does not come."""
         since_s = time.monotonic()
         while not waiter.admitted.done():
             await asyncio.wait([waiter.admitted], timeout=LOOK_S)

@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,6 +50,11 @@ GONE_LIMIT_S = 10.0
 HEAD = "node:__internal_head__"
 """Ray's resource of the host with its head, without which no actor is placed: others than replicas live there, since
 they would be of no use without it, and are lost with no other host."""
+START_LIMIT_S = 60.0
+"""For an actor to be made, and its process to be started, perhaps by somebody else at the same time."""
+START_AGAIN_S = 0.5
+STARTED = ""
+"""Call that an actor answers as soon as it has started."""
 LOOK_S = 0.05
 MAX_CONCURRENCY = 1000
 """Calls that an actor works on at once; most of them wait for news."""
@@ -114,12 +119,21 @@ class RayRuntime:
     async def named(self, name: str, kind: Callable[..., object], *args: object) -> NamedActor:
         """Find the detached actor of a name, or have one made of a plain asyncio class; its `start` is awaited first.
 
+        Processes of a Ray cluster that has just been started take their time, more so where several ask at once.
+
         Raises:
-            PlacingError: Ray cannot be asked.
+            PlacingError: it does not answer within `START_LIMIT_S`.
         """
         actor = NamedActor(self, name, kind, args)
-        await actor.handle()
-        return actor
+        until_s = time.monotonic() + START_LIMIT_S
+        while True:
+            try:
+                await actor.call(STARTED, limit_s=max(LOOK_S, until_s - time.monotonic()))
+                return actor
+            except PlacingError:
+                if time.monotonic() >= until_s:
+                    raise
+                await asyncio.sleep(START_AGAIN_S)
 
     def find(self, name: str) -> NamedActor:
         """The detached actor of a name, whether it is there or not."""
@@ -137,6 +151,11 @@ class RayRuntime:
 
     # -- Runtime ------------------------------------------------------------------------------------------------------
 
+    def use(self, link: LinkOptions) -> bool:
+        is_other = link != self._replicas.link
+        self._replicas = replace(self._replicas, link=link)
+        return is_other
+
     async def hosts(self) -> Sequence[Host]:
         return await self.do("hosts cannot be listed", _hosts)
 
@@ -151,8 +170,9 @@ class RayRuntime:
             host = choose_host(demand, await self.hosts(), avoid, self._node_ids)
             if host is not None:
                 self._node_ids[name] = host.node_id
-            make = partial(_actor, self.namespace, str(name), PlacedReplica, args, _options(demand, avoid), host)
-            await self.do(f"{name} cannot be placed", make)
+            label, options = demand.label(number), _options(demand, avoid)
+            make = partial(_actor, self.namespace, str(name), PlacedReplica, args, options, host, label)
+            await self.do(f"{label} cannot be placed", make)
 
     async def remove(self, name: ReplicaName) -> None:
         actor = self.find(str(name))
@@ -249,14 +269,17 @@ class Resident:
         try:
             if start is not None:
                 await start()
-        except Exception:
-            log.exception("it cannot start, and is started again")
+        except Exception as error:
+            defect = None if isinstance(error, LockstepError) else error
+            log.error("it cannot start, and is started again: %s", error, exc_info=defect)
             await asyncio.sleep(RESTART_PAUSE_S)
             os._exit(1)
 
     async def call(self, method: str, args: tuple[object, ...]) -> tuple[bool, object]:
         """Call a method: True and its value, or False and its error, which Ray would wrap in one of its own."""
         await asyncio.shield(self._starting)
+        if method == STARTED:
+            return True, None
         try:
             return True, await getattr(self._resident, method)(*args)
         except LockstepError as error:
@@ -303,11 +326,13 @@ def _actor(
     args: tuple[object, ...],
     options: Mapping[str, Any],
     host: Host | None = None,
+    label: str = "",
 ) -> Any:
     """Handle of a named actor, which is made if there is a class; at once, also where no host has room.
 
     Args:
         host: where it is to be, now and when it is started again, as long as there is room.
+        label: for its log; empty: its name.
     """
     ray = imported()
     if kind is None:
@@ -325,7 +350,7 @@ def _actor(
         max_concurrency=MAX_CONCURRENCY,
         **{"num_cpus": 0, **options},
     )
-    return made.remote(name, kind, args)
+    return made.remote(label or name, kind, args)
 
 
 def _options(demand: Demand, avoid: Sequence[str]) -> dict[str, Any]:

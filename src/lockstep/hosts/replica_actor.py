@@ -92,11 +92,14 @@ class ReplicaHost:
         )
         self._store = None if store is None else _own_store(store, self.place.name)
         self._kept = HostStore()
-        self._kept = HostStore()
 
     @property
     def name(self) -> ReplicaName:
         return self.place.name
+
+    @property
+    def _label(self) -> str:
+        return self._demand.label(self.place.number)
 
     async def start(self) -> None:
         """Start the worker, load the model, and see to it that both stay; returns at once."""
@@ -110,7 +113,6 @@ class ReplicaHost:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._end_worker()
-        self._kept.close()
         await asyncio.to_thread(self._kept.close)
 
     # -- the worker ---------------------------------------------------------------------------------------------------
@@ -180,11 +182,11 @@ class ReplicaHost:
     async def _failed(self, error: Exception) -> None:
         """A load failed, or there is no worker: begin anew with another process after a while."""
         if not isinstance(error, LockstepError):
-            log.error("a defect over %s", self.name, exc_info=error)
+            log.error("a defect over %s", self._label, exc_info=error)
         self._num_failures += 1
         delay_s = backoff_s(self._num_failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
         reason = str(error) if isinstance(error, LockstepError) else repr(error)
-        log.warning("%s cannot be loaded, and is tried again in %.0f s: %s", self.name, delay_s, reason)
+        log.warning("%s cannot be loaded, and is tried again in %.0f s: %s", self._label, delay_s, reason)
         await self._end_worker()
         self._set(state=PlaceState.FAILED, reason=reason, port=0, pid=0)
         await asyncio.sleep(delay_s)
@@ -222,7 +224,7 @@ class ReplicaHost:
                 num_failures = 0
             except Exception as error:  # nobody else would ever tell what comes later
                 num_failures += 1
-                log.debug("%s cannot tell how it is: %s", self.name, error)
+                log.debug("%s cannot report its place: %s", self._label, error)
                 await asyncio.sleep(backoff_s(num_failures, FIRST_TELL_AGAIN_S, MAX_TELL_AGAIN_S))
                 self._is_untold.set()
 

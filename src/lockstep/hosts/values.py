@@ -17,6 +17,8 @@ from lockstep.spelling import listed
 
 MAX_REPLICAS = 1024
 """In one model's group."""
+SLOTS_PER_REPLICA = 2
+"""Numbers of a group for each of its replicas: one that moves is beside its successor for a while."""
 
 
 class LinkOptions(msgspec.Struct, frozen=True):
@@ -177,6 +179,10 @@ class Host(msgspec.Struct, frozen=True):
 class Runtime(Protocol):
     """Whoever places replicas; `lockstep.hosts.ray_runtime` does it by Ray's actors. Used from one event loop."""
 
+    def use(self, link: LinkOptions) -> bool:
+        """Have replicas that are placed from now on linked in this way; whether it is another one than before."""
+        ...
+
     async def hosts(self) -> Sequence[Host]:
         """All hosts, those that were lost included, by name."""
         ...
@@ -225,17 +231,21 @@ def choose_host(
     return min(roomy, key=rank, default=None)
 
 
+def hosts_with_room(demand: Demand, hosts: Sequence[Host]) -> list[str]:
+    """Names of the hosts that could take one more replica now."""
+    there = [host for host in hosts if host.is_there and not host.is_drained]
+    return [host.name for host in there if all(host.free.get(name, 0.0) >= n for name, n in demand.resources.items())]
+
+
 def why_waiting(demand: Demand, hosts: Sequence[Host]) -> str:
     """The reason why a replica is on no host, in one sentence."""
     wanted = ", ".join(_amount(name, amount) for name, amount in demand.resources.items()) or "room for a worker"
     there = [host for host in hosts if host.is_there and not host.is_drained]
     if not there:
         return "no host is there that takes replicas"
-    fitting = [
-        host.name for host in there if all(host.free.get(name, 0.0) >= n for name, n in demand.resources.items())
-    ]
+    fitting = hosts_with_room(demand, hosts)
     if fitting:
-        return f"it is on its way to a host; {listed(fitting)} {'has' if len(fitting) == 1 else 'have'} {wanted} free"
+        return f"its process is not started yet, though {listed(fitting)} can take it"
     free = (", ".join(_amount(name, host.free.get(name, 0.0)) for name in demand.resources) for host in there)
     each = (f"{host.name} has {amounts}" for host, amounts in zip(there, free, strict=True))
     return f"no host has {wanted} free: {'; '.join(each)}"

@@ -22,7 +22,7 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.hosts.group import Group, HostedMailbox, RouteWatcher
-from lockstep.hosts.values import GroupOptions, LinkOptions, Place, PlaceState
+from lockstep.hosts.values import SLOTS_PER_REPLICA, GroupOptions, LinkOptions, Place, PlaceState
 from lockstep.worker.messages import Checked, KeptReport, Loaded, SessionsReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
 
@@ -32,8 +32,6 @@ NO_REPLICA_S = 15.0
 calls wait so long; then they end, and further ones are refused at once until a replica is there."""
 WATCH_S = 0.5
 """Between two looks at replicas that are silent, or whose links were refused."""
-SLOTS_PER_REPLICA = 2
-"""Numbers of a group for each of its replicas: one that moves is beside its successor for a while."""
 COMING = (PlaceState.STARTING, PlaceState.LOADING)
 
 
@@ -72,7 +70,8 @@ class HostedWorkers:
         """Why reports of the controller are missing or old, in one sentence; empty: they are neither."""
         self.trouble = "the hosts are not known yet"
         """The reason why nobody would be answered now, in one sentence; empty: there is none."""
-        self._link = link
+        self.link = link
+        """How gateways and workers are linked."""
         self._options_of = options_of
         self._notify = notify
         self._routes = routes
@@ -108,7 +107,7 @@ class HostedWorkers:
         self._coming_s |= {place.key: now_s for place in self._places.values() if is_current and place.state in COMING}
 
     def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
-        """The error of calls to a group that has had no replica for `NO_REPLICA_S`; None: it has one, or calls may wait.
+        """The error of calls to a group that has had no replica for `NO_REPLICA_S`; None: it has one, or they may wait.
 
         Args:
             since_s: when a call began to wait for it; None: it comes now.
@@ -214,7 +213,7 @@ class HostedWorkers:
         balancer = Balancer(options.num * SLOTS_PER_REPLICA, options.policy, options.max_imbalance)
         routes, interval_s = self._routes, self._stream_interval_s
         name = partial(self._name_of, key)
-        return Group(key, self._link, balancer, self._changed, self._notify, routes, interval_s, name)
+        return Group(key, self.link, balancer, self._changed, self._notify, routes, interval_s, name)
 
     async def unload(self, replica: str) -> None:
         """Hang up on the replicas of a group; what becomes of them is the owner's order."""
