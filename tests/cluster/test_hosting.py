@@ -18,7 +18,15 @@ from lockstep.cluster.owner import Owner
 from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
-from lockstep.errors import HostNotFoundError, InvalidParameterError, LockstepError, NotLoadableError, UsageError
+from lockstep.errors import (
+    HostNotFoundError,
+    InvalidParameterError,
+    LockstepError,
+    NotLoadableError,
+    PlacingError,
+    UnavailableError,
+    UsageError,
+)
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.hosts.values import LinkOptions, ReplicaName
 from tests.hosts.local import LocalRuntime
@@ -48,9 +56,19 @@ class Deployment:
         self._stack = stack
         self.owner = Owner(self.runtime)
         self.runtime.tell = self._placed
+        self.is_away = False
+        """Whether nobody reaches the owner."""
 
     async def _placed(self, place: object) -> None:
-        await self.owner.placed(place)  # type: ignore[arg-type]  # a place
+        if not self.is_away:
+            await self.owner.placed(place)  # type: ignore[arg-type]  # a place
+
+    async def lose_all(self) -> None:
+        """The owner is not reached any more, and every host is lost."""
+        self.is_away = True
+        await self.owner.close()
+        for host in await self.runtime.hosts():
+            await self.runtime.lose(host.name)
 
     async def restart_owner(self) -> None:
         """Another owner, which knows nothing."""
@@ -65,7 +83,10 @@ class Deployment:
         pass
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.owner, name)
+        return self._unanswered if self.is_away else getattr(self.owner, name)
+
+    async def _unanswered(self, *args: object) -> None:
+        raise PlacingError("controller does not answer: its process ended")
 
     async def gateway(self, text: str | None = None) -> Cluster:
         manifest = parse(self.text if text is None else text)
@@ -163,8 +184,14 @@ async def test_a_drained_host_gives_its_replicas_away(tmp_path: Path) -> None:
         await until(lambda: num_ready(cluster, "billing") == 3)
         before = await ask(cluster, "billing", "hello", "session")
         assert await cluster.drain_host("b", True) == "b"
-        await until(lambda: {place.host for place in cluster.snapshot().places} == {"a"}, "all moved")
-        await until(lambda: num_ready(cluster, "billing") == 3)
+        fewest = [3]
+
+        def all_moved() -> bool:
+            fewest.append(num_ready(cluster, "billing"))
+            return {place.host for place in cluster.snapshot().places} == {"a"}
+
+        await until(all_moved, "all moved")
+        assert min(fewest) == 3, "successors come first"
         assert (await ask(cluster, "billing", "hello", "session")).completions == before.completions
         assert cluster.snapshot().hosts[1].is_drained
         await cluster.drain_host("b", False)
@@ -183,6 +210,54 @@ async def test_without_an_owner_what_is_placed_answers_on_and_the_next_one_finds
         await until(lambda: cluster.snapshot().hosts != () and num_ready(cluster, "billing") == 3)
         assert [place.pid for place in places(cluster, "billing")] == pids
         assert (await ask(cluster, "orders", "hello")).completions
+
+
+async def test_every_request_has_an_answer_when_all_hosts_and_the_controller_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait end with the reason at the bound, later ones at once; what is shown is by the gateway's links."""
+    monkeypatch.setattr("lockstep.hosts.workers.NO_REPLICA_S", 2.0)
+    monkeypatch.setattr("lockstep.cluster.hosting.MAX_REPORT_AGE_S", 1.5)
+    async with deployed(tmp_path) as deployment:
+        cluster = await deployment.gateway()
+        await until(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
+        await deployment.lose_all()
+        await until(lambda: not num_ready(cluster, "billing"), "they are lost")
+        waiting = [asyncio.create_task(ask(cluster, model, "hello")) for model in ("billing", "router", "orders") * 3]
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(answer, UnavailableError) for answer in answers), answers
+        assert "no replica of billing can take requests: there is no link" in str(answers[0])
+        with pytest.raises(UnavailableError):
+            await asyncio.wait_for(ask(cluster, "billing", "hello"), 1.0)
+        shown = cluster.snapshot()
+        assert {(place.state, place.pid) for place in shown.places} == {("unreachable", 0)}
+        assert not any(host.is_there for host in shown.hosts)
+        assert shown.report_age_s is not None
+        assert shown.report_age_s > 1.5
+        assert not cluster.health().ready
+        assert "the cluster's controller does not report" in cluster.health().warnings[0]
+
+
+async def test_a_gateway_whose_links_are_refused_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.hosts.workers.NO_REPLICA_S", 2.0)
+    other = tmp_path / "other"
+    other.write_text("another secret of more than sixteen bytes\n")
+    async with deployed(tmp_path) as deployment:
+        first = await deployment.gateway()
+        await until(lambda: num_ready(first, "billing") == 3 and num_ready(first, "router") == 2)
+        with pytest.raises(UnavailableError, match="refused: it has another secret"):
+            await deployment.gateway(deployment.text.replace(str(tmp_path / "secret"), str(other)))
+
+
+async def test_hosts_that_cannot_be_used_are_corrected_by_the_next_start(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as deployment:
+        tls = "hosts:\n  tls: {ca: /none/ca.pem, cert: /none/cert.pem, key: /none/key.pem}"
+        with pytest.raises(LockstepError, match="certificate cannot be used"):
+            await deployment.gateway(deployment.text.replace("hosts:", tls))
+        cluster = await deployment.gateway()
+        assert (await ask(cluster, "billing", "hello")).completions
 
 
 async def test_sessions_are_those_of_all_gateways(tmp_path: Path) -> None:

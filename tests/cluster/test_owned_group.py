@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.cluster.owned_group import Relocation, relocation, why_not_drained
+from lockstep.cluster.owned_group import START_LIMIT_S, OwnedGroup, Relocation, relocation, why_not_drained
 from lockstep.engine.options import LoadOptions
 from lockstep.hosts.values import Demand, Host, Place, PlaceState
 
@@ -69,6 +69,16 @@ def test_relocation_ends_with_every_replica_elsewhere_and_never_fewer_answer() -
 def test_a_replica_that_leaves_goes_on_leaving() -> None:
     known = places(n0=("b", READY), n1=("b", READY), n2=("a", READY), n3=("a", STARTING))
     assert relocation(2, known, ("b",), leaving=(1,)).leaving == (1,)
+
+
+def test_a_replica_that_a_host_has_room_for_is_starting_for_a_while() -> None:
+    """On a Ray cluster that was just started a process takes its time; that is no lack of room."""
+    group = OwnedGroup(Demand("k", "stub://a", LoadOptions(), resources={"CPU": 1.0}), numbers=[0])
+    group.wait(0, 100.0)
+    roomy, full = [host("a", 1.0)], [host("a", 0.5)]
+    assert group.shown(0, roomy, 100.0).state is STARTING
+    assert group.shown(0, roomy, 100.0 + START_LIMIT_S).state is PlaceState.WAITING
+    assert group.shown(0, full, 100.0).state is PlaceState.WAITING
 
 
 def host(name: str, cpus: float) -> Host:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.engine.kv_tiers import KVStoreOptions
+from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.hosts import replica_actor
 from lockstep.hosts.replica_actor import Here, ReplicaHost
 from lockstep.hosts.values import Demand, LinkOptions, Place, PlaceState
@@ -131,3 +132,28 @@ async def test_each_replica_of_a_host_keeps_what_sessions_come_back_for_in_a_fol
     async with replica(demand("b"), secret, lambda place: None, store) as again:
         await ready(again)
         assert {each.name for each in folder.iterdir()} == names, "it finds its own again"
+
+
+async def test_one_store_is_opened_and_it_is_closed_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[HostStore] = []
+    closers: list[threading.Thread] = []
+
+    class Watched(HostStore):
+        def __init__(self) -> None:
+            super().__init__()
+            stores.append(self)
+
+        def close(self) -> None:
+            closers.append(threading.current_thread())
+            super().close()
+
+    monkeypatch.setattr(replica_actor, "HostStore", Watched)
+    here = Here("host", "id", "127.0.0.1")
+    host = ReplicaHost(
+        demand(), 0, WorkerOptions("process"), LinkOptions(write_secret(tmp_path)), here, lambda place: None
+    )
+    await host.close()
+    assert len(stores) == len(closers) == 1
+    assert closers[0] is not threading.main_thread()

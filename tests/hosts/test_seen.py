@@ -135,7 +135,7 @@ async def test_a_host_that_still_answers_is_not_empty_in_time(
         (on_b, *_) = (each.name for each in places(cluster, "billing") if each.host == "b")
         async with listening(cluster) as url:
             assert await ps(url, "--drain", "b", "--wait", "0.3") == EXIT_LEFT
-            await until(lambda: any(each.state == "leaving" for each in places(cluster, "billing")), "a successor")
+            await until(lambda: (on_b, "leaving") in [(each.name, each.state) for each in places(cluster, "billing")])
             assert await ps(url, "--drain", "b", "--wait", "0") == 0
             assert f"{on_b} is leaving: b is being drained" in capsys.readouterr().out
             assert all(answer.completions for answer in await asyncio.gather(*asking))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -19,13 +20,14 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import WorkerLostError
+from lockstep.errors import ReplicaGoneError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.hosts.values import GroupOptions, LinkOptions, Place, PlaceState
 from lockstep.hosts.workers import GroupLost, HostedWorkers
 from lockstep.worker.guests import ListenOptions
+from lockstep.worker.life import Lost
 from lockstep.worker.link import WorkerOptions
-from lockstep.worker.messages import Loaded
+from lockstep.worker.messages import ContentsChanged, Loaded, Unloaded
 from lockstep.worker.supervised import Notice, SupervisedWorker
 from tests.hosts.support import until, write_secret
 from tests.waiting import ENDLESS_MS, HANG_S
@@ -139,6 +141,7 @@ class Proxy:
         self._is_open.set()
         self._writers: list[asyncio.StreamWriter] = []
         self.num_links = 0
+        self.refuses = False
 
     async def start(self, stack: AsyncExitStack) -> Place:
         """The place as gateways are told it."""
@@ -160,6 +163,9 @@ class Proxy:
 
     async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_links += 1
+        if self.refuses:
+            writer.transport.abort()
+            return
         other_reader, other_writer = await asyncio.open_connection(self._place.address, self._place.port)
         self._writers += [writer, other_writer]
         await asyncio.gather(self._pump(reader, other_writer), self._pump(other_reader, writer))
@@ -267,6 +273,96 @@ async def test_a_group_is_reached_again_where_its_replica_went(secret: str) -> N
         for number in range(4):
             await gateway.ask(f"question {number}")
         assert set(gateway.routes.replicas) == {0, 1}
+
+
+async def test_a_request_without_a_token_is_answered_elsewhere_when_its_replica_moves(secret: str) -> None:
+    """Its host is lost, which the controller reports before the link shows it."""
+    async with hosts(secret, f"stub://alpha?step_ms={ENDLESS_MS}", "stub://alpha") as several:
+        gateway = await several.gateway(RoutingPolicy.ROUND_ROBIN)
+        asked = asyncio.create_task(gateway.ask("a question"))
+        await until(lambda: gateway.workers.groups[KEY].num_open(0) == 1)
+        gateway.workers.told([Place(KEY, 0, PlaceState.STARTING, "it was lost on host_b"), several.places()[1]])
+        assert (await asked).text.startswith("[stub:alpha]")
+        assert gateway.routes.replicas == [0, 1]
+
+
+async def test_after_the_first_token_a_replica_that_moves_is_a_lost_worker(secret: str) -> None:
+    async with hosts(secret, "stub://alpha?step_ms=20") as several:
+        gateway = await several.gateway()
+        asked = asyncio.create_task(gateway.ask("a question", max_tokens=400))
+        await until(lambda: gateway.workers.groups[KEY].num_open(0) == 1)
+        await asyncio.sleep(0.2)  # a few tokens
+        gateway.workers.told([Place(KEY, 0, PlaceState.STARTING, "it was lost on host_b")])
+        with pytest.raises(ReplicaGoneError, match="it was lost on host_b"):
+            await asked
+
+
+async def test_late_notices_of_a_worker_that_was_left_change_nothing(secret: str) -> None:
+    async with hosts(secret, "stub://alpha", "stub://alpha") as several:
+        gateway = await several.gateway(num_there=2)
+        group = gateway.workers.groups[KEY]
+        first, second = several.places()
+        left = group.members[0].worker
+        assert left is not None
+        assert left.loaded(KEY) is not None
+        late: tuple[Notice, ...] = (
+            Lost("a link that was cut"),
+            Unloaded(KEY),
+            ContentsChanged(KEY, [(b"content", True)]),
+        )
+        gateway.workers.told([replace(first, address=second.address, port=second.port), second])
+        await until(lambda: gateway.num_there == 2, "it is reached where it is now")
+        assert group.members[0].worker is not left
+        for notice in late:
+            left._notify(notice)
+            assert gateway.num_there == 2
+        assert not group.balancer.is_held(b"content")
+
+
+async def test_a_lost_replica_is_two_lines_in_the_log_however_often_it_is_tried(
+    secret: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as stack, hosts(secret, "stub://alpha", "stub://alpha") as several:
+        one, other = several.places()
+        proxy = Proxy(one)
+        gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN)
+        stack.push_async_callback(gateway.workers.close)
+        gateway.workers.told([replace(await proxy.start(stack), host="host_a"), other])
+        await gateway.load()
+        await until(lambda: gateway.num_there == 2)
+        caplog.clear()
+        proxy.refuses = True
+        proxy.cut()
+        num_before = proxy.num_links
+        await until(lambda: proxy.num_links >= num_before + 3, "it is tried again and again")
+        proxy.refuses = False
+        await until(lambda: gateway.num_there == 2)
+        lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+        assert [line.partition(":")[0].partition(" after")[0] for line in lines] == [
+            "m#0 on host_a is lost",
+            "m#0 on host_a is there again",
+        ]
+
+
+async def test_a_silent_replica_gets_no_new_requests(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.hosts.group.ANSWER_S", 1.0)
+    async with AsyncExitStack() as stack, hosts(secret, "stub://alpha", "stub://alpha") as several:
+        one, other = several.places()
+        proxy = Proxy(one)
+        gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN)
+        stack.push_async_callback(gateway.workers.close)
+        await gateway.workers.start()
+        gateway.workers.told([await proxy.start(stack), other])
+        await gateway.load()
+        await until(lambda: gateway.num_there == 2)
+        group = gateway.workers.groups[KEY]
+        proxy.stall()
+        await until(lambda: gateway.num_there == 1, "it is silent")
+        assert not group.is_linked(group.members[0])
+        assert [(await gateway.ask(f"question {n}")).num_output_tokens > 0 for n in range(3)] == [True] * 3
+        assert group.members[0].use.num_retried == 0
+        proxy.flow()
+        await until(lambda: gateway.num_there == 2, "it answers again")
 
 
 async def test_a_replica_that_leaves_ends_what_it_has_and_gets_nothing_more(secret: str) -> None:

@@ -85,6 +85,15 @@ def test_a_proof_is_of_no_use_to_another_link_or_the_other_end() -> None:
         mirrored.feed(mirrored.begin() + proof)
 
 
+def test_a_worker_refuses_its_own_proof_sent_back() -> None:
+    """A proof names the end that it is of: who does not know the secret could else reflect what it was sent."""
+    gateway, worker = ends()
+    reflected = worker.feed(gateway.begin())[-32:]
+    with pytest.raises(LinkRefusedError, match="another secret"):
+        worker.feed(reflected)
+    assert not worker.is_done
+
+
 def test_what_comes_behind_the_handshake_is_kept() -> None:
     gateway, worker = ends()
     proof = gateway.feed(worker.feed(gateway.begin()))

@@ -40,8 +40,9 @@ def ps(
         str | None,
         typer.Option(
             metavar="HOST",
-            help="Have all replicas leave a host, and wait until they have; exit code 1 if some are left. By its name, "
-            "or by an address that it alone has.",
+            help="Move all replicas of a host to others and wait until it has none; exit code 1 if some are left. Each "
+            "stays until its successor is ready; exit code 2, and no change, if other hosts lack room. HOST is a name, "
+            "or an address that no other host has.",
         ),
     ] = None,
     undrain: Annotated[
@@ -123,7 +124,17 @@ def _drained(name: str, is_empty: bool, places: Sequence[PlaceSnapshot], limit_s
         said = f"{name} is drained; replicas that are on it still after {limit_s:g} s: {len(places)}"
     else:
         said = f"{name} is drained; replicas that are to leave it: {len(places)}; `lockstep ps` shows when they have"
-    return "\n".join([said, *(place.sentence or f"{place.name} is {place.state}" for place in places)])
+    return "\n".join([said, *map(_left, places)])
+
+
+def _left(place: PlaceSnapshot) -> str:
+    """Sentence on a replica that a drain waits for, or that is not ready elsewhere."""
+    is_kept = place.state == "ready" and not place.reason
+    return (
+        f"{place.name} answers until its successor is ready"
+        if is_kept
+        else place.sentence or f"{place.name} is {place.state}"
+    )
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

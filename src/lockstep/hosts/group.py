@@ -223,6 +223,12 @@ class Group:
         why = "" if member.worker is None else member.worker.link_fault
         return f"there is no link to its worker: {why}" if why else "there is no link to its worker"
 
+    @property
+    def is_refused(self) -> bool:
+        """True if the links to all replicas that are ready are refused, as by another secret."""
+        there = [each for each in self.members if each.place is not None and each.place.state is PlaceState.READY]
+        return bool(there) and all(each.fault and each.worker is None for each in there)
+
     def is_linked(self, member: Member) -> bool:
         """True if a replica's worker has the model and answers this gateway."""
         worker = member.worker

@@ -29,7 +29,8 @@ from lockstep.worker.supervised import Notice, SupervisedWorker
 RETRY_AFTER_S = 2.0
 NO_REPLICA_S = 15.0
 """Bound of the wait for a model without a replica. While none can take a request, and none is being started or loaded,
-calls wait so long; then they end, and further ones are refused at once until a replica is there."""
+calls wait so long; then they end, and further ones are refused at once until a replica is there. Where the links to all
+replicas are refused, as by another secret, no call waits."""
 WATCH_S = 0.5
 """Between two looks at replicas that are silent, or whose links were refused."""
 COMING = (PlaceState.STARTING, PlaceState.LOADING)
@@ -117,7 +118,8 @@ class HostedWorkers:
             return None
         now_s = time.monotonic()
         begun_s = self._lost_s.get(replica, now_s if since_s is None else since_s)
-        if now_s - max(begun_s, self._coming_s.get(replica, begun_s)) < NO_REPLICA_S:
+        is_refused = group is not None and group.is_refused
+        if not is_refused and now_s - max(begun_s, self._coming_s.get(replica, begun_s)) < NO_REPLICA_S:
             return None
         return UnavailableError(self._why_absent(replica), retry_after_s=RETRY_AFTER_S)
 
