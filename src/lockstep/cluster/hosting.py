@@ -161,7 +161,7 @@ class Hosting:
             (key, member.number): num
             for key, group in self.workers.groups.items()
             for member in group.members
-            if (num := group.num_open(member.number))
+            if (num := group.num_open(member.number)) or group.balancer.is_there(member.number)
         }
         sessions = self._sessions.news(now_s)
         return Report(now_s, wishes, self.replicas.budget_bytes, self._policy, num_open, sessions, self.word.version)

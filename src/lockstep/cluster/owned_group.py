@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lockstep.cluster.shared_plan import ABSENT, GroupPhase
+from lockstep.cluster.shared_plan import ABSENT, GroupPhase, Report, is_linked
 from lockstep.hosts.values import (
     SLOTS_PER_REPLICA,
     Demand,
@@ -30,6 +30,8 @@ MAX_SILENT = 5
 """Questions in a row that an actor may leave unanswered; gateways see by themselves whether a worker is there."""
 MAX_SILENT_READY = 60
 """The same where it was ready: some two minutes."""
+LINK_LIMIT_S = 10.0
+"""For all gateways to have a link to a replica that is ready."""
 START_LIMIT_S = 60.0
 """For the process of a replica that a host has room for; on a Ray cluster that was just started it takes its time."""
 
@@ -60,6 +62,8 @@ class OwnedGroup:
     """Questions in a row that a replica's actor has not answered."""
     waiting_s: dict[int, float] = field(default_factory=dict)
     """When replicas were last placed, by number."""
+    ready_s: dict[int, float] = field(default_factory=dict)
+    """When replicas that are ready became so, by number."""
     leaving: dict[int, Leaving] = field(default_factory=dict)
     """Replicas that leave their host, by number."""
     began_s: float = 0.0
@@ -81,6 +85,18 @@ class OwnedGroup:
         """Note that a replica is placed, and waits for room or for its process."""
         self.places[number] = Place(self.demand.key, number, PlaceState.WAITING)
         self.waiting_s[number] = now_s
+
+    def relocation(self, drained: Collection[str], reports: Sequence[Report], now_s: float) -> Relocation:
+        """The next steps away from drained hosts. A successor counts when all gateways have a link to it, or after
+        `LINK_LIMIT_S`."""
+        ready = [number for number, place in self.places.items() if place.state is PlaceState.READY]
+        self.ready_s = {number: self.ready_s.get(number, now_s) for number in ready}
+        places = dict(self.places)
+        for number, ready_s in self.ready_s.items():
+            is_new = now_s - ready_s < LINK_LIMIT_S and places[number].node_id not in drained
+            if is_new and not is_linked(self.demand.key, number, reports):
+                places[number] = msgspec.structs.replace(places[number], state=PlaceState.STARTING)
+        return relocation(self.demand.num, places, drained, self.leaving, self.ending)
 
     def is_lost(self, number: int, hosts: Sequence[Host]) -> bool:
         """True where a replica is to be placed anew, as its host is gone, or its actor silent for long. One that waits

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.cluster.owned_group import Leaving, OwnedGroup, is_older, relocation, why_not_drained
+from lockstep.cluster.owned_group import Leaving, OwnedGroup, is_older, why_not_drained
 from lockstep.cluster.plan_recorder import PlanRecorder
 from lockstep.cluster.planner import Drain, Load, Phase, Refuse, Unload, plan
 from lockstep.cluster.sessions import SessionNews
@@ -411,7 +411,7 @@ class Owner:
             is_known = all(number in group.places for number in group.numbers)
             if not is_known or group.state.phase not in (Phase.LOADING, Phase.RESIDENT):
                 continue
-            steps = relocation(group.demand.num, group.places, self._drained, group.leaving, group.ending)
+            steps = group.relocation(self._drained, reports, now_s)
             for number in steps.placed:
                 self._place(group, number)
             version = self._word.version + 1

@@ -45,7 +45,8 @@ class Report:
     budget_bytes: int | None
     policy: PlanPolicy
     num_open: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """Requests that are open at each replica, by its group and number."""
+    """Requests that are open at each replica to which this gateway sends requests, or has sent some, by its group and
+    number."""
     sessions: tuple[SessionNews, ...] = ()
     """Changes since the report before."""
     seen: int = -1
@@ -141,6 +142,12 @@ def unwanted(groups: Iterable[str], reports: Sequence[Report]) -> list[str]:
 def is_held(key: str, reports: Iterable[Report]) -> bool:
     """True while a gateway has not left a group, or may have sent it requests."""
     return any((wish := report.wish(key)) is not None and wish.seen.phase is not Phase.ABSENT for report in reports)
+
+
+def is_linked(key: str, number: int, reports: Iterable[Report]) -> bool:
+    """True if each gateway that uses a group sends requests to this replica of it, or has sent some."""
+    using = [each for each in reports if (wish := each.wish(key)) is not None and wish.seen.phase is Phase.RESIDENT]
+    return all((key, number) in report.num_open for report in using)
 
 
 def following(word: Word, observed: Observed) -> tuple[Action, ...]:
