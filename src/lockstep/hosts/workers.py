@@ -83,6 +83,8 @@ class HostedWorkers:
         """When groups lost their last replica, by key; those that never had one, or were unloaded, are left out."""
         self._coming_s: dict[str, float] = {}
         """When replicas of groups were last reported as being started or loaded, by key."""
+        self._heard_s = 0.0
+        """When the controller last reported what it sees."""
         self._watching: asyncio.Task[None] | None = None
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """Loads that wait for the first replica of a group."""
@@ -104,8 +106,9 @@ class HostedWorkers:
         Args:
             is_current: whether it can see replicas now; else its places are those that it saw last.
         """
-        now_s = time.monotonic()
-        self._coming_s |= {place.key: now_s for place in self._places.values() if is_current and place.state in COMING}
+        if is_current:
+            self._heard_s = now_s = time.monotonic()
+            self._coming_s |= {place.key: now_s for place in self._places.values() if place.state in COMING}
 
     def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
         """The error of calls to a group that has had no replica for `NO_REPLICA_S`; None: it has one, or they may wait.
@@ -118,8 +121,10 @@ class HostedWorkers:
             return None
         now_s = time.monotonic()
         begun_s = self._lost_s.get(replica, now_s if since_s is None else since_s)
+        is_placed = any(place.key == replica for place in self._places.values())
+        coming_s = self._coming_s.get(replica, begun_s) if is_placed else self._heard_s  # its turn may be yet to come
         is_refused = group is not None and group.is_refused
-        if not is_refused and now_s - max(begun_s, self._coming_s.get(replica, begun_s)) < NO_REPLICA_S:
+        if not is_refused and now_s - max(begun_s, coming_s) < NO_REPLICA_S:
             return None
         return UnavailableError(self._why_absent(replica), retry_after_s=RETRY_AFTER_S)
 
