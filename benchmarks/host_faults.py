@@ -230,7 +230,7 @@ class Faults:
         async def shared() -> bool:
             nonlocal drained
             places = await self.gateways[0].places()
-            num = sum(str(place["host"]) == "host_b" for place in places)
+            num = sum(place["host"] == "host_b" and place["state"] == "ready" for place in places)
             hosts = {host["name"]: host for host in (await self.gateways[0].http.get("/v1/cluster")).json()["hosts"]}
             if num < 2 and not drained and hosts.get("host_b", {}).get("is_there"):
                 drained = (await self.gateways[0].http.post("/v1/cluster/hosts/host_a/drain")).status_code == 200

@@ -69,6 +69,7 @@ def test_relocation_ends_with_every_replica_elsewhere_and_never_fewer_answer() -
 def test_a_replica_that_leaves_goes_on_leaving() -> None:
     known = places(n0=("b", READY), n1=("b", READY), n2=("a", READY), n3=("a", STARTING))
     assert relocation(2, known, ("b",), leaving=(1,)).leaving == (1,)
+    assert relocation(2, known, (), leaving=(1,)).leaving == (1, 3), "also when its host may have replicas again"
 
 
 def test_a_replica_that_a_host_has_room_for_is_starting_for_a_while() -> None:

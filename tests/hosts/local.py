@@ -27,6 +27,7 @@ class LocalRuntime:
         self._lost: list[str] = []
         self._wanted: dict[ReplicaName, tuple[Demand, tuple[str, ...]]] = {}
         self._running: dict[ReplicaName, ReplicaHost] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     def use(self, link: LinkOptions) -> bool:
         is_other, self._link = link != self._link, link
@@ -52,7 +53,10 @@ class LocalRuntime:
         self._wanted.pop(name, None)
         replica = self._running.pop(name, None)
         if replica is not None:
-            await replica.close()
+            closing = asyncio.get_running_loop().create_task(replica.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await asyncio.shield(closing)  # also where whoever asked for it ends first
         await self._fill()
 
     async def ask(self, name: ReplicaName) -> Place | None:
@@ -61,7 +65,7 @@ class LocalRuntime:
 
     async def close(self) -> None:
         running, self._running, self._wanted = self._running, {}, {}
-        await asyncio.gather(*(replica.close() for replica in running.values()))
+        await asyncio.gather(*(replica.close() for replica in running.values()), *self._closing)
 
     # -- faults ---------------------------------------------------------------------------------------------------
 

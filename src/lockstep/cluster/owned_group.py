@@ -159,7 +159,8 @@ def relocation(
     going = [number for number, place in places.items() if place.node_id and place.node_id in drained]
     staying = [number for number in places if number not in going]
     free = [number for number in range(num * SLOTS_PER_REPLICA) if number not in places and number not in taken]
-    surplus = sorted(staying, key=lambda number: (is_ready(number), -number))[: max(0, len(staying) - num)]
+    order = sorted(staying, key=lambda number: (is_ready(number), number not in leaving, -number))
+    surplus = order[: max(0, len(staying) - num)]
     num_needed = max(0, num - sum(map(is_ready, staying)))
     answering = sorted(filter(is_ready, going), key=lambda number: (number not in leaving, number))
     away = [number for number in going if not is_ready(number)] + answering[: max(0, len(answering) - num_needed)]
