@@ -55,6 +55,12 @@ def test_a_line_of_our_request_log_is_an_observation(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("endpoint", ["/v1/embeddings", "/api/embed", "/api/embeddings"])
+def test_an_embedding_of_our_log_has_no_number_of_output_tokens(tmp_path: Path, endpoint: str) -> None:
+    [found] = observations(write_lines(tmp_path / "log", [{**LOG_LINE, "endpoint": endpoint, "output_tokens": 0}]))
+    assert "output_tokens" not in found
+
+
 def test_requests_are_found_among_the_other_lines_of_a_log() -> None:
     found = observations(DATA / "requests.log")
     assert len(found) == 4

@@ -127,6 +127,12 @@ def test_spans_of_tools_agents_and_hops_are_no_answers(tmp_path: Path) -> None:
     assert [each["engine_id"] for each in found] == ["chatcmpl-abc"]
 
 
+def test_an_embedding_of_a_span_has_no_number_of_output_tokens(tmp_path: Path) -> None:
+    attributes = {"gen_ai.operation.name": "embeddings", "gen_ai.usage.output_tokens": 0}
+    [found] = observations(write_json(tmp_path / "spans.json", otlp(span(attributes))))
+    assert "output_tokens" not in found
+
+
 @pytest.mark.parametrize("code", [2, "2", "STATUS_CODE_ERROR"])
 def test_the_status_of_a_span_is_a_number_or_a_name(tmp_path: Path, code: Any) -> None:
     status = {"code": code, "message": "boom"}

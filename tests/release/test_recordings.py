@@ -334,8 +334,8 @@ def test_an_answer_that_was_cut_short_is_not_compared(tmp_path: Path, key: str) 
         bench.answer(1)
         bench.tell(Abort("a", (0,)))
         bench.answer(0)
-    rows = observations(tmp_path, tmp_path, "ok, latency_ms, fingerprint IS NULL")[0]
-    assert rows[0] == ("one", True, None, True)
+    rows = observations(tmp_path, tmp_path, "ok, latency_ms, fingerprint IS NULL, output_tokens")[0]
+    assert rows[0] == ("one", True, None, True, None)
     assert rows[1][1] is True
     assert rows[1][3] is False
 
