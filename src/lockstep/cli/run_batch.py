@@ -41,7 +41,7 @@ REPORT_S = 10.0
 """Progress is told so often where nobody looks at a terminal."""
 PIPE = "-"
 _PART = ".part"
-_TEMPORARY = "lockstep-run-batch-"
+_TEMPORARY = "lockstep-owned-run-batch-"
 """Beginning of the names of temporary folders."""
 OUTPUT = "the output"
 NAME = "run-batch"

@@ -22,7 +22,7 @@ from lockstep.release.observation import Side
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-TEMPORARY = "lockstep-gate-"
+TEMPORARY = "lockstep-owned-gate-"
 """Beginning of the names of temporary folders."""
 MEMORY_LIMIT = "500MB"
 """Of DuckDB; what needs more goes to its folder."""

@@ -200,14 +200,14 @@ def test_a_temporary_folder_of_a_server_that_was_killed_is_removed_at_the_next_s
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ServerProcess("stub://alpha", *IN_THREAD, environment={"TMPDIR": str(tmp_path)}) as server:
         server.wait_ready()
-        [left] = tmp_path.glob("lockstep-batches-*")
+        [left] = tmp_path.glob("lockstep-owned-batches-*")
         alive = BatchStore(None)
         assert left.is_dir(), "its server runs"
         server.signal(signal.SIGKILL)
         server.wait()
     following = BatchStore(None)
     assert not left.exists()
-    assert len([*tmp_path.glob("lockstep-batches-*")]) == 2
+    assert len([*tmp_path.glob("lockstep-owned-batches-*")]) == 2
     alive.close()
     following.close()
 

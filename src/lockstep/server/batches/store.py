@@ -66,7 +66,7 @@ CREATE INDEX open_batches ON batches (has_ended);
     is_exclusive=True,
     synchronous="FULL",
 )
-_TEMPORARY = "lockstep-batches-"
+_TEMPORARY = "lockstep-owned-batches-"
 """Beginning of the names of temporary folders."""
 _PROBE_BYTES = 64 << 10
 """Room that a folder needs to be taken for one that can be written again."""
