@@ -328,7 +328,7 @@ def replay_trace(given: RecordingFlags, as_json: bool) -> int:
 
 
 def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, request: str | None = None) -> int:
-    from lockstep.replay import folder, plans
+    from lockstep.replay import folder_integrity, plans
     from lockstep.replay import recorded_routes as routes
     from lockstep.replay import verify as deciding
     from lockstep.replay.account import RequestAccount
@@ -338,7 +338,9 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
     of_plans, of_routes = plans.plan_files(path), routes.route_files(path)
     facts: dict[str, Any] = {"version": VERSION}
     lines: list[str] = []
-    verdicts: list[deciding.Verification | plans.PlansVerdict | routes.RoutesVerdict | folder.FolderVerdict] = []
+    verdicts: list[
+        deciding.Verification | plans.PlansVerdict | routes.RoutesVerdict | folder_integrity.FolderVerdict
+    ] = []
     planned = plans.verify_plans(of_plans) if of_plans else None
     routed = routes.verify_routes(of_routes) if of_routes else None
     noted = [finding for each in (planned, routed) if each is not None for finding in each.findings]
@@ -363,7 +365,7 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
         lines += routes.describe(routed)
         verdicts.append(routed)
     if not has_steps:
-        checked = folder.FolderVerdict(folder.folder_findings(path, noted))
+        checked = folder_integrity.FolderVerdict(folder_integrity.folder_findings(path, noted))
         facts["folder"] = checked.facts()
         lines += map(str, checked.findings)
         verdicts.append(checked)

@@ -122,7 +122,7 @@ class Policy:
 
     @property
     def compares_vectors(self) -> bool:
-        """Whether vectors decide where both answers have one, whatever else they hold."""
+        """True if vectors decide where both answers have one, whatever else they hold."""
         return self.outputs == "numeric"
 
     @property

@@ -213,7 +213,7 @@ class SupervisedWorker:
 
     @property
     def link_fault(self) -> str:
-        """Why the last attempt to start or reach the worker failed, in one sentence; empty: it did not."""
+        """Reason why the last attempt to start or reach the worker failed, in one sentence; empty: it did not."""
         return self._life.link_fault
 
     @property

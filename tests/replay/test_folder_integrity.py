@@ -15,7 +15,7 @@ from lockstep.cluster.plan_recorder import PLAN_SUFFIX, PlanRecorder
 from lockstep.cluster.planner import Observed, PlanPolicy, plan
 from lockstep.cluster.route_recorder import ROUTE_SUFFIX, RouteRecorder
 from lockstep.errors import LockstepError, TraceError
-from lockstep.replay.folder import folder_findings
+from lockstep.replay.folder_integrity import folder_findings
 from lockstep.replay.plans import plan_files, verify_plans
 from lockstep.replay.recorded_routes import route_files, verify_routes
 from lockstep.replay.trace import open_trace

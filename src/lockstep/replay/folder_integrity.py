@@ -91,7 +91,7 @@ def _alone(path: Path) -> Iterator[Finding]:
 
 
 def _listed(folder: Path) -> dict[str, list[Listed]]:
-    """What the folder's manifests list, by name of the file."""
+    """Entries of the folder's manifests, by name of the file."""
     listed: dict[str, list[Listed]] = {}
     for path in manifest_files(folder):
         for name, line in read_manifest(path).files.items():
