@@ -53,8 +53,8 @@ def claim_folder(parent: Path, prefix: str) -> OwnedFolder:
     """Make and lock a new folder, readable by this user alone, and remove those that killed processes left.
 
     Args:
-        prefix: beginning of the names of all folders of this kind; nothing else in `parent` may have it, in particular
-            no folder of an older version that locks none.
+        prefix: beginning of the names of all folders of this kind; nothing else in `parent` may have it, such as
+            folders of an older version that does not lock them.
 
     Raises:
         OSError: a folder cannot be made or locked.

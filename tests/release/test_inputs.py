@@ -176,7 +176,7 @@ def test_a_signal_ends_the_gate_without_a_verdict_and_leaves_nothing(tmp_path: P
     paths = [write_lines(tmp_path / side, records(60_000)) for side in ("baseline", "candidate")]
     (kept := tmp_path / "temporary").mkdir()
     process = subprocess.Popen([*GATE, *paths], env={**os.environ, "TMPDIR": str(kept)}, stderr=subprocess.PIPE)
-    while not list(kept.glob("lockstep-gate-*")):
+    while not list(kept.glob("lockstep-owned-gate-*")):
         time.sleep(0.001)
     process.send_signal(number)
     _, told = process.communicate()
