@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -59,14 +60,13 @@ def claim_folder(parent: Path, prefix: str) -> OwnedFolder:
     Raises:
         OSError: a folder cannot be made or locked.
     """
-    import tempfile
-
     for left in sorted(parent.glob(f"{prefix}*")):
         with suppress(OSError):
             _remove_left(left)
     for _ in range(MAX_CLAIMS):
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        path = parent / f"{prefix}{secrets.token_hex(8)}"  # known before it is made: a signal may come at any moment
         try:
+            path.mkdir(mode=0o700)
             return OwnedFolder(path, lock_file(path / _OWNER))
         except (FileNotFoundError, BlockingIOError):  # another process removed it as one that was left
             continue

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lockstep import owned_folders
 from lockstep.engine import kv_files
 from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey, claim_host_folder
 from lockstep.engine.kv_records import SessionRecord, SessionRecords
@@ -385,18 +385,17 @@ def test_a_server_whose_new_folder_is_taken_for_one_that_was_left_makes_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two start at one moment: one looks for what was left between the other's folder and its lock."""
-    made: list[Path] = []
     claimed: list[kv_files.HostFolder] = []
-    mkdtemp = tempfile.mkdtemp
+    paths_to_lock: list[Path] = []
+    lock = owned_folders.lock_file
 
-    def make(**arguments: Any) -> str:
-        made.append(Path(mkdtemp(**arguments)))
-        if len(made) == 1:
+    def lock_late(path: Path) -> int:
+        paths_to_lock.append(path)
+        if len(paths_to_lock) == 1:
             claimed.append(claim_host_folder(tmp_path))
-            return str(made[0])
-        return str(made[-1])
+        return lock(path)
 
-    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    monkeypatch.setattr(owned_folders, "lock_file", lock_late)
     claimed.append(claim_host_folder(tmp_path))
     assert len({folder.path for folder in claimed}) == 2
     for folder in claimed:
