@@ -124,7 +124,7 @@ def test_a_template_that_reads_a_wish_is_no_reason_to_warn() -> None:
         ({"chat_template_kwargs": {"enable_thinking": False, "color": 1}}, 1),
     ):
         call = chat_call(ChatBody.model_validate({"messages": [USER], **body}), Caller("", ServerOptions()), tokenizer)
-        assert len(call.unheeded(tokenizer)) == warned
+        assert len(call.warnings(tokenizer)) == warned
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

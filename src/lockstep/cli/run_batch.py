@@ -93,8 +93,10 @@ def run_batch(
     debug: flags.Debug = False,
 ) -> None:
     """Answer a file of requests, in OpenAI's batch format, without a server; exit code 1 if some failed."""
+    from lockstep.cluster.manifest import names_of_source
+
     source, target, name = arguments_of((input_place, output_place, model), (input_file, output_file, model_flag))
-    names = tuple(run.served_model_name or (name,))
+    names = tuple(run.served_model_name or names_of_source(name))
     kwargs, template = flags.template_kwargs(chat_template_kwargs), flags.read_template(chat_template)
     engine = flags.checked(replace(pool, max_num_seqs=run.max_num_seqs))
     load = LoadOptions(engine, openvino, cache_dir, probe, template)

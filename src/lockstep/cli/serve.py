@@ -203,7 +203,7 @@ def _cluster(
     """Make the cluster behind the server, and the reload of its manifest where there is one."""
     from lockstep.cluster.backend import POCKET
     from lockstep.cluster.cluster import Cluster
-    from lockstep.cluster.manifest import Manifest
+    from lockstep.cluster.manifest import Manifest, names_of_source
     from lockstep.cluster.state import ClusterOptions
     from lockstep.server.reload import ManifestReload, stamp_of
 
@@ -223,7 +223,7 @@ def _cluster(
     )
     if cluster_flags.manifest is None:
         template = flags.read_template(model_flags.chat_template)
-        names = model_flags.served_model_name or (DEMO_NAME if model is None else model,)
+        names = model_flags.served_model_name or ((DEMO_NAME,) if model is None else names_of_source(model))
         manifest = Manifest.of_model(model or POCKET, names, template)
         return Cluster(manifest, options, progress=progress), None
     seen = stamp_of(cluster_flags.manifest)  # before it is read: what is written from now on is brought in

@@ -5,6 +5,7 @@ Closed: no files, no YAML, no clock. `manifest_file.py` makes one of text and te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -213,3 +214,16 @@ class Manifest:
     def targets(self) -> tuple[str, ...]:
         """Ids that the routing's rule may name, in order of definition."""
         return () if self.routing is None else tuple(e.id for e in self.entries if e.set == self.routing.rule.set)
+
+
+def names_of_source(source: str) -> tuple[str, ...]:
+    """Names of a model that is served without a name of its own: its source, and the short name as an alias.
+
+    The short name of ``hf://org/name@revision#file`` is ``name``, that of ``./dir/model.gguf`` is ``model``, and that
+    of ``pocket://`` is ``pocket``. A hub's repository is an alias too: ``org/name``.
+    """
+    scheme, sign, rest = source.rpartition("://")
+    path = re.split(r"[?#@]" if sign else r"$", rest or scheme)[0].rstrip("/")
+    short = path.rpartition("/")[2].removesuffix(".gguf")
+    shorter = (path if scheme == "hf" else "", short)
+    return tuple(dict.fromkeys((source, *(name for name in shorter if name not in ("", ".", "..")))))

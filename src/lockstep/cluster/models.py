@@ -15,6 +15,9 @@ from lockstep.cluster.sessions import ModelSessions
 from lockstep.cluster.snapshot import ModelSnapshot
 from lockstep.errors import ModelNotFoundError
 
+MAX_SHOWN_NAMES = 16
+"""Names of models in the error of an unknown one."""
+
 
 @dataclass(slots=True, eq=False)
 class Model:
@@ -119,8 +122,13 @@ class ModelSet:
         """
         model = self._by_name.get(name)
         if model is None:
-            raise ModelNotFoundError(f"The model `{name}` does not exist.", param="model")
+            raise ModelNotFoundError(f"The model `{name}` does not exist; {self._names_text()}.", param="model")
         return model
+
+    def _names_text(self) -> str:
+        names = [f"`{name}`" for name in self._by_name if name is not None]
+        more = f" and {len(names) - MAX_SHOWN_NAMES} more (GET /v1/models)" if len(names) > MAX_SHOWN_NAMES else ""
+        return f"this server has {', '.join(names[:MAX_SHOWN_NAMES])}{more}"
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:

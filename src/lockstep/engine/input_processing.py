@@ -51,9 +51,12 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     hashes: tuple[bytes, ...] = ()
     if config.enable_prefix_caching:
         hashes = block_hashes(model.namespace(request.cache_salt), prompt_ids, config.block_size)
+    max_tokens = params.max_tokens
+    if max_tokens is not None and request.cuts_to_context:
+        max_tokens = min(max_tokens, output_limit(config, Request(len(prompt_ids), None)))
     core_request = Request(
         len(prompt_ids),
-        params.max_tokens,
+        max_tokens,
         hashes,
         request.priority,
         request.tenant,

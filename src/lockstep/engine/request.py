@@ -71,6 +71,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sessions of its owner that the device keeps, this one included."""
     truncate_prompt_tokens: int | None = None
     """Keep only the last so many tokens of the prompt; -1: as many as the context holds beside the tokens of output."""
+    cuts_to_context: bool = False
+    """True: a ``max_tokens`` that the context cannot hold beside the prompt is cut to what the context leaves. False:
+    such a request is refused."""
     external_id: str = ""
     """The caller's name for it, as ``x-request-id`` has it; decides nothing, and recordings have it."""
     segment: str = ""

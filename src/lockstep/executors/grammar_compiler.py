@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -222,6 +222,23 @@ def rehearse(grammar: Grammar, vocab_size: int) -> None:
         if grammar.is_complete or not len(ids):
             return
         grammar.accept(int(ids[step * 7919 % len(ids)]), 0)
+
+
+def schema_fault(schema: Mapping[str, object]) -> str:
+    """The reason for which no grammar can be made of a JSON schema, whatever the model; empty: one can.
+
+    Its depth is for the caller to bound.
+    """
+    from llguidance import LLMatcher
+
+    try:
+        source = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)  # type: ignore[arg-type]  # total=False
+        fault: str = LLMatcher.validate_grammar(source, limits=_limits())
+    except BaseException as error:
+        if not (isinstance(error, ValueError) or is_panic(error)):
+            raise
+        fault = str(error) or type(error).__name__
+    return short_message(fault) if fault else ""
 
 
 def grammar_source(constraint: Constraint) -> str:

@@ -298,6 +298,7 @@ class AnswerResponse(Response):
                     self._serving.cluster.shown(context.progress, answer.shown)
                 outputs = answer.outputs
                 conclude(context, outputs, answer.unanswered)
+                context.num_unread_calls = sum(choice.num_unread_calls for choice in answer.choices)
                 context.count = None
                 context.finish_reasons = [each.finish_reason.value for output in outputs for each in output.completions]
 

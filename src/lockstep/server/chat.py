@@ -238,7 +238,7 @@ def chat_answer(
 ) -> Answer:
     """The answer to an accepted call, still empty."""
     tokenizer, returns_ids = cluster.tokenizer(accepted.model), bool(body.return_token_ids)
-    context.warnings = [*not_stored(body), *chat.unheeded(tokenizer)]
+    context.warnings = [*not_stored(body), *chat.warnings(tokenizer)]
     metadata = metadata_of("chatcmpl", cluster.card(accepted.model), body)
     check_tokens_known(
         tokenizer,
@@ -291,16 +291,17 @@ class ChatCall:
     wishes: Mapping[str, frozenset[str]]
     """What the chat template is asked to heed: the variables by which it would, of which one is enough."""
 
-    def unheeded(self, tokenizer: Tokenizer) -> list[str]:
-        """Warnings, a sentence each, of wishes that the template of the model that answers does not read."""
-        if tokenizer.vocab_size == 0 or not self.wishes:  # another server's template is not known here
-            return []
-        read = tokenizer.template_variables
-        unread = [wish for wish, names in self.wishes.items() if names.isdisjoint(read)]
-        return [
-            f"{wish}: the model's chat template does not read it, so it changes nothing"
-            for wish in unread[:MAX_WARNINGS]
-        ]
+    def warnings(self, tokenizer: Tokenizer) -> list[str]:
+        """Warnings, a sentence each: schemas that are not enforced, and wishes that the template of the model that
+        answers does not read."""
+        warnings = list(self.tool_use.warnings)
+        if self.wishes and tokenizer.vocab_size > 0:  # another server's template is not known here
+            read = tokenizer.template_variables
+            unread = [wish for wish, names in self.wishes.items() if names.isdisjoint(read)]
+            warnings += [
+                f"{wish}: the model's chat template does not read it, so it changes nothing" for wish in unread
+            ]
+        return warnings[:MAX_WARNINGS]
 
 
 def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -110,12 +111,13 @@ async def answer_as_chat(
     context.model = cluster.card(model).name
     tokenizer = cluster.tokenizer(model)
     chat = await translated(request, lambda: adapted_call(request, make_body, words, tokenizer))
+    calls = (replace(chat.call, cuts_to_context=True),)  # agents ask for more than small models have
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         [first] = accepted
         own = cluster.tokenizer(first.model)
-        context.warnings = [*warnings, *map(words.warning, chat.unheeded(own))]
+        context.warnings = [*warnings, *map(words.warning, chat.warnings(own))]
         choices = open_choices(chat.call.params, own, first, tool_use=chat.tool_use, new_call_id=new_call_id)
         return Answer(accepted, choices, make_encoder(first, chat), context)
 
-    return AnswerResponse(request, (chat.call,), make_answer, words.names(chat.names), is_stream=is_stream)
+    return AnswerResponse(request, calls, make_answer, words.names(chat.names), is_stream=is_stream)

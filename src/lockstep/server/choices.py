@@ -87,6 +87,11 @@ class Choice:
         return [*read, *map(_joined, self._remote_calls.values())] if self._remote_calls else read
 
     @property
+    def num_unread_calls(self) -> int:
+        """Times that what began as a call could not be read as one."""
+        return 0 if self.parser is None else self.parser.num_unread
+
+    @property
     def ended_by(self) -> FinishReasonName:
         """Its `finish_reason`, where it has come to its end."""
         assert self.finish_reason is not None, "a whole answer's choices have ended"
@@ -205,7 +210,7 @@ class Choice:
         else:
             raise RequestFailedError(f"the request ended with {reason and reason.value} before its answer was complete")
         if self.parser is not None:
-            self._sort(self.parser.flush())
+            self._sort(self.parser.flush(is_cut=reason is FinishReason.LENGTH))
             if self.calls_end and self.finish_reason == "stop" and self.whole_calls:
                 self.finish_reason = "tool_calls"
         if isinstance(stop_reason, str) or stop_reason not in self.end_ids:

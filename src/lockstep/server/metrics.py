@@ -82,19 +82,27 @@ router = APIRouter(tags=["metrics"], responses=ERROR_RESPONSES)
 
 
 class HttpCounts:
-    """Requests by method, route and status; an observer of their records. Bounded: none of the three is free text."""
+    """Requests by method, route and status, and tool calls that could not be read, by model; an observer of contexts.
+    Bounded: none of these is free text."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, str], int] = {}
+        self._unread_calls: dict[tuple[str], int] = {}
 
     def __call__(self, context: RequestContext, duration_s: float) -> None:
         method = context.method if context.method in METHODS else "OTHER"
         key = (method, context.endpoint, str(context.status))
         self._counts[key] = self._counts.get(key, 0) + 1
+        if context.num_unread_calls and context.model is not None:
+            of_model = (context.model,)
+            self._unread_calls[of_model] = self._unread_calls.get(of_model, 0) + context.num_unread_calls
 
-    def family(self) -> Metric:
+    def families(self, prefix: str) -> Iterator[Metric]:
         labels, text = ("method", "path", "status"), "HTTP requests answered."
-        return _family(CounterMetricFamily, "http_requests", text, labels, sorted(self._counts.items()))
+        yield _family(CounterMetricFamily, "http_requests", text, labels, sorted(self._counts.items()))
+        text = "Tool calls in answers that could not be read as calls and were returned as text."
+        unread = sorted(self._unread_calls.items())
+        yield _family(CounterMetricFamily, f"{prefix}:unread_tool_calls", text, MODEL, unread)
 
 
 @router.get(
@@ -109,7 +117,11 @@ async def metrics(request: Request) -> Response:
     counts: HttpCounts = request.app.state.http_counts
     snapshots = await serving.cluster.metrics()
     prefix = serving.options.metrics_prefix
-    families = [*model_families(snapshots, prefix), *cluster_families(serving.cluster, prefix), counts.family()]
+    families = [
+        *model_families(snapshots, prefix),
+        *cluster_families(serving.cluster, prefix),
+        *counts.families(prefix),
+    ]
     families += batch_families(request.app.state.batches, prefix)
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     if content_type.startswith(OPENMETRICS):

@@ -122,6 +122,8 @@ class RequestContext:
     hops: list[Hop] = field(default_factory=list)
     """Of models that were asked before those who answered; their tokens are not in `totals`."""
     finish_reasons: list[str] = field(default_factory=list)
+    num_unread_calls: int = 0
+    """Times that what began as a call of a function could not be read as one, and was shown as text."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """The client's own labels."""
     num_body_bytes: int = 0

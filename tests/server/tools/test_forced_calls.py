@@ -136,10 +136,22 @@ def test_functions_that_take_nothing_are_called_with_nothing(llm: LLM) -> None:
     assert {call.arguments for parser, _ in answers(llm, tool_use, 9) for call in parser.calls} == {"{}"}
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_when_it_must_be(llm: LLM) -> None:
-    never = function("never", {"properties": {"x": {"type": "string", "pattern": "(?=a)b"}}, "required": ["x"]})
-    with pytest.raises(InvalidParameterError, match="constraint cannot be used") as caught:
-        list(answers(llm, tool_use_of(llm.model.tokenizer, [never], "required", True), 1))
-    assert caught.value.param == "constraint"
-    free = tool_use_of(llm.model.tokenizer, [never], "auto", True)
-    assert len(list(answers(llm, free, 3, 5))) == 3
+def test_forced_call_leaves_the_unenforceable_part_of_its_schema_unenforced(llm: LLM) -> None:
+    schema = {
+        "properties": {"x": {"type": "string", "pattern": "(?=a)b", "maxLength": 3}, "y": {"enum": [1, 2]}},
+        "required": ["x", "y"],
+    }
+    tool_use = tool_use_of(llm.model.tokenizer, [function("look", schema)], "required", False)
+    assert tool_use.warnings == ("tools[0].function.parameters: not enforced in calls of look: properties.x.pattern",)
+    plain = {"type": "object", **schema, "properties": {**schema["properties"], "x": {"type": "string"}}}
+    for parser, _ in answers(llm, tool_use, 9):
+        for call in parser.calls:
+            jsonschema.validate(json.loads(call.arguments), plain)
+
+
+def test_strict_function_is_refused_at_the_part_that_cannot_be_enforced(llm: LLM) -> None:
+    never = function("never", {"properties": {"x": {"type": "string", "pattern": "(?=a)b"}}}, strict=True)
+    with pytest.raises(InvalidParameterError, match="'never' is strict") as caught:
+        tool_use_of(llm.model.tokenizer, [PING, never], "auto", True)
+    assert caught.value.param == "tools[1].function.parameters.properties.x.pattern"
+    assert "%json" not in str(caught.value)

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NotRequired
 
-import msgspec
 from fastapi import APIRouter, Query
 from fastapi.routing import APIRoute
 from starlette.requests import Request
@@ -37,6 +36,7 @@ from lockstep.server.fields import Shape
 from lockstep.server.generation import check_tokens_known
 from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of, translated
+from lockstep.server.tools.parser import ToolCall
 
 MAX_MODELS = 1_000
 """Of one page, as with Anthropic; so is the default."""
@@ -183,12 +183,12 @@ class MessagesEncoder:
             self._blocks[-1] = {**block, "text": text}
         self._stop()
 
-    def _use_tool(self, id_: str, name: str, arguments: str) -> None:
+    def _use_tool(self, call: ToolCall) -> None:
         """A whole block of a tool's use."""
-        use = {"type": "tool_use", "id": id_, "name": name}
+        use = {"type": "tool_use", "id": call.id, "name": call.name}
         self._start({**use, "input": {}})
-        self._blocks[-1] = {**use, "input": msgspec.json.decode(arguments or "{}")}
-        self._delta({"type": "input_json_delta", "partial_json": arguments})
+        self._blocks[-1] = {**use, "input": call.arguments_object}
+        self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         self._stop()
 
     def _start(self, block: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ class MessagesEncoder:
         [choice], totals = answer.choices, answer.totals
         self._close()
         for call in choice.whole_calls:
-            self._use_tool(call.id, call.name, call.arguments)
+            self._use_tool(call)
         is_stop_string = choice.finish_reason == "stop" and isinstance(choice.stop_reason, str)
         thoughts = answer.num_reasoning_tokens
         return {

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any, Literal, NotRequired
 
-import msgspec
 from fastapi import APIRouter
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -152,7 +152,7 @@ class OllamaEncoder:
                 "function": {
                     "index": index,
                     "name": call.name,
-                    "arguments": msgspec.json.decode(call.arguments or "{}"),
+                    "arguments": call.arguments_object,
                 },
             }
             for index, call in enumerate(choice.whole_calls)
@@ -265,7 +265,8 @@ async def _go_on(request: Request, body: OllamaGenerateBody) -> Response:
         completion = await translated(request, lambda: completion_calls(completion_body(body), caller))
     except RequestError as error:
         raise WORDS.error(error) from None
-    params = completion.calls[0].params
+    calls = [replace(call, cuts_to_context=True) for call in completion.calls]
+    params = calls[0].params
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         [first] = accepted
@@ -275,7 +276,7 @@ async def _go_on(request: Request, body: OllamaGenerateBody) -> Response:
         return Answer(accepted, choices, OllamaEncoder(card.name, context, is_chat=False), context)
 
     names = WORDS.names(completion.names)
-    return AnswerResponse(request, completion.calls, make_answer, names, is_stream=body.stream is not False)
+    return AnswerResponse(request, calls, make_answer, names, is_stream=body.stream is not False)
 
 
 async def _load(request: Request, body: OllamaBody, said: Mapping[str, Any]) -> Response:

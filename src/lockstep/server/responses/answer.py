@@ -217,14 +217,14 @@ class ResponseWriter:
         """No text follows; ``is_cut``: because no more tokens were allowed."""
         self._close("incomplete" if is_cut else "completed")
 
-    def write_call(self, call_id: str, name: str, arguments: str) -> None:
-        """A tool is called."""
+    def write_call(self, call_id: str, name: str, arguments: str, *, is_cut: bool = False) -> None:
+        """A tool is called; ``is_cut``: with a part of its arguments, because no more tokens were allowed."""
         self._close("completed")
         item = _OpenItem(Kind.CALL, {"id": self._new_id(Kind.CALL.value), "call_id": call_id, "name": name})
         self._begin_item(item)
         item.pieces.append(arguments)
         self._add_of_item("response.function_call_arguments.delta", item, delta=arguments)
-        self._close("completed")
+        self._close("incomplete" if is_cut else "completed")
 
     def complete(self, completed_at_s: int, **fields: Any) -> JsonObject:
         """The answer came to its end: the response to be told by `end`, with further fields."""
@@ -352,7 +352,7 @@ class ResponseEncoder:
                 writer.write_text("", self._take_entries())
             writer.end_text(is_cut=is_cut)
             for call in choice.whole_calls:
-                writer.write_call(call.id, call.name, call.arguments)
+                writer.write_call(call.id, call.name, call.arguments, is_cut=call.is_cut)
             fields = {"usage": _usage_of(answer), "lockstep": answer.extension}
             self._final = writer.cut(**fields) if is_cut else writer.complete(int(time.time()), **fields)
         return self._final

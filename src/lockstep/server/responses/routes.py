@@ -79,7 +79,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         model, created_s = accepted[0].model, int(time.time())
-        context.warnings = chat.unheeded(cluster.tokenizer(model))
+        context.warnings = chat.warnings(cluster.tokenizer(model))
         choices = open_choices(
             chat.call.params, tokenizer, accepted[0], tool_use=chat.tool_use, new_call_id=lambda: _new_id("call")
         )

@@ -86,6 +86,8 @@ class CallableTool:
     """The JSON schema of its arguments, an object's."""
     strict: bool
     """Whether a call must obey the schema also where the model is free to call or not."""
+    where: str
+    """Its place in the request, e.g. ``tools[2].function``."""
 
     @property
     def shown(self) -> dict[str, Any]:
@@ -135,6 +137,7 @@ def checked_tools(functions: Sequence[Function]) -> tuple[CallableTool, ...]:
             function.description,
             _parameters(function.parameters, f"tools[{index}].function.parameters"),
             bool(function.strict),
+            f"tools[{index}].function",
         )
         for index, function in enumerate(functions)
     )

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.engine.output_rules import Reasoning
 from lockstep.executors.constraint import COMPACT, Constraint, schema_text
@@ -103,14 +102,9 @@ def _one_call(shape: AnswerShape, marker_id: MarkerId) -> list[str]:
         if form.arguments_marker:
             head, end = tool.name, ""
         rules.append(f"call_{index}: {_literal(head)} {marker} arguments_{index} {_literal(end)}")
-        rules.append(f"arguments_{index}: %json {_schema(tool, shape.may_talk)}")
+        schema = {**tool.arguments_schema, "x-guidance": _LAYOUT}
+        rules.append(f"arguments_{index}: %json {json.dumps(schema, ensure_ascii=False)}")
     return rules
-
-
-def _schema(tool: CallableTool, may_talk: bool) -> str:
-    """A forced call obeys its schema; one that the model chose does where the function is strict."""
-    schema: dict[str, Any] = tool.arguments_schema if tool.strict or not may_talk else {"type": "object"}
-    return json.dumps({**schema, "x-guidance": _LAYOUT}, ensure_ascii=False)
 
 
 def _compact_schema(json_constraint: Constraint) -> str:

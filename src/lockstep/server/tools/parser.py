@@ -2,20 +2,29 @@
 
 White space around calls belongs to them. Nothing is shown that may yet become a marker. A call is announced with its
 name and the first of its arguments, and whole when its own JSON is; what a model writes in place of a call that is
-none (no JSON, an unknown function, cut off) is content, all of it. Where the beginning of such a call was announced
-already, that cannot be unsaid: a stream then has a call that is never whole, and ``calls`` does not hold it.
+none (no JSON, an unknown function) is content, all of it. Where the beginning of such a call was announced
+already, that cannot be unsaid: a stream then has a call that is never whole, and ``calls`` does not hold it. A call
+that was announced when the answer was cut is a call with a part of its arguments.
 
 Everything but the sizes of the pieces depends on the text alone and not on where it was cut.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Any
+
+import msgspec
+from pydantic_core import from_json
 
 from lockstep.engine.output_rules import MAX_HELD_BLANKS
 from lockstep.server.tools.call_reader import CallFormat, CallReader, reader_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +49,26 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole call."""
+    """A whole call, or as much of one as an answer has that was cut."""
 
     index: int
     id: str
     name: str
     arguments: str
     """JSON text of an object."""
+    is_cut: bool = False
+    """Whether the answer ended before the call did."""
+
+    @property
+    def arguments_object(self) -> msgspec.Raw:
+        """The arguments as JSON of an object; of arguments that were cut, the members that came."""
+        try:
+            if isinstance(json.loads(self.arguments or "{}"), dict):
+                return msgspec.Raw((self.arguments or "{}").encode())
+            members = {}
+        except ValueError:  # it was cut
+            members = _members_of(self.arguments)
+        return msgspec.Raw(json.dumps(members).encode())
 
 
 Delta = ContentDelta | CallDelta
@@ -72,17 +94,23 @@ class ToolParser:
         call_format: how calls are written.
         names: of the functions that may be called; none: everything is content.
         new_id: gives a call its id, once for each that is announced.
+        is_forced: the whole answer is calls, so that what is cut is a part of one and no content.
     """
 
-    def __init__(self, call_format: CallFormat, names: Collection[str], new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, call_format: CallFormat, names: Collection[str], new_id: Callable[[], str], *, is_forced: bool = False
+    ) -> None:
         self._format = call_format
         self._names = frozenset(names)
         self._new_id = new_id
+        self._is_forced = is_forced
         self._place = _Place.START if call_format.bare else _Place.TEXT
         self._text = ""
         """Not decided yet."""
         self._raw: list[str] = []
         """What becomes content if the call does not come about."""
+        self._has_content = False
+        """Whether anything but blanks was shown."""
         self._is_list_open = False
         self._reader: CallReader | None = None
         self._announced: ToolCall | None = None
@@ -90,26 +118,57 @@ class ToolParser:
         self._num_announced = 0
         self._deltas: list[Delta] = []
         self.calls: list[ToolCall] = []
-        """Whole calls so far."""
+        """Whole calls so far; after `flush` also one that the answer's end cut, with a part of its arguments."""
+        self.num_unread = 0
+        """Times that what began as a call could not be read as one and became content."""
 
     def append(self, text: str) -> list[Delta]:
-        """Take more text; returns what is certain now."""
+        """Take more text; returns what is certain now. A text that no reader can take is content."""
         if not self._names:
             self._show(text)
             return self._take()
         self._text += text
-        while self._text and self._advance():
-            pass
+        try:
+            while self._text and self._advance():
+                pass
+        except Exception:  # whatever it is: the answer is computed, and its text can be shown
+            log.warning("an answer's calls cannot be read; its text is shown as it is", exc_info=True)
+            self._names = frozenset()
+            self._give_up()
+            self._show(self._text)
+            self._text = ""
         return self._take()
 
-    def flush(self) -> list[Delta]:
-        """End the text; returns what was held back."""
+    def flush(self, *, is_cut: bool = False) -> list[Delta]:
+        """End the text; returns what was held back.
+
+        Args:
+            is_cut: whether more would have come, had more tokens been allowed. A call whose name is known by then is a
+                call with a part of its arguments.
+        """
+        if is_cut:
+            self._end_cut_call()
         if self._place in (_Place.OPENED, _Place.CALL):
             self._give_up()
         if self._place is not _Place.AFTER:
             self._show(self._text)
         self._text = ""
         return self._take()
+
+    def _end_cut_call(self) -> None:
+        """End the call in whose middle the answer was cut. The name of a forced call is also known where there is but
+        one function; where there are several, nothing is left of a call without its name."""
+        is_forced = self._is_forced and not self._has_content  # else another server answered as it liked
+        if is_forced and self._announced is None and not self.calls and len(self._names) == 1:
+            [name] = self._names
+            self._announce(name, "")
+        if self._announced is not None:
+            self._end_call("" if self._reader is None else self._reader.arguments)
+            self.calls[-1] = replace(self.calls[-1], is_cut=True)
+        elif not is_forced:
+            return
+        self._forget_call()
+        self._place, self._text = _Place.AFTER, ""
 
     def _advance(self) -> bool:
         """Decide about some of the text; False: more of it is needed."""
@@ -226,6 +285,7 @@ class ToolParser:
 
     def _give_up(self) -> None:
         """Show what was taken for a call as content."""
+        self.num_unread += 1
         self._show("".join(self._raw))
         self._forget_call()
         self._place = _Place.TEXT
@@ -236,6 +296,7 @@ class ToolParser:
     def _show(self, text: str) -> None:
         if not text:
             return
+        self._has_content = self._has_content or not text.isspace()
         if self._deltas and isinstance(last := self._deltas[-1], ContentDelta):
             self._deltas[-1] = ContentDelta(last.text + text)
         else:
@@ -254,6 +315,15 @@ _STEPS: Mapping[_Place, Callable[[ToolParser], bool]] = {
     _Place.TAIL: ToolParser._in_tail,
     _Place.AFTER: ToolParser._after,
 }
+
+
+def _members_of(arguments: str) -> Mapping[str, Any]:
+    """The members of an object whose text was cut; none where there is none to be read."""
+    try:
+        members = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return members if isinstance(members, dict) else {}
 
 
 def _num_begun(text: str, marker: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.engine.chat_template import checked_messages
@@ -27,6 +27,7 @@ from lockstep.server.tools.definitions import (
     checked_choice,
     checked_tools,
 )
+from lockstep.server.tools.enforcement import enforced_tools
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS, AnswerShape, answer_grammar
 from lockstep.server.tools.parser import ToolParser
 
@@ -49,6 +50,8 @@ class ToolUse:
     """What the answer must be."""
     shown_specials: tuple[str, ...] = ()
     """Special tokens that calls are written with."""
+    warnings: tuple[str, ...] = ()
+    """Parts of the functions' schemas that calls are not held to although they are constrained."""
     knows_tools: bool = True
     """Whether the template writes past calls and results."""
     takes_system: bool = True
@@ -71,7 +74,8 @@ class ToolUse:
 
     def parser(self, new_id: Callable[[], str]) -> ToolParser:
         """A parser of one answer; ``new_id`` gives a call its id."""
-        return ToolParser(self.call_format, self.names, new_id)
+        is_forced = self.choice.mode in (ChoiceMode.REQUIRED, ChoiceMode.NAMED)
+        return ToolParser(self.call_format, self.names, new_id, is_forced=is_forced)
 
     @property
     def calls_end(self) -> bool:
@@ -113,13 +117,15 @@ def resolve_tools(
     if chosen.mode is ChoiceMode.NONE:
         return ToolUse(form, chosen, (), knows_tools=knows_tools)
     callable_ = [tool for tool in checked if chosen.takes(tool.name)]
+    constraint, warnings = _constraint(tokenizer, form, chosen, callable_, parallel, template_kwargs, json_constraint)
     return ToolUse(
         form,
         chosen,
         tuple(tool.name for tool in callable_),
         template_kwargs={"tools": [tool.shown for tool in checked]} if knows_tools else {},
         system_text=None if knows_tools else tools_as_text(checked),
-        constraint=_constraint(tokenizer, form, chosen, callable_, parallel, template_kwargs, json_constraint),
+        constraint=constraint,
+        warnings=warnings,
         shown_specials=tuple(text for text in form.markers if tokenizer.special_ids([text])),
         knows_tools=knows_tools,
         takes_system=knows_tools or takes_system_messages(tokenizer),
@@ -134,13 +140,14 @@ def _constraint(
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None,
     json_constraint: Constraint | None,
-) -> Constraint | None:
+) -> tuple[Constraint | None, tuple[str, ...]]:
+    """The constraint of an answer, and warnings of what the functions' schemas ask for beyond it."""
     may_talk = choice.mode is ChoiceMode.AUTO
     json_constraint = (
         json_constraint if tokenizer.takes_grammars else None
     )  # else whoever is asked for both may know how
     if may_talk and parallel and json_constraint is None and not any(tool.strict for tool in tools):
-        return None
+        return None, ()
     if not tokenizer.takes_grammars:
         raise InvalidParameterError(
             "this model's answers cannot be constrained, so that calls can be neither forced nor limited; "
@@ -148,13 +155,15 @@ def _constraint(
             param="tool_choice",
         )
     at_most = MAX_FORCED_CALLS if parallel and choice.mode is not ChoiceMode.NAMED else 1
-    shape = AnswerShape(form, tools, at_most, may_talk, json_constraint, _reasoning(tokenizer, template_kwargs))
+    held = [replace(tool, parameters={}) if may_talk and not tool.strict else tool for tool in tools]
+    enforced, warnings = enforced_tools(held)
+    shape = AnswerShape(form, enforced, at_most, may_talk, json_constraint, _reasoning(tokenizer, template_kwargs))
     constraint = Constraint.lark(answer_grammar(shape, tokenizer.marker_id))
     try:
         constraint.validate()
     except InvalidParameterError as error:
         raise InvalidParameterError(f"the tools' schemas cannot be enforced: {error}", param="tools") from None
-    return constraint
+    return constraint, warnings
 
 
 def _reasoning(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None) -> Reasoning | None:
