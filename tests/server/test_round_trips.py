@@ -90,7 +90,7 @@ def written(thoughts: str, text: str, call: bool) -> Response:
         writer.write_text(text, [{"token": text, "logprob": -0.5, "bytes": [72], "top_logprobs": []}])
     writer.end_text(is_cut=False)
     if call:
-        writer.write_call("call_1", "f", '{"a": 1}')
+        writer.write_call({"type": "function_call", "call_id": "call_1", "name": "f", "arguments": '{"a": 1}'})
     return Response.model_validate_json(json.dumps(writer.complete(2)))
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -224,7 +224,7 @@ def rehearse(grammar: Grammar, vocab_size: int) -> None:
         grammar.accept(int(ids[step * 7919 % len(ids)]), 0)
 
 
-def schema_fault(schema: Mapping[str, object]) -> str:
+def schema_fault(schema: object) -> str:
     """The reason for which no grammar can be made of a JSON schema, whatever the model; empty: one can.
 
     Its depth is for the caller to bound.

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -136,7 +137,10 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        return usage_of(self.totals, self.num_reasoning_tokens)
+        totals = self.totals
+        if self.choices[0].is_silent:
+            totals = replace(totals, num_output_tokens=0)
+        return usage_of(totals, self.num_reasoning_tokens)
 
     @property
     def extension(self) -> Extension:

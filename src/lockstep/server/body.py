@@ -99,6 +99,8 @@ class BodyMiddleware:
         if context.dialect.takes_forms and is_unmarked(headers):
             scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"content-type"] + [JSON_HEADER]
             headers = Headers(scope=scope)
+        if (encoding := headers.get("content-encoding", "identity").strip().lower()) != "identity" and any(chunks):
+            raise _RefusedError(_encoded(encoding))
         content_type, takes_yaml = headers.get("content-type", ""), (scope["method"], scope["path"]) == TAKES_YAML
 
         def joined() -> tuple[bytes, HttpError | None]:
@@ -272,6 +274,16 @@ def has_lone_surrogate(body: bytes) -> bool:
 
 def _invalid(message: str, *, is_yaml: bool = False) -> HttpError:
     return HttpError(400, message, code="invalid_yaml" if is_yaml else "invalid_json")
+
+
+def _encoded(encoding: str) -> HttpError:
+    return HttpError(
+        415,
+        f"The body's Content-Encoding is {encoding[:64]}, which is not decoded here; send the body as it is, without "
+        "Content-Encoding.",
+        code="unsupported_content_encoding",
+        headers={"Accept-Encoding": "identity"},
+    )
 
 
 def _too_slow() -> HttpError:

@@ -26,7 +26,6 @@ from lockstep.server.chunk_encoder import ChatCompletion, ChatEncoder
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
-    MAX_SEQUENCE_TOKENS,
     JsonObject,
     Marked,
     Name,
@@ -38,12 +37,13 @@ from lockstep.server.generation import (
     Caller,
     Constrained,
     GenerationBody,
+    MaxTokens,
+    bounded,
     call_of,
     check_shared,
     check_tokens_known,
     constraint_of,
     labels_of,
-    not_stored,
     param_names,
     sampling_params,
 )
@@ -163,9 +163,9 @@ class ChatBody(GenerationBody):
     )
 
     messages: Annotated[list[Message], *in_pieces(MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
-    """Tokens of the answer, thoughts included; absent: what the context leaves."""
-    max_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    max_completion_tokens: MaxTokens | None = None
+    """Tokens of the answer, thoughts included; absent or -1: what the context leaves."""
+    max_tokens: MaxTokens | None = None
     """The older name of `max_completion_tokens`."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
@@ -238,7 +238,7 @@ def chat_answer(
 ) -> Answer:
     """The answer to an accepted call, still empty."""
     tokenizer, returns_ids = cluster.tokenizer(accepted.model), bool(body.return_token_ids)
-    context.warnings = [*not_stored(body), *chat.warnings(tokenizer)]
+    context.warnings = [*body.warnings, *chat.warnings(tokenizer)]
     metadata = metadata_of("chatcmpl", cluster.card(accepted.model), body)
     check_tokens_known(
         tokenizer,
@@ -316,7 +316,7 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
             "continue_final_message and add_generation_prompt are both true; a prompt ends in one way only",
             param="continue_final_message",
         )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidParameterError(
             "top_logprobs is given without logprobs; set logprobs to true or leave it out", param="top_logprobs"
         )
@@ -346,7 +346,7 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
         prompt_logprobs=body.prompt_logprobs,
         shown_specials=tool_use.shown_specials,
     )
-    logprobs_name = "logprobs" if body.top_logprobs is None else "top_logprobs"
+    logprobs_name = "top_logprobs" if body.top_logprobs else "logprobs"
     names = param_names(constrained.param, max_tokens=length[0], logprobs=logprobs_name, prompt="messages")
     return ChatCall(call, tool_use, names, _wishes(body))
 
@@ -407,7 +407,7 @@ def _length(body: ChatBody) -> tuple[str, int | None]:
             f"max_completion_tokens is {new} and max_tokens {old}; they are one parameter, so give one of them",
             param="max_tokens",
         )
-    return ("max_completion_tokens", new) if new is not None else ("max_tokens", old)
+    return ("max_completion_tokens", bounded(new)) if new is not None else ("max_tokens", bounded(old))
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

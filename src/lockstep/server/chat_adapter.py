@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import replace as replace_struct
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,15 +28,26 @@ from lockstep.server.generation import Caller, in_the_requests_words, labels_of
 from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of, translated
 
+_TOOL = re.compile(r"tools\[(\d+)\]")
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """Names of parameters in another API, by patterns of those in chat completions; others have one name in both."""
 
     rules: Sequence[tuple[re.Pattern[str], str]]
+    tool_places: Sequence[int] | None = None
+    """Places in the request of the tools of the chat request; None: they are the same."""
+
+    def with_tools(self, places: Sequence[int]) -> Vocabulary:
+        """The same words for a request some of whose tools are left out, or are several functions."""
+        return replace(self, tool_places=places)
 
     def name(self, param: str) -> str:
         """The other API's name of a parameter of chat completions."""
+        place = _TOOL.match(param)
+        if place is not None and self.tool_places is not None and int(place[1]) < len(self.tool_places):
+            param = f"tools[{self.tool_places[int(place[1])]}]{param[place.end() :]}"
         for pattern, name in self.rules:
             match = pattern.fullmatch(param)
             if match is not None:
@@ -111,7 +122,7 @@ async def answer_as_chat(
     context.model = cluster.card(model).name
     tokenizer = cluster.tokenizer(model)
     chat = await translated(request, lambda: adapted_call(request, make_body, words, tokenizer))
-    calls = (replace(chat.call, cuts_to_context=True),)  # agents ask for more than small models have
+    calls = (replace_struct(chat.call, cuts_to_context=True),)  # agents ask for more than small models have
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         [first] = accepted

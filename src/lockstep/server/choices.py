@@ -44,6 +44,9 @@ class Choice:
     """Whether token ids are asked for."""
     shows_end: bool = False
     """Whether a stop token that is text is part of the answer."""
+    is_silent: bool = False
+    """Whether nothing that is generated is shown: the request is about its prompt, and a token is computed since a
+    sequence has one."""
     num_prompt_tokens: int = 0
     """0: not known yet."""
     num_tokens: int = 0
@@ -128,6 +131,9 @@ class Choice:
         Raises:
             RequestFailedError: the sequence ended otherwise than by `stop` or `length`, and the engine has no error.
         """
+        if self.is_silent:
+            self.finish_reason = "length" if output.finish_reason is not None else None
+            return
         text = output.text
         self.num_tokens += len(output.token_ids)
         if text:

@@ -25,7 +25,6 @@ from lockstep.server.choices import Choice, open_choices
 from lockstep.server.chunk_encoder import ChunkEncoder
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import (
-    MAX_SEQUENCE_TOKENS,
     FinishReasonName,
     Shape,
     TextOrTokens,
@@ -36,12 +35,13 @@ from lockstep.server.fields import (
 from lockstep.server.generation import (
     Caller,
     GenerationBody,
+    MaxTokens,
+    bounded,
     call_of,
     check_shared,
     check_tokens_known,
     constraint_of,
     labels_of,
-    not_stored,
     param_names,
     sampling_params,
 )
@@ -76,8 +76,8 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompts
     """Text, token ids, or a list of either; choices are numbered prompt by prompt."""
-    max_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = 16
-    """Null: what the context leaves."""
+    max_tokens: MaxTokens | None = 16
+    """Null or -1: what the context leaves. 0: only with `echo`, the prompt and its log-probabilities."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     """How many of the most likely tokens to tell besides the chosen one."""
     echo: bool | None = None
@@ -139,7 +139,7 @@ def completion_answer(
     """The answer to accepted calls, still empty."""
     params, returns_ids = completion.calls[0].params, bool(body.return_token_ids)
     tokenizer, cuts_prompt = cluster.tokenizer(accepted[0].model), body.truncate_prompt_tokens is not None
-    context.warnings = not_stored(body)
+    context.warnings = body.warnings
     metadata = metadata_of("cmpl", cluster.card(accepted[0].model), body)
     check_tokens_known(
         tokenizer,
@@ -160,6 +160,8 @@ def completion_answer(
         for index, call in enumerate(accepted)
         for choice in open_choices(params, tokenizer, call, first_index=index * params.n, returns_ids=returns_ids)
     ]
+    for choice in choices:
+        choice.is_silent = body.max_tokens == 0
     return Answer(accepted, choices, CompletionEncoder(metadata, tokenizer, body, params.n, echoes), context)
 
 
@@ -186,10 +188,13 @@ def completion_calls(body: CompletionBody, caller: Caller) -> CompletionCalls:
         raise InvalidParameterError(
             "echo with logprobs cannot be streamed; leave out one of echo, logprobs and stream", param="echo"
         )
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidParameterError(
+            "max_tokens is 0, so that there is nothing to answer; set echo, or allow at least 1", param="max_tokens"
+        )
     constrained = constraint_of(body)
-    params = sampling_params(
-        body, max_tokens=body.max_tokens, logprobs=body.logprobs, constraint=constrained.constraint
-    )
+    max_tokens = 1 if body.max_tokens == 0 else bounded(body.max_tokens)  # of none, one is computed and not shown
+    params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs, constraint=constrained.constraint)
     of_prompt = max(
         (k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None), default=None
     )

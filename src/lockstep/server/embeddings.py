@@ -24,7 +24,7 @@ from lockstep.errors import InvalidParameterError, RequestError, RequestFailedEr
 from lockstep.server.answer_response import all_of, conclude
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.errors import ERROR_RESPONSES
-from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, Shape, TextOrTokens, Tokens, tokens_or_list
+from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Name, ParameterBody, Shape, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.generation import Caller
 from lockstep.server.request_context import CLIENT_LEFT_STATUS, ClientLeft, context_of, disconnected, unless_gone
 from lockstep.server.serving import serving_of, translated
@@ -45,7 +45,7 @@ Inputs = Annotated[
 ]
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(ParameterBody):
     """Texts that are to become vectors, and parameters of these."""
 
     input: Inputs
@@ -55,7 +55,8 @@ class EmbeddingBody(Body):
     encoding_format: Literal["float", "base64"] | None = None
     """`base64`: of the vector's float32 values, little-endian. Default: `float`."""
     dimensions: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
-    """Only the model's own; vectors are not shortened."""
+    """The first so many numbers of each vector, whose length is then 1 again; a warning says so where they are fewer
+    than the model's."""
     pooling: Literal["mean", "last"] | None = None
     """Of the prompt's hidden states; default `mean`."""
     normalize: bool | None = None
@@ -113,6 +114,12 @@ async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
         context.status = CLIENT_LEFT_STATUS
         raise
     conclude(context, outputs)
+    num_dimensions = len(_vector(outputs[0]))
+    if body.dimensions not in (None, num_dimensions):
+        shortened = (
+            f"dimensions: the model's vectors have {num_dimensions}; cut ones are good if it was trained for that"
+        )
+        context.warnings = [shortened]
     return await asyncio.to_thread(lambda: embeddings_object(body, model, outputs))
 
 
@@ -173,17 +180,16 @@ def placed(error: RequestError, where: str, prompt: Prompt) -> RequestError:
 
 
 def check_dimensions(body: EmbeddingBody, vector: npt.NDArray[np.float32]) -> None:
-    """Refuse vectors of another size than the model's."""
-    if body.dimensions not in (None, len(vector)):
+    """Refuse more dimensions than the model has."""
+    if body.dimensions is not None and body.dimensions > len(vector):
         raise InvalidParameterError(
-            f"dimensions is {body.dimensions}; this model's vectors have {len(vector)}, and are not shortened",
-            param="dimensions",
+            f"dimensions is {body.dimensions}; this model's vectors have {len(vector)}", param="dimensions"
         )
 
 
 def embeddings_object(body: EmbeddingBody, model: str, outputs: Sequence[RequestOutput]) -> Embeddings:
     """The answer in OpenAI's shape."""
-    vectors = np.stack([_vector(output) for output in outputs])
+    vectors = np.stack([_vector(output) for output in outputs])[:, : body.dimensions]
     if body.normalize is not False:
         vectors = unit_vectors(vectors)
     rows = [_base64(row) for row in vectors] if body.encoding_format == "base64" else vectors.tolist()

@@ -22,6 +22,7 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
+    model_validator,
     with_config,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
@@ -149,6 +150,21 @@ class Body(BaseModel):
         extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, frozen=True
     )
     __pydantic_extra__: dict[str, Annotated[None, BeforeValidator(_unknown)]] = Field(init=False)
+
+
+class ParameterBody(Body):
+    """A JSON object of parameters: a whole number may be written as 4.0, which JSON's schemas call an integer too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not any(_is_whole(value) for value in given.values()):
+            return given
+        return {name: int(value) if _is_whole(value) else value for name, value in given.items()}
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 class Marked(Body):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
 from lockstep.core.request import Priority
 from lockstep.engine.request import GenerationRequest, Prompt
@@ -33,15 +33,19 @@ from lockstep.server.fields import (
     JsonObject,
     JsonSchema,
     Name,
+    ParameterBody,
     TokenId,
     text_or_list,
 )
+from lockstep.server.foreign import without_foreign
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import PEOPLE
 
 MAX_METADATA = 16
 """Labels of a request; OpenAI's bound."""
 MAX_DEADLINE_MS = 86_400_000
+UNBOUNDED = -1
+"""A number of tokens that sets no bound but the context's."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 StopStrings = Annotated[
@@ -55,6 +59,7 @@ LogitBias = Annotated[
 ]
 
 
+MaxTokens = Annotated[int, Field(ge=UNBOUNDED, le=MAX_SEQUENCE_TOKENS)]
 DeadlineMs = Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)]
 Labels = Annotated[
     dict[Annotated[str, Field(max_length=MAX_LABEL_CHARS)], Annotated[str, Field(max_length=MAX_LABEL_VALUE_CHARS)]],
@@ -95,7 +100,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class RequestBody(Body):
+class RequestBody(ParameterBody):
     """Parameters of every endpoint that generates."""
 
     temperature: Annotated[float | None, Field(ge=0)] = None
@@ -167,6 +172,24 @@ class GenerationBody(RequestBody):
     """Adds `token_ids` to choices and `prompt_token_ids` to the answer."""
     store: bool | None = None
     """Nothing is stored: true is answered, with a warning."""
+    _warnings: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _without_foreign(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Take parameters of vLLM and llama-server; see `server.foreign`."""
+        if not isinstance(given, dict):
+            return handler(given)
+        kept, warnings = without_foreign(given)
+        body = handler(kept)
+        body._warnings = warnings
+        return body
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is asked for and changes nothing, whoever answers; a sentence each."""
+        stored = ["store: nothing is stored here (/v1/responses keeps what it answers)"] if self.store else []
+        return [*stored, *self._warnings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,9 +393,9 @@ def labels_of(body: GenerationBody) -> dict[str, str]:
     return {**(body.metadata or {}), **{name: value for name, value in people.items() if value is not None}}
 
 
-def not_stored(body: GenerationBody) -> list[str]:
-    """The warning that nothing is kept, where it was to be."""
-    return ["store: nothing is stored here (/v1/responses keeps what it answers)"] if body.store else []
+def bounded(max_tokens: int | None) -> int | None:
+    """A limit of tokens as the sampler has it, which refuses what is less than 1; None: what the context leaves."""
+    return None if max_tokens == UNBOUNDED else max_tokens
 
 
 def shorter_s(deadline_ms: int | None, limit_s: float | None) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,11 +21,6 @@ HEADER_TIMEOUT_S = 15.0
 """Seconds from a request's first byte, or from connecting, until its headers are complete."""
 MAX_CONNECTIONS = 8_192
 """Open connections, idle ones included; one more is closed at once."""
-_STATUS_LINES = {
-    400: b"HTTP/1.1 400 Bad Request\r\n",
-    408: b"HTTP/1.1 408 Request Timeout\r\n",
-    431: b"HTTP/1.1 431 Request Header Fields Too Large\r\n",
-}
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -81,6 +77,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         if fault := name_fault(self.url, self.headers, self.parser.get_http_version()):
             self._refusal = HttpError(400, fault, code="invalid_host")
+        elif fault := framing_fault(self.headers):
+            self._refusal = HttpError(501, fault, code="unsupported_transfer_encoding")
+        if fault:
             raise ValueError(fault)  # as for too many headers
         super().on_headers_complete()
 
@@ -92,10 +91,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Answer what is no HTTP, or too much of it, and close the connection."""
         error = self._refusal or HttpError(400, f"{msg or 'Not HTTP.'}", code="invalid_http")
         body = json.dumps(error.body()).encode()
+        status = b"HTTP/1.1 %d %b\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self._stop_timer()
-        if not self._is_answering():  # into its middle nothing can be said
-            self.transport.write(_STATUS_LINES[error.status] + head + body)
+        if not self._is_answering() or self._is_reading_body():  # into the middle of an answer nothing can be written
+            self.transport.write(status + head + body)
+        if self.cycle is not None:  # the application gets no further, and what it sends goes nowhere
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -110,6 +113,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _is_reading_body(self) -> bool:
+        """True if the last request's body is still coming, and no other request is being answered before it."""
+        cycle = self.cycle
+        return cycle is not None and cycle.more_body and not (cycle.response_started or self.pipeline)
 
     def _start_timer(self) -> None:
         if self._timer is None:
@@ -154,6 +162,14 @@ def name_fault(target: bytes, headers: Iterable[tuple[bytes, bytes]], version: s
         if authority.lower().removesuffix(b":80") != hosts[0].strip().lower().removesuffix(b":80"):
             return "The request line and the Host header name different hosts; name one."
     return ""
+
+
+def framing_fault(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The fault of a body in a transfer coding that is not decoded here (RFC 9112, 6.1); empty: there is none."""
+    codings = [value.strip() for name, value in headers if name == b"transfer-encoding"]
+    if all(coding.lower() == b"chunked" for coding in codings):
+        return ""
+    return f"Transfer-Encoding is {b', '.join(codings)[:64].decode('latin-1')}; send chunked, or a Content-Length."
 
 
 def bounded_protocol(max_header_bytes: int, header_timeout_s: float = HEADER_TIMEOUT_S) -> type[BoundedHttpProtocol]:

@@ -182,6 +182,8 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].endswith("/"):  # clients join base URLs and paths as they like
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         context = _new_context(scope, time.monotonic())
         scope.setdefault("state", {})["context"] = context
         self._on_begin(context)

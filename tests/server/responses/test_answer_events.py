@@ -69,7 +69,7 @@ def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
     made.write_thoughts("hm")
     made.write_text("Let me see.")
     for number in range(2):
-        made.write_call(f"call_{number}", "look", '{"x": 1}')
+        made.write_call({"type": "function_call", "call_id": f"call_{number}", "name": "look", "arguments": '{"x": 1}'})
     response = completed(made)
     assert check_events(made.take_events()) == response
     assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call", "function_call"]
@@ -98,7 +98,7 @@ def test_calls_of_an_answer_that_was_cut_are_whole() -> None:
     made = writer()
     made.write_text("It is")
     made.end_text(is_cut=True)
-    made.write_call("call_1", "look", "{}")
+    made.write_call({"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"})
     response = made.cut(usage=USAGE)
     made.end(response)
     assert check_events(made.take_events()) == response
@@ -151,7 +151,7 @@ def test_whatever_is_written_the_stream_is_well_formed(steps: list[tuple[str, st
         elif kind == "text":
             made.write_text(text)
         else:
-            made.write_call(f"call_{number}", "look", text)
+            made.write_call({"type": "function_call", "call_id": f"call_{number}", "name": "look", "arguments": text})
         events += made.take_events()
     if end == "complete":
         response = completed(made)

@@ -137,7 +137,7 @@ def test_functions_that_take_nothing_are_called_with_nothing(llm: LLM) -> None:
 
 
 def test_forced_call_leaves_the_unenforceable_part_of_its_schema_unenforced(llm: LLM) -> None:
-    schema = {
+    schema: dict[str, Any] = {
         "properties": {"x": {"type": "string", "pattern": "(?=a)b", "maxLength": 3}, "y": {"enum": [1, 2]}},
         "required": ["x", "y"],
     }

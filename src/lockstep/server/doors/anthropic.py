@@ -30,7 +30,7 @@ from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_adapter import adapted_call, answer_as_chat
 from lockstep.server.choices import Choice
 from lockstep.server.dialect import ANTHROPIC, AnthropicErrorBody
-from lockstep.server.doors.anthropic_body import WORDS, CountBody, MessagesBody, chat_body, warnings_of
+from lockstep.server.doors.anthropic_body import CountBody, MessagesBody, chat_body, warnings_of, words_of
 from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import check_tokens_known
@@ -270,7 +270,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
         request,
         body.model,
         lambda: chat_body(body),
-        WORDS,
+        words_of(body),
         make_encoder,
         is_stream=bool(body.stream),
         new_call_id=lambda: f"toolu_{secrets.token_hex(12)}",
@@ -288,7 +288,7 @@ async def count_message_tokens(body: CountBody, request: Request) -> Response:
     check_tokens_known(tokenizer, {"model": True})
 
     def count() -> int:
-        prompt = adapted_call(request, lambda: chat_body(body), WORDS, tokenizer).call.prompt
+        prompt = adapted_call(request, lambda: chat_body(body), words_of(body), tokenizer).call.prompt
         assert isinstance(prompt, Conversation), "a chat's prompt is one"
         ids = tokenizer.encode_chat(
             prompt.messages,

@@ -14,6 +14,7 @@ from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_STOP_STRINGS
 from lockstep.server.chat import ChatBody
 from lockstep.server.chat_adapter import Vocabulary, chat_body_of
+from lockstep.server.doors.anthropic_tools import MessagesTool, check_choosable, functions_of, tool_warnings
 from lockstep.server.fields import (
     MAX_SEQUENCE_TOKENS,
     NOTHING,
@@ -21,6 +22,7 @@ from lockstep.server.fields import (
     JsonObject,
     Marked,
     Name,
+    ParameterBody,
     absent,
     empty,
     in_pieces,
@@ -164,24 +166,6 @@ class TurnMessage(Body):
     ]
 
 
-class CustomTool(Marked):
-    """A function that the model may call; tools that the server would run are not done here."""
-
-    type: Literal["custom"] | None = None
-    name: FunctionName
-    description: str | None = None
-    input_schema: JsonObject
-    strict: bool | None = None
-    """The input obeys the schema."""
-    eager_input_streaming: bool | None = None
-    """A hint; a call is told when it is whole."""
-    input_examples: list[JsonObject] | None = None
-    """Not shown to the model; a warning says so."""
-    allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
-    """The model is told of every tool from the beginning."""
-
-
 class MessagesToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
@@ -229,7 +213,7 @@ def _without_bound(schema: dict[str, Any]) -> None:
 _HELLO: Any = {"role": "user", "content": "I was charged twice."}
 
 
-class CountBody(Body):
+class CountBody(ParameterBody):
     """A conversation, as far as it makes the prompt."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [_HELLO]}]})
@@ -238,7 +222,7 @@ class CountBody(Body):
     """A served name; absent: whoever the cluster's routing finds, or the one model that is served."""
     messages: Annotated[list[TurnMessage], *in_pieces(MAX_MESSAGES), Field(json_schema_extra=_without_bound)]
     system: Texts | None = None
-    tools: Annotated[list[CustomTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[list[MessagesTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -297,7 +281,7 @@ _SAME = (
     *("session_id", "cache_salt", "deadline_ms"),
 )
 """Parameters that both have."""
-WORDS = Vocabulary((
+WORDS = Vocabulary((  # see `words_of`
     (re.compile(r"max_tokens|max_completion_tokens"), "max_tokens"),
     (re.compile(r"messages\b.*|prompt"), "messages"),
     (re.compile(r"stop(\[\d+\])?"), r"stop_sequences\1"),
@@ -320,11 +304,12 @@ def chat_body(body: CountBody) -> ChatBody:
     """
     messages = messages_of(body)
     choice = body.tool_choice
+    functions, _ = functions_of(body.tools or ())
     asked = body if isinstance(body, MessagesBody) else None
     members: dict[str, Any] = {
         "messages": messages,
-        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
-        "tool_choice": None if choice is None else _tool_choice(choice, has_tools=bool(body.tools)),
+        "tools": functions or None,
+        "tool_choice": None if choice is None else _tool_choice(choice, body.tools or (), has_tools=bool(functions)),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
         "response_format": _response_format(body),
         "reasoning_effort": None if body.output_config is None else body.output_config.effort,
@@ -338,6 +323,11 @@ def chat_body(body: CountBody) -> ChatBody:
     return chat_body_of(members, WORDS)
 
 
+def words_of(body: CountBody) -> Vocabulary:
+    """Names of parameters as this body has them: tools that are left out are counted in their places."""
+    return WORDS.with_tools(functions_of(body.tools or ())[1])
+
+
 def warnings_of(body: CountBody) -> Iterator[str]:
     """Warnings of all that a body asks for and is not done, a sentence each."""
     edits = (None if body.context_management is None else body.context_management.edits) or ()
@@ -345,8 +335,7 @@ def warnings_of(body: CountBody) -> Iterator[str]:
         yield "context_management: conversations are answered as they are sent; nothing is cleared or summed up"
     if body.thinking is not None and body.thinking.budget_tokens is not None:
         yield "thinking.budget_tokens: thoughts are not bounded apart; max_tokens bounds them with the text"
-    if any(tool.input_examples for tool in body.tools or ()):
-        yield "tools.input_examples: examples are not shown to the model; its description is"
+    yield from tool_warnings(body.tools or ())
     blocks = (block for message in body.messages if not isinstance(message.content, str) for block in message.content)
     if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
         yield "messages: redacted thinking is left out, since only the server that wrote it can read it"
@@ -450,20 +439,17 @@ def _parts(texts: Sequence[str]) -> str | list[dict[str, str]]:
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
-def _tool(tool: CustomTool) -> dict[str, Any]:
-    about = {"name": tool.name, "description": tool.description, "strict": tool.strict}
-    function = {name: value for name, value in about.items() if value is not None}
-    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
-
-
-def _tool_choice(choice: MessagesToolChoice, *, has_tools: bool) -> str | dict[str, Any] | None:
+def _tool_choice(
+    choice: MessagesToolChoice, tools: Sequence[MessagesTool], *, has_tools: bool
+) -> str | dict[str, Any] | None:
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidParameterError(
             f"tool_choice.name is {'missing' if choice.name is None else 'given'} with type {choice.type}; "
             "type tool has one, and no other type",
             param="tool_choice.name",
         )
-    if choice.type == "tool":
+    if choice.name is not None:
+        check_choosable(choice.name, tools)
         return {"type": "function", "function": {"name": choice.name}}
     if not has_tools and choice.type == "any":
         raise InvalidParameterError("tool_choice is 'any', but there are no tools", param="tool_choice")

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 
 from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError
-from lockstep.server.chat import MAX_TOP_LOGPROBS, ChatBody
+from lockstep.server.chat import MAX_TOP_LOGPROBS, MAX_WARNINGS, ChatBody
 from lockstep.server.chat_adapter import Vocabulary, chat_body_of
 from lockstep.server.completions import CompletionBody
 from lockstep.server.fields import (
@@ -21,6 +21,7 @@ from lockstep.server.fields import (
     Body,
     JsonObject,
     Name,
+    ParameterBody,
     empty,
     text_or_object,
 )
@@ -35,9 +36,11 @@ ENDS_ALONE = (-2, -1, 0)
 NoImages = Annotated[None, empty("models here know text only"), NOTHING]
 
 
-class OllamaOptions(Body):
-    """Options of one answer. What says how to run a model is taken and changes nothing: `lockstep serve` says it."""
+class OllamaOptions(ParameterBody):
+    """Options of one answer. What says how to run a model is taken and changes nothing: `lockstep serve` says it. An
+    option that is not known gets a warning, as with Ollama."""
 
+    __pydantic_extra__: dict[str, Any] = Field(init=False)
     num_predict: Annotated[int | None, Field(ge=-2, le=MAX_SEQUENCE_TOKENS)] = None
     """Tokens of the answer; -1, -2 and 0: what the context leaves."""
     temperature: Annotated[float | None, Field(ge=0)] = None
@@ -87,7 +90,7 @@ Format = Annotated[
     Discriminator(text_or_object),
 ]
 Think = Annotated[
-    Annotated[Literal["low", "medium", "high", "max"], Tag("[text]")] | Annotated[bool, Tag("[bool]")],
+    Annotated[Literal["", "low", "medium", "high", "max"], Tag("[text]")] | Annotated[bool, Tag("[bool]")],
     Discriminator(lambda value: "[text]" if isinstance(value, str) else "[bool]"),
 ]
 
@@ -127,7 +130,7 @@ class OllamaTool(Body):
     function: Function
 
 
-class OllamaBody(Body):
+class OllamaBody(ParameterBody):
     """Members of every question."""
 
     model: Name
@@ -208,13 +211,13 @@ def completion_body(body: OllamaGenerateBody) -> CompletionBody:
     Raises:
         InvalidParameterError: names the parameter.
     """
-    if body.system or body.think is not None:
+    if body.system or body.think not in (None, ""):
         param = "system" if body.system else "think"
         raise InvalidParameterError(
             f"{param} is given with raw, whose prompt goes past the chat template; write it into the prompt",
             param=param,
         )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidParameterError(
             "top_logprobs is given without logprobs; set logprobs to true or leave it out", param="top_logprobs"
         )
@@ -236,6 +239,8 @@ def warnings_of(body: OllamaBody, max_model_len: int | None) -> Iterator[str]:
         yield f"options.num_ctx: the model's context has {max_model_len} tokens here"
     if options.repeat_last_n not in (None, -1):
         yield "options.repeat_last_n: penalties look at the whole sequence"
+    for name in list(options.__pydantic_extra__)[:MAX_WARNINGS]:
+        yield f"options.{ascii(name[:MAX_LABEL_CHARS])[1:-1]}: it is not known here, so it changes nothing"
 
 
 def is_unloading(keep_alive: str | float | None) -> bool:
@@ -276,7 +281,7 @@ def _response_format(given: str | dict[str, Any] | None) -> dict[str, Any] | Non
 
 
 def _thinking(think: str | bool | None) -> dict[str, Any]:
-    if think is None:
+    if think in (None, ""):
         return {}
     if isinstance(think, str):
         return {"reasoning_effort": think}

@@ -22,7 +22,7 @@ from lockstep.server.body import LongBodyRoute
 from lockstep.server.doors.ollama import ERRORS, NS, served_name
 from lockstep.server.doors.ollama_body import LATEST, KeepAlive, OllamaOptions
 from lockstep.server.embeddings import MAX_INPUTS, EmbeddingBody, embedded
-from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, JsonObject, Name, Shape, text_or_list
+from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, JsonObject, Name, ParameterBody, Shape, text_or_list
 from lockstep.server.serving import serving_of
 from lockstep.version import __version__
 
@@ -118,7 +118,7 @@ class NamedModelBody(Body):
     insecure: bool | None = None
 
 
-class EmbedBody(Body):
+class EmbedBody(ParameterBody):
     """Texts that are to become vectors."""
 
     model: Name
@@ -129,7 +129,7 @@ class EmbedBody(Body):
     truncate: bool | None = None
     """False: an input that does not fit the context is refused; default: its last tokens are kept."""
     dimensions: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
-    """Only the model's own; vectors are not shortened."""
+    """The first so many numbers of each vector, whose length is then 1 again."""
     options: OllamaOptions | None = None
     """Unused: nothing is drawn."""
     keep_alive: KeepAlive | None = None

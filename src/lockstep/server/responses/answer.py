@@ -19,7 +19,16 @@ from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.fields import Shape
 from lockstep.server.logprobs import Entry, TokenLogprob, chat_logprobs
-from lockstep.server.responses.translation import CALL_PREFIX, MESSAGE_PREFIX, REASONING_PREFIX, JsonObject, NewId
+from lockstep.server.responses.tools import ShownTool
+from lockstep.server.responses.translation import (
+    CALL_PREFIX,
+    CUSTOM_CALL_PREFIX,
+    MESSAGE_PREFIX,
+    REASONING_PREFIX,
+    JsonObject,
+    NewId,
+)
+from lockstep.server.tools.parser import ToolCall
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -57,7 +66,18 @@ class FunctionCall(Shape):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: NotRequired[str | None]
+    """Of the tool, where its request put it into one."""
     arguments: str
+    status: Status
+
+
+class CustomToolCall(Shape):
+    id: str
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
     status: Status
 
 
@@ -99,7 +119,7 @@ class ResponseObject(Shape):
     completed_at: int | None
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
-    output: list[OutputMessage | ReasoningOutput | FunctionCall]
+    output: list[OutputMessage | ReasoningOutput | FunctionCall | CustomToolCall]
     usage: ResponseUsage | None
     error: ResponseFault | None
     incomplete_details: IncompleteDetails | None
@@ -138,6 +158,21 @@ class Kind(Enum):
     THOUGHTS = REASONING_PREFIX
     TEXT = MESSAGE_PREFIX
     CALL = CALL_PREFIX
+    CUSTOM_CALL = CUSTOM_CALL_PREFIX
+
+    @property
+    def is_call(self) -> bool:
+        return self in (Kind.CALL, Kind.CUSTOM_CALL)
+
+    @property
+    def text_member(self) -> str:
+        """The member of a call's item that has its text."""
+        return "input" if self is Kind.CUSTOM_CALL else "arguments"
+
+    @property
+    def event(self) -> str:
+        """Begins the names of events of a call's text."""
+        return f"response.{'custom_tool_call_input' if self is Kind.CUSTOM_CALL else 'function_call_arguments'}"
 
 
 @dataclass(slots=True)
@@ -172,12 +207,12 @@ class _OpenItem:
                     "status": status,
                     "content": [self.part()],
                 }
-            case Kind.CALL:
-                return {**self.fields, "type": "function_call", "arguments": self.text, "status": status}
+            case Kind.CALL | Kind.CUSTOM_CALL:
+                return {**self.fields, self.kind.text_member: self.text, "status": status}
 
     def just_opened(self) -> dict[str, Any]:
         item = self.item("in_progress")
-        return item if self.kind is Kind.CALL else {**item, "content": []}
+        return item if self.kind.is_call else {**item, "content": []}
 
 
 class ResponseWriter:
@@ -217,13 +252,16 @@ class ResponseWriter:
         """No text follows; ``is_cut``: because no more tokens were allowed."""
         self._close("incomplete" if is_cut else "completed")
 
-    def write_call(self, call_id: str, name: str, arguments: str, *, is_cut: bool = False) -> None:
+    def write_call(self, call: JsonObject, *, is_cut: bool = False) -> None:
         """A tool is called; ``is_cut``: with a part of its arguments, because no more tokens were allowed."""
         self._close("completed")
-        item = _OpenItem(Kind.CALL, {"id": self._new_id(Kind.CALL.value), "call_id": call_id, "name": name})
+        fields = dict(call)
+        kind = Kind.CUSTOM_CALL if fields["type"] == "custom_tool_call" else Kind.CALL
+        text = fields.pop(kind.text_member)
+        item = _OpenItem(kind, {"id": self._new_id(kind.value), **fields})
         self._begin_item(item)
-        item.pieces.append(arguments)
-        self._add_of_item("response.function_call_arguments.delta", item, delta=arguments)
+        item.pieces.append(text)
+        self._add_of_item(f"{kind.event}.delta", item, delta=text)
         self._close("incomplete" if is_cut else "completed")
 
     def complete(self, completed_at_s: int, **fields: Any) -> JsonObject:
@@ -283,9 +321,9 @@ class ResponseWriter:
                 self._add_of_part("response.reasoning_text.done", item, text=item.text)
             case Kind.TEXT:
                 self._add_of_part("response.output_text.done", item, text=item.text, logprobs=list(item.logprobs))
-            case Kind.CALL:
-                self._add_of_item("response.function_call_arguments.done", item, arguments=item.text)
-        if item.kind is not Kind.CALL:
+            case Kind.CALL | Kind.CUSTOM_CALL:
+                self._add_of_item(f"{item.kind.event}.done", item, **{item.kind.text_member: item.text})
+        if not item.kind.is_call:
             self._add_of_part("response.content_part.done", item, part=item.part())
         done = item.item(status)
         self._add("response.output_item.done", output_index=len(self._closed), item=done)
@@ -323,12 +361,14 @@ class ResponseEncoder:
 
     Args:
         writer: a new one.
+        tools: that the model was shown.
     """
 
     framing = SSE
 
-    def __init__(self, writer: ResponseWriter) -> None:
+    def __init__(self, writer: ResponseWriter, tools: Sequence[ShownTool] = ()) -> None:
         self._writer = writer
+        self._tools = {shown.name: shown for shown in tools}
         self._final: JsonObject | None = None
         self._entries: list[Entry] = []
         """Log-probabilities whose text has not come yet."""
@@ -352,10 +392,16 @@ class ResponseEncoder:
                 writer.write_text("", self._take_entries())
             writer.end_text(is_cut=is_cut)
             for call in choice.whole_calls:
-                writer.write_call(call.id, call.name, call.arguments, is_cut=call.is_cut)
+                writer.write_call(self._call_item(call), is_cut=call.is_cut)
             fields = {"usage": _usage_of(answer), "lockstep": answer.extension}
             self._final = writer.cut(**fields) if is_cut else writer.complete(int(time.time()), **fields)
         return self._final
+
+    def _call_item(self, call: ToolCall) -> JsonObject:
+        shown = self._tools.get(call.name)
+        if shown is None:  # another server's model called what nobody described
+            return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
+        return shown.call_item(call)
 
     def end(self, answer: Answer) -> bytes:
         self._writer.end(self.final(answer))

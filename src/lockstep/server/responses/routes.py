@@ -16,7 +16,7 @@ from lockstep.cluster.base import Accepted
 from lockstep.errors import InvalidParameterError
 from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
-from lockstep.server.chat import ChatCall
+from lockstep.server.chat import MAX_WARNINGS, ChatCall
 from lockstep.server.chat_adapter import adapted_call
 from lockstep.server.choices import open_choices
 from lockstep.server.errors import ERROR_RESPONSES
@@ -25,6 +25,7 @@ from lockstep.server.request_context import context_of
 from lockstep.server.responses.answer import ResponseEncoder, ResponseObject, ResponseWriter, documented_events
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
 from lockstep.server.responses.store import ResponseStore, StoredResponse, chain_to, get_stored
+from lockstep.server.responses.tools import shown_tools, tool_warnings
 from lockstep.server.responses.translation import WORDS, JsonObject, chat_body, items_of, messages_of
 from lockstep.server.serving import serving_of, translated
 
@@ -67,11 +68,13 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     context.model = cluster.card(body.model).name
     earlier = () if body.previous_response_id is None else await chain_to(store, body.previous_response_id, tenant)
     tokenizer = cluster.tokenizer(body.model)
+    tools = shown_tools(body.tools or ())
+    words = WORDS.with_tools([shown.place for shown in tools])
 
     def translate() -> tuple[tuple[JsonObject, ...], ChatCall]:
         items = items_of(body.input, _new_id)
         messages = messages_of(body.instructions, [*_items_of_chain(earlier), *items])
-        return items, adapted_call(request, lambda: chat_body(body, messages), WORDS, tokenizer)
+        return items, adapted_call(request, lambda: chat_body(body, messages), words, tokenizer)
 
     items, chat = await translated(request, translate)
     response_id = _new_id("resp")
@@ -79,11 +82,13 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         model, created_s = accepted[0].model, int(time.time())
-        context.warnings = chat.warnings(cluster.tokenizer(model))
+        warnings = map(words.warning, chat.warnings(cluster.tokenizer(model)))
+        context.warnings = [*tool_warnings(body.tools or ()), *warnings][:MAX_WARNINGS]
         choices = open_choices(
             chat.call.params, tokenizer, accepted[0], tool_use=chat.tool_use, new_call_id=lambda: _new_id("call")
         )
-        encoders.append(ResponseEncoder(ResponseWriter(response_base(body, response_id, model, created_s), _new_id)))
+        writer = ResponseWriter(response_base(body, response_id, model, created_s), _new_id)
+        encoders.append(ResponseEncoder(writer, tools))
         return Answer(accepted, choices, encoders[0], context)
 
     async def keep(answer: Answer) -> None:
@@ -91,7 +96,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
             await store.put(StoredResponse(response_id, tenant, encoders[0].final(answer), items))
 
     return AnswerResponse(
-        request, (chat.call,), make_answer, WORDS.names(chat.names), is_stream=bool(body.stream), before_end=keep
+        request, (chat.call,), make_answer, words.names(chat.names), is_stream=bool(body.stream), before_end=keep
     )
 
 

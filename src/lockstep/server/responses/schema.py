@@ -19,13 +19,18 @@ from lockstep.server.fields import (
     text_or_list,
 )
 from lockstep.server.generation import DeadlineMs, Labels, RequestBody
+from lockstep.server.responses.tools import FunctionTool, ResponseTool
 from lockstep.server.tools.definitions import MAX_TOOLS, FunctionName, choice_kind
 
 MAX_ID_CHARS = 128
+MAX_CLIENT_METADATA = 64
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 Status = Literal["in_progress", "completed", "incomplete"]
 LOGPROBS = "message.output_text.logprobs"
-ITEM_KINDS = ("message", "reasoning", "function_call", "function_call_output")
+ITEM_KINDS = (
+    *("message", "reasoning", "function_call", "function_call_output"),
+    *("custom_tool_call", "custom_tool_call_output"),
+)
 
 
 class ResponseTextPart(Marked):
@@ -87,6 +92,7 @@ class FunctionCallItem(Marked):
     type: Literal["function_call"]
     call_id: Id
     name: FunctionName
+    namespace: FunctionName | None = None
     arguments: str
     """A JSON object, as text."""
     parsed_arguments: Any = None
@@ -105,6 +111,29 @@ class FunctionCallOutputItem(Body):
     status: Status | None = None
 
 
+class CustomToolCallItem(Marked):
+    """A tool that a model called with a text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Id
+    name: FunctionName
+    namespace: FunctionName | None = None
+    input: str
+    id: Id | None = None
+    status: Status | None = None
+
+
+class CustomToolCallOutputItem(Body):
+    """The answer of such a tool."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: Id
+    name: FunctionName | None = None
+    output: Content
+    id: Id | None = None
+    status: Status | None = None
+
+
 def _item_kind(value: object) -> str | None:
     kind = (value.get("type") or "message") if isinstance(value, dict) else "message"
     return f"[{kind}]" if kind in ITEM_KINDS else None
@@ -114,7 +143,9 @@ Item = Annotated[
     Annotated[MessageItem, Tag("[message]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")]
     | Annotated[FunctionCallItem, Tag("[function_call]")]
-    | Annotated[FunctionCallOutputItem, Tag("[function_call_output]")],
+    | Annotated[FunctionCallOutputItem, Tag("[function_call_output]")]
+    | Annotated[CustomToolCallItem, Tag("[custom_tool_call]")]
+    | Annotated[CustomToolCallOutputItem, Tag("[custom_tool_call_output]")],
     Discriminator(
         _item_kind,
         custom_error_type="item_kind",
@@ -127,21 +158,10 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(Marked):
-    """A function that the model may call; other kinds of tools are not served."""
-
-    type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: JsonObject | None = None
-    """A JSON schema; absent: no parameters."""
-    strict: bool | None = None
-    """The arguments obey the schema."""
-
-
 class NamedTool(Body):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: FunctionName
+    namespace: FunctionName | None = None
 
 
 class ResponseAllowedTools(Body):
@@ -220,7 +240,7 @@ class ResponseBody(RequestBody):
     max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """Tokens of the answer, thoughts included; absent: what the context leaves."""
     text: TextConfig | None = None
-    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[list[ResponseTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
@@ -236,6 +256,8 @@ class ResponseBody(RequestBody):
     """Not done here, so only false."""
     metadata: Labels | None = None
     """Labels that are kept with the response, and logged."""
+    client_metadata: Annotated[dict[str, Any] | None, Field(max_length=MAX_CLIENT_METADATA)] = None
+    """Notes of the client for itself; unused."""
     safety_identifier: Name | None = None
     """Logged, as `user`."""
     prompt_cache_key: Name | None = None
@@ -282,12 +304,17 @@ def response_base(body: ResponseBody, response_id: str, model: str, created_s: i
         "temperature": body.temperature,
         "text": {**text, "format": {"type": "text", **(text.get("format") or {})}},
         "tool_choice": _choice_as_json(body),
-        "tools": [{"parameters": None, "strict": False, **as_json(tool)} for tool in body.tools or ()],
+        "tools": [_tool_as_json(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs,
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
+
+
+def _tool_as_json(tool: ResponseTool) -> dict[str, Any]:
+    written = as_json(tool)
+    return {"parameters": None, "strict": False, **written} if isinstance(tool, FunctionTool) else written
 
 
 def _choice_as_json(body: ResponseBody) -> Any:

@@ -20,9 +20,10 @@ from lockstep.server.generation import RequestBody
 from lockstep.server.responses.schema import (
     LOGPROBS,
     Content,
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
-    FunctionTool,
     Item,
     MessageItem,
     NamedTool,
@@ -33,12 +34,14 @@ from lockstep.server.responses.schema import (
     ToolChoice,
     as_json,
 )
+from lockstep.server.responses.tools import arguments_of, shown_name, shown_tools
 
 JsonObject = Mapping[str, Any]
 NewId = Callable[[str], str]
 """From a prefix to an id that nobody else has."""
 
 REASONING_PREFIX, MESSAGE_PREFIX, CALL_PREFIX, CALL_OUTPUT_PREFIX = "rs", "msg", "fc", "fco"
+CUSTOM_CALL_PREFIX = "ctc"
 
 
 def items_of(given: str | Sequence[Item], new_id: NewId) -> tuple[JsonObject, ...]:
@@ -80,18 +83,33 @@ def _item(item: Item, where: str, new_id: NewId) -> JsonObject:
             "type": "function_call",
             "call_id": item.call_id,
             "name": item.name,
+            **_of_namespace(item.namespace),
             "arguments": item.arguments,
             "status": item.status or "completed",
         }
-    assert isinstance(item, FunctionCallOutputItem), "the schema knows no other kind"
+    if isinstance(item, CustomToolCallItem):
+        return {
+            "id": item.id or new_id(CUSTOM_CALL_PREFIX),
+            "type": "custom_tool_call",
+            "call_id": item.call_id,
+            "name": item.name,
+            **_of_namespace(item.namespace),
+            "input": item.input,
+            "status": item.status or "completed",
+        }
+    assert isinstance(item, FunctionCallOutputItem | CustomToolCallOutputItem), "the schema knows no other kind"
     output = item.output
     return {
         "id": item.id or new_id(CALL_OUTPUT_PREFIX),
-        "type": "function_call_output",
+        "type": item.type,
         "call_id": item.call_id,
         "output": output if isinstance(output, str) else [_part("input_text", part.text) for part in output],
         "status": item.status or "completed",
     }
+
+
+def _of_namespace(namespace: str | None) -> JsonObject:
+    return {} if namespace is None else {"namespace": namespace}
 
 
 def _texts(content: Content) -> list[str]:
@@ -129,11 +147,11 @@ def messages_of(instructions: str | None, items: Iterable[JsonObject]) -> Sequen
                 thoughts = "\n".join(part["text"] for part in item.get("content") or ())
                 if thoughts:
                     _open_turn(messages, "content", "tool_calls", "reasoning_content")["reasoning_content"] = thoughts
-            case "function_call":
-                turn = _open_turn(messages)
-                turn.setdefault("tool_calls", []).append(_tool_call(item))
-                called[item["call_id"]] = item["name"]
-            case "function_call_output":
+            case "function_call" | "custom_tool_call":
+                turn, name = _open_turn(messages), shown_name(item.get("namespace"), item["name"])
+                turn.setdefault("tool_calls", []).append(_tool_call(item, name))
+                called[item["call_id"]] = name
+            case "function_call_output" | "custom_tool_call_output":
                 messages.append(_tool_message(item, called))
             case _:
                 text = "\n".join(part["text"] for part in item["content"])
@@ -155,12 +173,9 @@ def _open_turn(messages: list[dict[str, Any]], *before: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _tool_call(item: JsonObject) -> JsonObject:
-    return {
-        "id": item["call_id"],
-        "type": "function",
-        "function": {"name": item["name"], "arguments": item["arguments"]},
-    }
+def _tool_call(item: JsonObject, name: str) -> JsonObject:
+    arguments = arguments_of(item["input"]) if item["type"] == "custom_tool_call" else item["arguments"]
+    return {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _tool_message(item: JsonObject, called: Mapping[str, str]) -> dict[str, Any]:
@@ -175,7 +190,7 @@ def _tool_message(item: JsonObject, called: Mapping[str, str]) -> dict[str, Any]
 
 _SAME = (
     *RequestBody.model_fields,
-    *("model", "parallel_tool_calls", "top_logprobs", "safety_identifier", "prompt_cache_key", "chat_template_kwargs"),
+    *("model", "parallel_tool_calls", "safety_identifier", "prompt_cache_key", "chat_template_kwargs"),
 )
 """Parameters that both have."""
 
@@ -203,7 +218,7 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
     if not messages:
         raise InvalidParameterError("input makes no message; it must hold a text, a message or a call", param="input")
     has_logprobs = LOGPROBS in (body.include or ())
-    if body.top_logprobs is not None and not has_logprobs:
+    if body.top_logprobs and not has_logprobs:
         raise InvalidParameterError(
             f'top_logprobs is given without include of "{LOGPROBS}"; give both or none',
             param="top_logprobs",
@@ -217,8 +232,9 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": True if has_logprobs else None,
+        "top_logprobs": body.top_logprobs or None,
         "response_format": None if text_format is None else _response_format(text_format),
-        "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
+        "tools": [{"type": "function", "function": shown.function} for shown in shown_tools(body.tools or ())] or None,
         "tool_choice": _tool_choice(body.tool_choice),
         "verbosity": None if body.text is None else body.text.verbosity,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
@@ -245,11 +261,6 @@ def _response_format(given: TextFormat) -> JsonObject:
     return {"type": kind, "json_schema": about}
 
 
-def _tool(tool: FunctionTool) -> JsonObject:
-    about = as_json(tool)
-    return {"type": about.pop("type"), "function": about}
-
-
 def _tool_choice(choice: ToolChoice | None) -> str | JsonObject | None:
     if choice is None or isinstance(choice, str):
         return choice
@@ -262,4 +273,4 @@ def _tool_choice(choice: ToolChoice | None) -> str | JsonObject | None:
 
 
 def _named(tool: NamedTool) -> JsonObject:
-    return {"type": "function", "function": {"name": tool.name}}
+    return {"type": "function", "function": {"name": shown_name(tool.namespace, tool.name)}}

@@ -51,7 +51,7 @@ def enforced_tools(tools: Sequence[CallableTool]) -> tuple[tuple[CallableTool, .
         schema, left_out = enforceable(tool.parameters)
         if left_out and tool.strict:
             where = f"{tool.where}.parameters{left_out[0]}"
-            reason = schema_fault(closed({"type": "object", **_without_annotations(tool.parameters)}))
+            reason = _fault(_without_annotations(tool.parameters))
             raise InvalidParameterError(
                 f"{where} cannot be enforced ({reason}), and the function {tool.name!r} is strict; leave that part or "
                 "strict out",

@@ -65,10 +65,9 @@ class ToolCall:
         try:
             if isinstance(json.loads(self.arguments or "{}"), dict):
                 return msgspec.Raw((self.arguments or "{}").encode())
-            members = {}
         except ValueError:  # it was cut
-            members = _members_of(self.arguments)
-        return msgspec.Raw(json.dumps(members).encode())
+            return msgspec.Raw(json.dumps(_members_of(self.arguments)).encode())
+        return msgspec.Raw(b"{}")
 
 
 Delta = ContentDelta | CallDelta
