@@ -1,27 +1,27 @@
 """Try real clients against a real server: `python -m tools.clients --cache DIR [--only NAME ...]`.
 
-Each client is installed into an environment of its own below the cache directory, and kept there. Then a program of
-`programs/` plays its scenarios against a server of the embedded model, which is started on a free port and ended
-again. A table tells what failed; the exit code is 1 if anything did.
+Each client is installed into an environment of its own below the cache directory, and kept there: Python's by pip,
+programs of Node.js by npm, which must be there with Node.js 20 or later. Then a program of `programs/` plays its
+scenarios against a server of the embedded model, which is started on a free port and ended again; agents have a server
+of their own, whose answers are scripted. A table tells what failed; the exit code is 1 if anything did.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import re
+import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = "pocket"
-INSTALL_S, PLAY_S, STOP_S = 1_800, 900, 30
+from tools.clients.server import MODEL, ROOT, serving
+
+INSTALL_S, PLAY_S = 1_800, 900
 MAX_FAILURE_CHARS = 300
-_READY = re.compile(r"ready on (http://\S+),")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Client:
     packages: tuple[str, ...]
     before: tuple[str, ...] = ()
     """Packages to be installed first, so that those that follow do not choose others."""
+    is_npm: bool = False
+    """Whether the packages are npm's."""
 
 
 CLIENTS = (
@@ -46,6 +48,8 @@ CLIENTS = (
     # A plain torch pulls gigabytes of CUDA; neither of the two computes with it.
     Client("guidellm", "guidellm_bench", ("guidellm", "torch==2.13.0"), ("torch==2.13.0",)),
     Client("aiperf", "aiperf_bench", ("aiperf",)),
+    Client("claude-code", "claude_code", ("@anthropic-ai/claude-code",), is_npm=True),
+    Client("codex", "codex_cli", ("@openai/codex",), is_npm=True),
 )
 
 
@@ -76,36 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(result.failure for result in results) else 0
 
 
-@contextlib.contextmanager
-def serving() -> Iterator[str]:
-    """A server of the embedded model, until the block ends; gives its base URL."""
-    command = [sys.executable, "-m", "lockstep", "serve", "pocket://", "--served-model-name", MODEL, "--port", "0"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None, "it has a pipe"
-        try:
-            ready = next((match for line in process.stdout if (match := _READY.search(line))), None)
-            if ready is None:
-                raise SystemExit("the server did not start; `lockstep serve pocket://` says why")
-            yield ready[1]
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
 def tried(client: Client, cache: Path, base_url: str) -> list[Result]:
     """All scenarios of one client, or why there are none."""
     environment = cache / client.name
-    python = environment / "bin" / "python"
-    failure = run([sys.executable, "-m", "venv", str(environment)], INSTALL_S)[1]  # mends one that was left half made
-    for packages in filter(None, (client.before, client.packages)):
-        failure = failure or run([str(python), "-m", "pip", "install", "--quiet", *packages], INSTALL_S)[1]
+    install = installed_by_npm if client.is_npm else installed_by_pip
+    python, folder, failure = install(client, environment)
     if failure:
         return [Result(client.name, "", "installation", failure)]
     program = f"tools.clients.programs.{client.program}"
-    output, failure = run([str(python), "-m", program, base_url, MODEL], PLAY_S)
+    path = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
+    output, failure = run([python, "-m", program, base_url, MODEL], PLAY_S, {"PATH": path})
     told = [json.loads(line) for line in output.splitlines() if line.startswith('{"client"')]
     results = [Result(**each) for each in told]
     if failure and not any(result.failure for result in results):  # it broke off
@@ -113,10 +97,32 @@ def tried(client: Client, cache: Path, base_url: str) -> list[Result]:
     return results
 
 
-def run(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+def installed_by_pip(client: Client, environment: Path) -> tuple[str, Path, str]:
+    """The interpreter that plays a client, the folder of its commands, and what failed; empty: nothing did."""
+    folder = environment / "bin"
+    python = str(folder / "python")
+    failure = run([sys.executable, "-m", "venv", str(environment)], INSTALL_S)[1]  # mends one that was left half made
+    for packages in filter(None, (client.before, client.packages)):
+        failure = failure or run([python, "-m", "pip", "install", "--quiet", *packages], INSTALL_S)[1]
+    return python, folder, failure
+
+
+def installed_by_npm(client: Client, environment: Path) -> tuple[str, Path, str]:
+    """The same of a program of Node.js, which this interpreter starts."""
+    if shutil.which("npm") is None:
+        return sys.executable, environment, "npm is not installed; install Node.js 20 or later"
+    environment.mkdir(parents=True, exist_ok=True)
+    command = ["npm", "install", "--prefix", str(environment), "--no-fund", "--no-audit", *client.packages]
+    return sys.executable, environment / "node_modules" / ".bin", run(command, INSTALL_S)[1]
+
+
+def run(command: Sequence[str], timeout_s: float, variables: Mapping[str, str] | None = None) -> tuple[str, str]:
     """A command's standard output, and the end of what it said where it failed; empty: it did not."""
+    environment = {**os.environ, **(variables or {})}
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return "", f"not done after {timeout_s:g} s"
     said = (done.stderr or done.stdout).strip()

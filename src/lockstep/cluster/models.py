@@ -126,7 +126,7 @@ class ModelSet:
         return model
 
     def _names_text(self) -> str:
-        names = [f"`{name}`" for name in self._by_name if name is not None]
+        names = [f"`{name}`" for model in self.by_id.values() for name in (model.id, *model.entry.aliases)]
         more = f" and {len(names) - MAX_SHOWN_NAMES} more (GET /v1/models)" if len(names) > MAX_SHOWN_NAMES else ""
         return f"this server has {', '.join(names[:MAX_SHOWN_NAMES])}{more}"
 

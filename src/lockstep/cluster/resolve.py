@@ -25,7 +25,7 @@ from lockstep.engine.options import EngineOptions, LoadOptions, Progress, check_
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, ConfigError
 from lockstep.executors.machine import available_memory_bytes, machine_memory_bytes
-from lockstep.executors.stub import DECLARED_BYTES, StubOptions, stub_tokenizer_parts
+from lockstep.executors.stub import DECLARED_BYTES, StubOptions, read_answers, stub_tokenizer_parts
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.hosts.values import GroupOptions
 from lockstep.worker.messages import Loaded
@@ -207,6 +207,7 @@ class Source:
         """Open a source, and report so under a model's id; ArtifactError: it cannot be served."""
         if source.startswith(STUB):
             stub = StubOptions.parse(source)
+            read_answers(stub)
             parts = partial(stub_tokenizer_parts, stub.name)
             return cls(source, source, DECLARED_BYTES, parts, stub.max_model_len, is_stub=True)
         report: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)

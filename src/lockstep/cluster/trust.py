@@ -21,6 +21,8 @@ from lockstep.cluster.manifest_draft import EntryDraft
 from lockstep.cluster.manifest_yaml import Reading
 from lockstep.cluster.remote_exchange import is_plainly_private
 from lockstep.errors import ArtifactError, ExecutorError, ManifestError, Problem
+from lockstep.executors.stub import SCHEME as STUB
+from lockstep.executors.stub import StubOptions
 
 SOURCE_REFUSED = (
     "names what only an admin's key may name, or nothing that can be served; any key may name pocket://, stub://NAME, "
@@ -43,7 +45,7 @@ _LINKS: Mapping[str, str] = {
     "allows_plain": "allow_plain",
 }
 """Fields of `Hosts` that only the operator's file says, and their keys."""
-_FREE = ("pocket://", "stub://")
+_POCKET = "pocket://"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,11 @@ class Vouchers:
 
     def may_open(self, source: str) -> bool:
         """True where a source is opened for anybody. Of the files outside the folder, none is looked at."""
-        if not self._opens_sources or source in self._sources or source.startswith(_FREE):
+        if source in self._sources:
+            return True
+        if source.startswith(STUB):  # its file of answers is a file like any other
+            return not StubOptions.parse(source).answers
+        if not self._opens_sources or source.startswith(_POCKET):
             return True
         path = self._in_folder(source)
         if path is None:

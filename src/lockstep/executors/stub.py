@@ -13,13 +13,14 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 import numpy as np
 
 from lockstep.artifacts.model import TokenizerParts
-from lockstep.errors import ExecutorError, UsageError
+from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, ExecutorError, UsageError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 
 SCHEME = "stub://"
@@ -40,6 +41,8 @@ KEYWORDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("contract", "clause"), "legal"),
 )
 NONE_OF_THESE = "none"
+MAX_ANSWERS_BYTES = 16 << 20
+"""Of a file of answers."""
 _MAX = " max="
 _CHOSEN_LOGIT = 100.0
 
@@ -66,6 +69,8 @@ class StubOptions:
     block_size: int = 16
     decode_equals_prefill: bool = False
     """Whether it says so of itself: what it answers follows from the request, however that is computed."""
+    answers: str = ""
+    """Not empty: a file of scripted answers; see `read_answers`."""
 
     @classmethod
     def parse(cls, source: str) -> StubOptions:
@@ -83,6 +88,50 @@ class StubOptions:
             raise UsageError(f"{source}: {error}") from None
 
 
+class ScriptedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a file of answers."""
+
+    answer: str
+    when: str | tuple[str, ...] = ()
+    """Texts that the prompt must have, all of them; none: every prompt fits."""
+
+    def fits(self, prompt: str) -> bool:
+        texts = (self.when,) if isinstance(self.when, str) else self.when
+        return all(text in prompt for text in texts)
+
+
+def read_answers(options: StubOptions) -> tuple[ScriptedAnswer, ...]:
+    """The scripted answers of a stub: JSON lines such as ``{"when": "text of the prompt", "answer": "text"}``. A prompt
+    gets the first that fits it; where none does, the stub answers as it does without a file.
+
+    Raises:
+        ArtifactError: the file cannot be read, is too large, or a line is not of that form.
+    """
+    if not options.answers:
+        return ()
+    path = Path(options.answers).expanduser()
+    try:
+        if path.stat().st_size > MAX_ANSWERS_BYTES:
+            raise CorruptArtifactError(
+                f"the file of answers has more than {MAX_ANSWERS_BYTES} bytes; make it shorter", path=path
+            )
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ArtifactNotFoundError(
+            f"the file of answers cannot be read: {error.strerror or error}", path=path
+        ) from None
+    answers: list[ScriptedAnswer] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                answers.append(msgspec.json.decode(line, type=ScriptedAnswer))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise CorruptArtifactError(
+                    f'{error}; a line is {{"when": "text of the prompt", "answer": "text"}}', path=f"{path}:{number}"
+                ) from None
+    return tuple(answers)
+
+
 def stub_tokenizer_parts(name: str = "stub") -> TokenizerParts:
     """The byte tokenizer: token id = byte value, then the special tokens, then the pieces of this stub's answers."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -96,9 +145,20 @@ def stub_tokenizer_parts(name: str = "stub") -> TokenizerParts:
     return TokenizerParts(tokenizer, CHAT_TEMPLATE, None, "<|end|>", (END_ID,))
 
 
-def reply_of(options: StubOptions, prompt_ids: Sequence[int], max_output_tokens: int) -> Sequence[int]:
+def reply_of(
+    options: StubOptions, prompt_ids: Sequence[int], max_output_tokens: int, answers: Sequence[ScriptedAnswer] = ()
+) -> Sequence[int]:
     """The whole answer without its end, a pure function of the request: by bytes, or in pieces where only they leave
-    room for the end."""
+    room for the end.
+
+    Args:
+        answers: the scripted ones; those of `read_answers`.
+    """
+    if answers:
+        prompt = bytes([token for token in prompt_ids if token < 256]).decode(errors="replace")
+        scripted = next((each.answer for each in answers if each.fits(prompt)), None)
+        if scripted is not None:
+            return scripted.encode()
     if options.field:
         begin = len(prompt_ids) - prompt_ids[::-1].index(USER_ID) if USER_ID in prompt_ids else 0
         text = bytes([token for token in prompt_ids[begin:] if token < 256]).decode(errors="replace").lower()
@@ -134,6 +194,7 @@ class StubExecutor:
 
     def __init__(self, options: StubOptions) -> None:
         self._options = options
+        self._answers = read_answers(options)
         self.environment: Mapping[str, str] = {"executor": "stub", "model": options.name}
         self._scripts: dict[int, _Script] = {}
         self._num_steps = 0
@@ -158,7 +219,9 @@ class StubExecutor:
         """See the protocol; a stub's blocks hold nothing."""
 
     def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:
-        self._scripts[seq_id] = _Script(len(prompt_ids), tuple(reply_of(self._options, prompt_ids, max_output_tokens)))
+        self._scripts[seq_id] = _Script(
+            len(prompt_ids), tuple(reply_of(self._options, prompt_ids, max_output_tokens, self._answers))
+        )
 
     def end(self, seq_id: int) -> None:
         self._scripts.pop(seq_id, None)

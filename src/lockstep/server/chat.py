@@ -178,6 +178,8 @@ class ChatBody(GenerationBody):
     """Variables for the model's chat template, e.g. `enable_thinking`; a warning says which it does not read."""
     add_generation_prompt: bool | None = None
     """False: the prompt does not end with the beginning of an assistant's message."""
+    add_special_tokens: Literal[False] | None = None
+    """The template writes special tokens, so only false."""
     continue_final_message: bool | None = None
     """True: the answer goes on with the last message, which is not closed."""
     echo: bool | None = None

@@ -80,6 +80,8 @@ class CompletionBody(GenerationBody):
     """Null or -1: what the context leaves. 0: only with `echo`, the prompt and its log-probabilities."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     """How many of the most likely tokens to tell besides the chosen one."""
+    add_special_tokens: Literal[True] | None = None
+    """A prompt that is text has the special tokens of its tokenizer, so only true."""
     echo: bool | None = None
     """Begin the text with the prompt."""
     suffix: Annotated[None, absent("texts are only gone on with here, not filled in")] = None

@@ -39,11 +39,12 @@ def check(is_true: object, what: str) -> None:
         raise AssertionError(what)
 
 
-def run(package: str, scenarios: dict[str, Callable[[str, str], Any]]) -> int:
+def run(package: str, scenarios: dict[str, Callable[[str, str], Any]], number: str = "") -> int:
     """Play all scenarios against the server that the command line names, and tell of each.
 
     Args:
         package: whose version is told.
+        number: the version; empty: that of the Python package.
         scenarios: each is called with a base URL (with ``/v1``) and a model's name; may be asynchronous.
 
     Returns:
@@ -61,6 +62,6 @@ def run(package: str, scenarios: dict[str, Callable[[str, str], Any]]) -> int:
             traceback.print_exc()
             failure = f"{type(error).__name__}: {error}"
             is_ok = False
-        told = {"client": package, "version": version(package), "scenario": name, "failure": failure}
+        told = {"client": package, "version": number or version(package), "scenario": name, "failure": failure}
         print(json.dumps(told), flush=True)
     return 0 if is_ok else 1
