@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lockstep.cluster.base import Accepted
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.executors.sampling_params import SamplingParams
@@ -24,7 +25,7 @@ from lockstep.server.answer_response import Answer, AnswerResponse, Encoder
 from lockstep.server.chat import ChatBody, ChatCall, chat_call
 from lockstep.server.choices import open_choices
 from lockstep.server.errors import of_validation
-from lockstep.server.generation import Caller, in_the_requests_words, labels_of
+from lockstep.server.generation import Caller, check_tokens_known, in_the_requests_words, labels_of
 from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of, translated
 
@@ -110,6 +111,8 @@ async def answer_as_chat(
     is_stream: bool,
     new_call_id: Callable[[], str],
     warnings: Sequence[str] = (),
+    earlier_ids: Sequence[int] = (),
+    returns_ids: bool = False,
 ) -> Response:
     """Answer a question that was asked in another API.
 
@@ -117,18 +120,38 @@ async def answer_as_chat(
         make_body: translates it; on another thread, where it is long.
         make_encoder: from who answers, by its served name, and the call.
         warnings: what was asked for and is not done, whoever answers.
+        earlier_ids: tokens of a conversation that the prompt goes on with.
+        returns_ids: whether choices have the tokens of the answer.
     """
     cluster, context = serving_of(request).cluster, context_of(request)
     context.model = cluster.card(model).name
     tokenizer = cluster.tokenizer(model)
-    chat = await translated(request, lambda: adapted_call(request, make_body, words, tokenizer))
-    calls = (replace_struct(chat.call, cuts_to_context=True),)  # agents ask for more than small models have
+
+    def translate() -> tuple[ChatCall, GenerationRequest]:
+        chat = adapted_call(request, make_body, words, tokenizer)
+        call = replace_struct(chat.call, cuts_to_context=True)  # agents ask for more than small models have
+        return chat, _continued(call, tokenizer, earlier_ids) if earlier_ids else call
+
+    chat, call = await translated(request, translate)
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         [first] = accepted
         own = cluster.tokenizer(first.model)
         context.warnings = [*warnings, *map(words.warning, chat.warnings(own))]
-        choices = open_choices(chat.call.params, own, first, tool_use=chat.tool_use, new_call_id=new_call_id)
+        choices = open_choices(
+            chat.call.params, own, first, tool_use=chat.tool_use, new_call_id=new_call_id, returns_ids=returns_ids
+        )
         return Answer(accepted, choices, make_encoder(first, chat), context)
 
-    return AnswerResponse(request, calls, make_answer, words.names(chat.names), is_stream=is_stream)
+    return AnswerResponse(request, (call,), make_answer, words.names(chat.names), is_stream=is_stream)
+
+
+def _continued(call: GenerationRequest, tokenizer: Tokenizer, earlier_ids: Sequence[int]) -> GenerationRequest:
+    """A chat's call whose prompt begins with the tokens of an earlier conversation."""
+    check_tokens_known(tokenizer, {"context": True})
+    prompt = call.prompt
+    assert isinstance(prompt, Conversation), "a chat's prompt is one"
+    new_ids = tokenizer.encode_chat(prompt.messages, template_kwargs=prompt.template_kwargs)
+    ids = (*earlier_ids, *new_ids)
+    reasoning = tokenizer.reasoning_after(ids) if prompt.reasoning == "auto" else None
+    return replace_struct(call, prompt=ids, reasoning=reasoning)

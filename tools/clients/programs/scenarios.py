@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ def check(is_true: object, what: str) -> None:
         raise AssertionError(what)
 
 
-def run(package: str, scenarios: dict[str, Callable[[str, str], Any]], number: str = "") -> int:
+def run(package: str, scenarios: Mapping[str, Callable[[str, str], Any]], number: str = "") -> int:
     """Play all scenarios against the server that the command line names, and tell of each.
 
     Args:

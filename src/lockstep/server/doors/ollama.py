@@ -95,6 +95,8 @@ class OllamaChat(OllamaAnswer):
 class OllamaGeneration(OllamaAnswer):
     response: str
     thinking: NotRequired[str | None]
+    context: NotRequired[list[int] | None]
+    """Tokens of prompt and answer, at the end; a request that goes on with the conversation has them as `context`."""
 
 
 class OllamaEncoder:
@@ -108,6 +110,8 @@ class OllamaEncoder:
         self._model = model
         self._context = context
         self._is_chat = is_chat
+        self._ids: list[int] = []
+        """Of the answer so far, where tokens are returned."""
 
     @property
     def framing(self) -> Framing:
@@ -118,6 +122,7 @@ class OllamaEncoder:
         return b""
 
     def chunk(self, choice: Choice, answer: Answer | None) -> bytes:
+        self._ids += choice.token_ids
         if not (choice.text or choice.reasoning or choice.entries):
             return b""
         said = self._said(choice.text, choice.reasoning)
@@ -134,6 +139,7 @@ class OllamaEncoder:
 
     def whole(self, answer: Answer) -> bytes:
         [choice] = answer.choices
+        self._ids += choice.token_ids
         said = self._said(choice.text, choice.reasoning, self._calls(choice))
         return self._line(said | _logprobs(choice) | self._figures(answer), is_done=True)
 
@@ -165,6 +171,7 @@ class OllamaEncoder:
         first_s = totals.total_s if totals.ttft_s is None else totals.ttft_s
         return {
             "done_reason": "length" if choice.finish_reason == "length" else "stop",
+            **({"context": [*answer.accepted[0].prompt_token_ids, *self._ids]} if choice.returns_ids else {}),
             "total_duration": _ns(time.monotonic() - context.started_s),
             "load_duration": _ns(loading_s),
             "prompt_eval_count": totals.num_prompt_tokens,
@@ -251,6 +258,8 @@ async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *
         is_stream=body.stream is not False,
         new_call_id=lambda: f"call_{secrets.token_hex(4)}",
         warnings=list(warnings_of(body, cluster.card(body.model).max_model_len)),
+        earlier_ids=(body.context or ()) if isinstance(body, OllamaGenerateBody) else (),
+        returns_ids=not is_chat and cluster.tokenizer(body.model).vocab_size > 0,
     )
 
 

@@ -17,12 +17,15 @@ from lockstep.server.completions import CompletionBody
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     MAX_SEQUENCE_TOKENS,
+    MAX_VALUES,
     NOTHING,
     Body,
     JsonObject,
     Name,
     ParameterBody,
+    TokenId,
     empty,
+    in_pieces,
     text_or_object,
 )
 from lockstep.server.generation import StopStrings
@@ -172,7 +175,8 @@ class OllamaGenerateBody(OllamaBody):
     template: Annotated[
         None, empty("the model's own chat template is used; leave it out, or send raw with the whole prompt"), NOTHING
     ] = None
-    context: Annotated[None, empty("the conversation is sent as messages to /api/chat; leave it out"), NOTHING] = None
+    context: Annotated[list[TokenId], *in_pieces(MAX_VALUES, least=0)] | None = None
+    """Tokens of an earlier conversation, as the `context` of an answer has them; the prompt goes on with them."""
     images: NoImages = None
 
 
@@ -211,8 +215,8 @@ def completion_body(body: OllamaGenerateBody) -> CompletionBody:
     Raises:
         InvalidParameterError: names the parameter.
     """
-    if body.system or body.think not in (None, ""):
-        param = "system" if body.system else "think"
+    others = {"system": body.system, "think": body.think not in (None, ""), "context": body.context}
+    if param := next((name for name, value in others.items() if value), None):
         raise InvalidParameterError(
             f"{param} is given with raw, whose prompt goes past the chat template; write it into the prompt",
             param=param,
