@@ -18,8 +18,9 @@ from msgspec import structs
 
 from lockstep.cluster.base import Accepted
 from lockstep.cluster.cluster import Cluster
-from lockstep.cluster.manifest import Manifest
+from lockstep.cluster.manifest import Manifest, names_of_source
 from lockstep.cluster.prompt_tokeniser import MAX_INLINE_CHARS
+from lockstep.cluster.state import ClusterOptions
 from lockstep.cluster.threads import LONG_BYTES
 from lockstep.engine.input_processing import tokenised
 from lockstep.engine.llm import AsyncEngine
@@ -353,3 +354,26 @@ async def test_a_session_keeps_its_prompt_where_others_had_the_pool() -> None:
             assert (await answer(model, call(prompt + "more", session_id=session))).num_cached_tokens == cached
             await model.reset_prefix_cache()
         await settled(model)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("pocket://", ["pocket"]),
+        ("stub://alpha?step_ms=2", ["alpha"]),
+        ("./models/qwen.gguf", ["qwen"]),
+        ("models/qwen/", ["qwen"]),
+        ("hf://Qwen/Qwen3-0.6B", ["Qwen/Qwen3-0.6B", "Qwen3-0.6B"]),
+        ("hf://org/name@main#Q8_0", ["org/name", "name"]),
+        (".", []),
+        ("plain", []),
+    ],
+)
+def test_model_without_a_served_name_answers_to_its_short_names(source: str, names: list[str]) -> None:
+    assert names_of_source(source) == (source, *names)
+
+
+def test_unknown_model_is_refused_with_the_names_that_there_are() -> None:
+    model = Cluster(Manifest.of_model("stub://alpha", ("org/alpha", "alpha")), ClusterOptions(is_fixed=True))
+    with pytest.raises(ModelNotFoundError, match=r"`beta` does not exist; this server has `org/alpha`, `alpha`\.$"):
+        model.card("beta")

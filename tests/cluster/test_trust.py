@@ -128,6 +128,15 @@ def test_a_key_may_name_what_lies_in_the_folder_or_is_vouched_for(keyed: Machine
     assert keyed.put(FIRST.format(vouched=keyed.outside / "model.gguf"), "key").status_code == 200
 
 
+def test_key_may_not_name_a_file_of_scripted_answers(keyed: Machine) -> None:
+    """The answers would show it."""
+    answers = keyed.folder / "answers.jsonl"
+    answers.write_text('{"answer": "scripted"}\n')
+    for option in ("answers", "answer%73"):
+        refused = keyed.put_source(f"stub://b?{option}={answers}")
+        assert (refused.status_code, refused.json()["error"]["problems"][0]["message"]) == (400, SOURCE_REFUSED)
+
+
 @pytest.mark.parametrize(
     "url",
     ["http://127.0.0.1:1/v1", "http://[::ffff:10.0.0.1]/v1", "http://localhost:1/v1", "http://169.254.169.254/v1"],

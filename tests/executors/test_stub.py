@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from lockstep.core.step import StepPlan
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import ExecutorError, UsageError
+from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, ExecutorError, UsageError
 from lockstep.executors.base import Executor, SequenceObserver, StepBatch
 from lockstep.executors.stub import (
     END_ID,
@@ -17,6 +20,7 @@ from lockstep.executors.stub import (
     VOCAB_SIZE,
     StubExecutor,
     StubOptions,
+    read_answers,
     reply_of,
     stub_tokenizer_parts,
 )
@@ -135,3 +139,47 @@ def test_faults_come_when_asked_for() -> None:
     with pytest.raises(ExecutorError, match="step 1 fails"):
         executor.execute(_batch(1))
     executor.close()
+
+
+def scripted(folder: Path, *lines: str) -> StubOptions:
+    path = folder / "answers.jsonl"
+    path.write_text("\n".join(lines))
+    return StubOptions.parse(f"stub://a?answers={path}")
+
+
+def test_prompt_gets_the_first_scripted_answer_that_fits(tmp_path: Path) -> None:
+    options = scripted(
+        tmp_path,
+        '{"when": ["sky", "why"], "answer": "Rayleigh"}',
+        "",
+        '{"when": "sky", "answer": "blue \u00fc"}',
+    )
+    answers = read_answers(options)
+    replies = [reply_of(options, [USER_ID, *text.encode()], 99, answers) for text in ("why: sky", "the sky", "else")]
+    assert replies == [b"Rayleigh", "blue \u00fc".encode(), reply_of(options, [USER_ID, *b"else"], 99)]
+
+
+def test_scripted_answer_without_a_condition_is_for_every_prompt(tmp_path: Path) -> None:
+    options = scripted(tmp_path, '{"answer": "always"}')
+    executor = StubExecutor(options)
+    executor.begin(1, [USER_ID, *b"x"], 99)
+    assert executor._scripts[1].reply == tuple(b"always")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("no JSON", "answers.jsonl:2"),
+        ('{"when": "a"}', "answer"),
+        ('{"answer": 1}', "answer"),
+        ('{"reply": ""}', "reply"),
+    ],
+)
+def test_line_that_is_no_scripted_answer_is_refused_with_its_number(tmp_path: Path, line: str, says: str) -> None:
+    with pytest.raises(CorruptArtifactError, match=re.escape(says)):
+        read_answers(scripted(tmp_path, '{"answer": "a"}', line))
+
+
+def test_missing_file_of_answers_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactNotFoundError, match=r"gone\.jsonl"):
+        StubExecutor(StubOptions.parse(f"stub://a?answers={tmp_path}/gone.jsonl"))

@@ -96,7 +96,11 @@ def test_what_is_met_or_empty_is_taken_without_a_word(stub: Living, path: str, b
         (CHAT, {"reasoning_effort": "high"}, ["reasoning_effort"]),
         (CHAT, {"reasoning_effort": "none", "verbosity": "low"}, ["reasoning_effort", "verbosity"]),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, ["chat_template_kwargs.enable_thinking"]),
-        (RESPONSES, {"reasoning": {"effort": "low"}, "text": {"verbosity": "high"}}, ["reasoning_effort", "verbosity"]),
+        (
+            RESPONSES,
+            {"reasoning": {"effort": "low"}, "text": {"verbosity": "high"}},
+            ["reasoning.effort", "text.verbosity"],
+        ),
     ],
 )
 def test_what_changes_nothing_is_answered_with_a_warning(

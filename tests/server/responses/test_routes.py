@@ -252,7 +252,8 @@ REFUSED: Sequence[tuple[Mapping[str, object], str]] = (
     ({"text": {"verbosity": "loud"}}, "text.verbosity"),
     ({"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "function", "name": "g"}]}}, ALLOWED_PLACE),
     ({"conversation": "conv_1"}, "conversation"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "invented"}]}, "tools[0]"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
     ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"priority": 1}, "priority"),
 )

@@ -203,3 +203,71 @@ def test_a_name_may_be_written_in_escapes_but_not_without_end() -> None:
     parser = ToolParser(HERMES, NAMES, lambda: "id")
     deltas = parser.append('<tool_call>{"name": "' + "x" * 500)
     assert deltas, "an endless name is no call"
+
+
+def cut(text: str, *, names: tuple[str, ...] = NAMES, is_forced: bool = False) -> tuple[ToolParser, str]:
+    """A parser after an answer in hermes' format that was cut, and its content."""
+    parser = ToolParser(HERMES, names, lambda: "call_0", is_forced=is_forced)
+    deltas = [delta for piece in text for delta in parser.append(piece)] + parser.flush(is_cut=True)
+    return parser, "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "members"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": "cut o', '{"a": "cut o', {"a": "cut o"}),
+        ('<tool_call>{"name": "f", "arguments": {"a": [1, {"b": true', '{"a": [1, {"b": ', {"a": [1, {}]}),
+        ('<tool_call>{"name": "f", "arguments": {', "{", {}),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}', '{"a": 1}', {"a": 1}),
+    ],
+)
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_cut_answer_has_the_arguments_that_came(
+    text: str, arguments: str, members: dict[str, object], is_forced: bool
+) -> None:
+    parser, content = cut(text, is_forced=is_forced)
+    [call] = parser.calls
+    assert (content, call.name, call.arguments, call.is_cut) == ("", "f", arguments, True)
+    assert json.loads(bytes(call.arguments_object)) == members
+    assert parser.num_unread == 0
+
+
+@pytest.mark.parametrize("text", ["", "<tool", "<tool_call>", '<tool_call>\n{"name"', '<tool_call>{"name": "f"'])
+def test_cut_answer_of_a_forced_call_shows_no_markup(text: str) -> None:
+    parser, content = cut(text, names=("f",), is_forced=True)
+    assert (content, [(call.name, call.arguments) for call in parser.calls]) == ("", [("f", "")])
+    assert bytes(parser.calls[0].arguments_object) == b"{}"
+    parser, content = cut(text, is_forced=True)
+    assert (content, parser.calls) == ("", []), "of several functions none is known to be meant"
+    assert cut(text)[1] == text, "where calls are free, it is text"
+
+
+def test_cut_answer_keeps_the_calls_before_the_cut() -> None:
+    parser, content = cut(f"<tool_call>{F}</tool_call>\n<tool_call>\n{{", names=("f",), is_forced=True)
+    assert (content, [(call.arguments, call.is_cut) for call in parser.calls]) == ("", [('{"a": 1}', False)])
+
+
+def test_arguments_with_half_a_character_are_passed_on_as_they_are_written() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d", "n": 123456789012345678901234567890}}</tool_call>'
+    parser, seen = read(HERMES, [text])
+    assert seen.content == ""
+    assert bytes(parser.calls[0].arguments_object) == parser.calls[0].arguments.encode()
+
+
+@pytest.mark.parametrize("text", ["<tool_call>no JSON</tool_call>", '<tool_call>{"name": "g", "arguments": {}}'])
+def test_call_that_cannot_be_read_is_content_and_counted(text: str) -> None:
+    parser, seen = read(HERMES, [text])
+    assert (seen.content, parser.calls, parser.num_unread) == (text, [], 1)
+
+
+def test_answer_that_breaks_the_reader_is_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect of a reader costs the call, not the answer that was computed."""
+
+    class Broken:
+        def read(self, text: str) -> int:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr("lockstep.server.tools.parser.reader_of", lambda *_: Broken())
+    text = f"Well. <tool_call>{F}</tool_call> Then more."
+    parser, seen = read(HERMES, [text[:30], text[30:]])
+    assert (seen.content, parser.calls, parser.num_unread) == (text, [], 1)

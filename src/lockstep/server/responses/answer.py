@@ -77,8 +77,8 @@ class CustomToolCall(Shape):
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
+    namespace: NotRequired[str | None]
     input: str
-    status: Status
 
 
 class InputTokensDetails(Shape):
@@ -207,8 +207,10 @@ class _OpenItem:
                     "status": status,
                     "content": [self.part()],
                 }
-            case Kind.CALL | Kind.CUSTOM_CALL:
-                return {**self.fields, self.kind.text_member: self.text, "status": status}
+            case Kind.CALL:
+                return {**self.fields, "arguments": self.text, "status": status}
+            case Kind.CUSTOM_CALL:  # has no status
+                return {**self.fields, "input": self.text}
 
     def just_opened(self) -> dict[str, Any]:
         item = self.item("in_progress")

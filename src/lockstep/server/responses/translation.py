@@ -95,7 +95,6 @@ def _item(item: Item, where: str, new_id: NewId) -> JsonObject:
             "name": item.name,
             **_of_namespace(item.namespace),
             "input": item.input,
-            "status": item.status or "completed",
         }
     assert isinstance(item, FunctionCallOutputItem | CustomToolCallOutputItem), "the schema knows no other kind"
     output = item.output
