@@ -83,10 +83,13 @@ def test_long_inputs_are_refused_or_cut_as_asked(client: openai.OpenAI, llm: LLM
     assert np.array_equal(vectors(client, ids, truncate_prompt_tokens=9), llm.embed([ids[-9:]]))
 
 
-def test_the_models_own_size_is_the_only_one(client: openai.OpenAI) -> None:
-    assert vectors(client, "hi", dimensions=SIZE).shape == (1, SIZE)
-    with pytest.raises(openai.BadRequestError, match="dimensions is 100; this model's vectors have 256") as caught:
-        vectors(client, "hi", dimensions=100)
+def test_vectors_are_cut_to_fewer_dimensions_and_have_length_one_again(client: openai.OpenAI) -> None:
+    whole, cut = vectors(client, "hi", dimensions=SIZE), vectors(client, "hi", dimensions=100)
+    assert whole.shape == (1, SIZE)
+    assert np.allclose(np.linalg.norm(cut, axis=1), 1.0)
+    assert np.allclose(cut * np.linalg.norm(whole[:, :100]), whole[:, :100], atol=1e-6)
+    with pytest.raises(openai.BadRequestError, match="dimensions is 300; this model's vectors have 256") as caught:
+        vectors(client, "hi", dimensions=300)
     assert caught.value.param == "dimensions"
 
 

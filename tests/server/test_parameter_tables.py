@@ -104,7 +104,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "Ollama: generate": (OllamaGenerateBody,),
     "Ollama: embeddings": (EmbedBody,),
 }
-ELSEWHERE = {CompletionBody: GenerationBody, OllamaGenerateBody: OllamaBody}
+ELSEWHERE: dict[type[BaseModel], type[BaseModel]] = {CompletionBody: GenerationBody, OllamaGenerateBody: OllamaBody}
 """Bodies of which a section leaves out what another section has."""
 
 

@@ -154,6 +154,21 @@ OF_CHAT: Sequence[Override] = (
     {"audio": {"voice": "a"}},
     {"prediction": {"type": "content"}},
     {"web_search_options": {}},
+    {"use_beam_search": True},
+    {"n_predict": 4, "max_tokens": 4},
+    {"grammar": "root ::= 'a'"},
+    {
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "look",
+                    "strict": True,
+                    "parameters": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}},
+                },
+            }
+        ]
+    },
     {"safety_identifier": ""},
     {"prompt": "hello"},
 )
@@ -197,7 +212,9 @@ OF_RESPONSES: Sequence[Override] = (
     {"text": {"format": {"type": "json_schema"}}},
     {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "word"}}}},
     {"text": {"verbosity": "none"}},
-    {"tools": [{"type": "web_search"}]},
+    {"tools": [{"type": "invented"}]},
+    {"tools": [{"type": "custom", "name": "edit", "input": 1}]},
+    {"tools": [{"type": "namespace", "name": "crm", "tools": [{"type": "web_search"}]}]},
     {"tools": [FLAT_TOOL, FLAT_TOOL]},
     {"tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "g"}},
     {"tool_choice": "required"},
@@ -289,7 +306,11 @@ OF_MESSAGES: Sequence[Override] = (
     _blocks(USE),
     _blocks({"type": "tool_result", "tool_use_id": "a"}, role="assistant"),
     _blocks({**USE, "input": "{}"}, role="assistant"),
-    {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+    {"tools": [{"type": "invented", "name": "web_search"}]},
+    {
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+        "tool_choice": {"type": "tool", "name": "web_search"},
+    },
     {"tools": [{"name": "f", "input_schema": {"type": "array"}}]},
     {"tools": [{"name": "f", "input_schema": {}}] * 2},
     {"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]},
@@ -323,13 +344,13 @@ OF_OLLAMA: Sequence[Override] = (
     {"options": {"num_predict": -3}},
     {"options": {"temperature": 1e9}},
     {"options": {"mirostat": 1}},
-    {"options": {"nothing": 1}},
+    {"options": {"num_predict": "many"}},
     {"messages": [], "keep_alive": 0},
 )
 OF_GENERATE: Sequence[Override] = (
     {"suffix": "x"},
     {"template": "x"},
-    {"context": [1]},
+    {"context": [-1]},
     {"images": ["aGk="]},
     {"raw": True, "system": "x"},
     {"raw": True, "top_logprobs": 1},

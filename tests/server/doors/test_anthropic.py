@@ -240,7 +240,7 @@ def test_a_coding_agents_body_is_taken() -> None:
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "no images"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "tool_use_id"),
-        ({"tools": [{"type": "invented", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "invented", "name": "web_search"}]}, "tools[0]: A tool's type"),
         (
             {
                 "tools": [{"type": "web_search_20250305", "name": "web_search"}],

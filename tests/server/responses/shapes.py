@@ -65,7 +65,8 @@ def _check_items(events: Sequence[Mapping[str, Any]], output: Sequence[Mapping[s
         assert mine[-1]["item"] == item
         assert {event.get("item_id", item["id"]) for event in mine} == {item["id"]}
         written = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
-        said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        text = {"function_call": "arguments", "custom_tool_call": "input"}.get(item["type"])
+        said = item["content"][0]["text"] if text is None else item[text]
         assert written == said
     assert len(output) == indices[-1] + 1
 

@@ -7,6 +7,7 @@ out, and a warning names them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,9 @@ from pydantic import Discriminator, Field, Tag
 from lockstep.errors import InvalidParameterError
 from lockstep.server.fields import JsonObject, Marked
 from lockstep.server.tools.definitions import FunctionName
+
+VERSIONED = r"^([a-z][a-z0-9_]{0,47}_[0-9]{8}|mcp_toolset)$"
+"""Types of tools that Anthropic defines."""
 
 
 class CustomTool(Marked):
@@ -39,7 +43,7 @@ class VersionedTool(Marked):
     """A tool that Anthropic defines, by its type and version; members beside these are those of its type."""
 
     __pydantic_extra__: dict[str, Any] = Field(init=False)
-    type: Annotated[str, Field(pattern=r"^([a-z][a-z0-9_]{0,47}_[0-9]{8}|mcp_toolset)$")]
+    type: Annotated[str, Field(pattern=VERSIONED)]
     """`bash_*`, `text_editor_*` and `memory_*` are functions that the client runs. Others are left out."""
     name: FunctionName | None = None
     strict: bool | None = None
@@ -48,12 +52,18 @@ class VersionedTool(Marked):
 
 MessagesTool = Annotated[
     Annotated[CustomTool, Tag("[custom]")] | Annotated[VersionedTool, Tag("[versioned]")],
-    Discriminator(lambda value: "[custom]" if _kind(value) in (None, "custom") else "[versioned]"),
+    Discriminator(
+        lambda value: _tag(value.get("type") if isinstance(value, dict) else getattr(value, "type", None)),
+        custom_error_type="tool_kind",
+        custom_error_message="A tool's type must be custom, or one of Anthropic's with its version (bash_20250124)",
+    ),
 ]
 
 
-def _kind(value: object) -> object:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+def _tag(kind: object) -> str | None:
+    if kind in (None, "custom"):
+        return "[custom]"
+    return "[versioned]" if isinstance(kind, str) and re.search(VERSIONED, kind) else None
 
 
 def _text(description: str) -> dict[str, Any]:
