@@ -199,7 +199,7 @@ def test_a_model_that_is_asked_for_by_name_answers_itself(client: httpx2.Client)
     assert told["model"] == "legal"
     assert "hops" not in told["lockstep"]
     missing = client.post(CHAT, json={**BILLING, "model": "nobody"})
-    assert (missing.status_code, error_of(missing)["message"]) == (404, "The model `nobody` does not exist.")
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "model_not_found")
 
 
 def test_models_are_loaded_and_unloaded_by_hand(client: httpx2.Client) -> None:

@@ -46,7 +46,7 @@ def test_an_unknown_model_is_named(server: ServerProcess) -> None:
         response = client.get("/v1/models/beta")
     assert response.status_code == 404
     error = error_of(response)
-    assert error["message"] == "The model `beta` does not exist."
+    assert error["message"] == "The model `beta` does not exist; this server has `org/alpha`, `alpha`."
     assert error["param"] == "model"
 
 

@@ -46,7 +46,7 @@ class FunctionTool(Marked):
     """Unused: the model is shown every tool from the beginning."""
 
 
-class CustomTool(Marked):
+class TextTool(Marked):
     """A tool whose input is a text."""
 
     type: Literal["custom"]
@@ -58,7 +58,7 @@ class CustomTool(Marked):
 
 
 PlainTool = Annotated[
-    Annotated[FunctionTool, Tag("[function]")] | Annotated[CustomTool, Tag("[custom]")],
+    Annotated[FunctionTool, Tag("[function]")] | Annotated[TextTool, Tag("[custom]")],
     Discriminator(lambda value: "[custom]" if _kind(value) == "custom" else "[function]"),
 ]
 
@@ -94,7 +94,7 @@ def _tag(value: object) -> str | None:
 
 ResponseTool = Annotated[
     Annotated[FunctionTool, Tag("[function]")]
-    | Annotated[CustomTool, Tag("[custom]")]
+    | Annotated[TextTool, Tag("[custom]")]
     | Annotated[NamespaceTool, Tag("[namespace]")]
     | Annotated[HostedTool, Tag("[hosted]")],
     Discriminator(
@@ -113,14 +113,14 @@ class ShownTool:
     """The function's."""
     place: int
     """Of the tool in the request; of all tools of a namespace, the namespace's."""
-    tool: FunctionTool | CustomTool
+    tool: FunctionTool | TextTool
     namespace: str | None = None
 
     @property
     def function(self) -> dict[str, Any]:
         tool = self.tool
         about: dict[str, Any] = {"name": self.name, "description": tool.description}
-        if isinstance(tool, CustomTool):
+        if isinstance(tool, TextTool):
             text = {"type": "string", "description": "The whole input of the tool."}
             about["parameters"] = {"type": "object", "properties": {INPUT: text}, "required": [INPUT]}
         else:
@@ -132,7 +132,7 @@ class ShownTool:
         about = {"call_id": call.id, "name": self.tool.name}
         if self.namespace is not None:
             about["namespace"] = self.namespace
-        if isinstance(self.tool, CustomTool):
+        if isinstance(self.tool, TextTool):
             return {"type": "custom_tool_call", **about, "input": _input(call)}
         return {"type": "function_call", **about, "arguments": call.arguments}
 
@@ -141,7 +141,7 @@ def shown_tools(tools: Sequence[ResponseTool]) -> list[ShownTool]:
     """The functions that the model is shown, in order."""
     shown: list[ShownTool] = []
     for place, tool in enumerate(tools):
-        if isinstance(tool, FunctionTool | CustomTool):
+        if isinstance(tool, FunctionTool | TextTool):
             shown.append(ShownTool(tool.name, place, tool))
         elif isinstance(tool, NamespaceTool):
             named = [(shown_name(tool.name, each.name), each) for each in tool.tools]
@@ -160,7 +160,7 @@ def tool_warnings(tools: Sequence[ResponseTool]) -> Iterator[str]:
         where = f"tools[{place}]"
         if isinstance(tool, HostedTool):
             yield f"{where}: {tool.type} does not run here, so the model is not shown it"
-        elif isinstance(tool, CustomTool) and (tool.format or {}).get("type", "text") != "text":
+        elif isinstance(tool, TextTool) and (tool.format or {}).get("type", "text") != "text":
             yield f"{where}.format: the input of {tool.name} is not held to a grammar"
         elif isinstance(tool, NamespaceTool):
             for index, each in enumerate(tool.tools):
