@@ -118,6 +118,16 @@ class ChatTemplate:
 
         return frozenset(name.name for name in self._tree().find_all(nodes.Name) if name.ctx == "load")
 
+    @cached_property
+    def none_variables(self) -> Mapping[str, None]:
+        """Variables that are None where a request has none, as transformers sets them: those that the template compares
+        with it. Others stay undefined, since templates also ask whether a variable is defined."""
+        from jinja2 import nodes
+
+        tested = [test.node for test in self._tree().find_all(nodes.Test) if test.name == "none"]
+        names = {node.name for node in tested if isinstance(node, nodes.Name)}
+        return {name: None for name in ("tools", "documents") if name in names}
+
     def _tree(self) -> Template:
         return self._environment.parse(self.source)
 
@@ -135,6 +145,7 @@ class ChatTemplate:
                     param="chat_template_kwargs",
                 )
         return {
+            **self.none_variables,
             **(template_kwargs or {}),
             "messages": checked_messages(messages, knows_developer=self._knows_developer),
             "add_generation_prompt": add_generation_prompt,

@@ -49,8 +49,8 @@ class SpecialTokenGuard:
 
     Guarded in every message: special tokens, the tokens that end a sequence, and added tokens that occur in the
     template (e.g. ``<tool_response>``). What the assistant said may hold the latter, and words that the template
-    itself looks for, e.g. ``</think>``: they are the model's own, and no borders. A token of one character cannot be
-    guarded.
+    itself looks for, e.g. ``</think>``: they are the model's own, and no borders. So are the tokens around calls where
+    the template does not write calls: they stand in what the assistant said. A token of one character cannot be guarded.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, end_token_ids: Sequence[int]) -> None:
@@ -63,7 +63,8 @@ class SpecialTokenGuard:
         self._literal = frozenset(token.content for token in chain(strong.values(), weak.values()) if not token.special)
         """Disabling special tokens does not disable these."""
         ends = {token.content for i, token in strong.items() if i in end_token_ids}
-        spoken = {token.content for token in weak.values()} | (template.cut_words - ends)
+        calls = set() if "tool_calls" in template.source else {text for text in self._tokens if "tool_call" in text}
+        spoken = {token.content for token in weak.values()} | ((template.cut_words | calls) - ends)
         self._anyone = _pattern(self._tokens)
         self._assistant = _pattern(text for text in self._tokens if text not in spoken)
         self._begins = _pattern({text[0] for text in self._tokens})

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec.structs
 from fastapi import APIRouter
 from pydantic import ConfigDict, Discriminator, Field, Tag
 from starlette.requests import Request
@@ -333,6 +334,8 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         constraint=constrained.constraint,
     )
+    if tool_use.stop_ids:
+        params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *tool_use.stop_ids))
     conversation = Conversation(
         tool_use.messages(template_messages(body.messages)),
         {**kwargs, **tool_use.template_kwargs},

@@ -246,6 +246,7 @@ def open_choices(
     """The choices of an accepted call, which nothing has been generated of."""
     prompt_ids, end_ids = accepted.prompt_token_ids, frozenset(tokenizer.end_token_ids)
     specials = () if tool_use is None else tool_use.shown_specials
+    end_ids |= frozenset(() if tool_use is None else tool_use.stop_ids)
 
     def tracer() -> Tracer:
         return Tracer(

@@ -22,6 +22,7 @@ from lockstep.server.tools.definitions import Function
 from lockstep.server.tools.parser import ContentDelta, ToolCall, ToolParser
 from lockstep.server.tools.tool_use import ToolUse, resolve_tools
 from tests.engine import chat_templates, text_models
+from tests.server.tools import templates
 
 LLAMA3 = (
     "{%- if tools %}{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}"
@@ -76,10 +77,17 @@ TEMPLATES = {
     "mistral list": MISTRAL_LIST,
     "mistral named": MISTRAL_NAMED,
     "gemma": chat_templates.GEMMA,
+    **templates.TEMPLATES,
+    "smollm3 code": templates.SMOLLM3,
 }
 """By family; `chatml` and `gemma` know no tools."""
+KWARGS: Mapping[str, Mapping[str, Any]] = {"smollm3 code": {"python_tools": True}}
+"""Variables of requests to a family's template."""
 
-MARKERS = ("[TOOL_CALLS]", "[ARGS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "<|python_tag|>", "<|eom_id|>")
+MARKERS = (
+    "[TOOL_CALLS]", "[ARGS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "<|python_tag|>", "<|eom_id|>",
+    *templates.MARKERS,
+)  # fmt: skip
 
 
 @cache

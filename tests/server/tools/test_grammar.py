@@ -13,14 +13,26 @@ import pytest
 
 from lockstep.engine.output_rules import ReasoningSplitter
 from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.grammar import AnyGrammar
 from lockstep.executors.grammar_compiler import GrammarCompiler
+from lockstep.server.tools.call_formats import CallFormat, CallKind
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS
 from lockstep.server.tools.tool_use import ToolUse
 from tests.engine import text_models
 from tests.executors.grammars import ids_of
-from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, Parsed, parsed, tokenizer_of, tool_use_of
+from tests.server.tools.models import (
+    KWARGS,
+    STRICT_TOOLS,
+    TEMPLATES,
+    TOOLS,
+    Parsed,
+    function,
+    parsed,
+    tokenizer_of,
+    tool_use_of,
+)
 
 NAMED: Mapping[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
 MODELS = [(family, has_markers) for family in TEMPLATES for has_markers in (True, False)]
@@ -99,7 +111,8 @@ def begin(tokenizer: Tokenizer, writer: Writer) -> str:
 @pytest.mark.parametrize("choice", ["required", "single", "named"])
 def test_a_forced_answer_is_calls_and_nothing_else(family: str, has_markers: bool, choice: str) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    tool_use = tool_use_of(tokenizer, TOOLS, NAMED if choice == "named" else "required", choice == "required")
+    chosen = NAMED if choice == "named" else "required"
+    tool_use = tool_use_of(tokenizer, TOOLS, chosen, choice == "required", KWARGS.get(family))
     numbers, names = set(), set()
     for seed in range(10):
         writer = Writer(family, has_markers, tool_use.constraint)
@@ -116,26 +129,34 @@ def test_a_forced_answer_is_calls_and_nothing_else(family: str, has_markers: boo
     assert names == {"get_weather"} if choice == "named" else len(names) > 1
 
 
+def ping(form: CallFormat) -> list[str]:
+    """The pieces of a call without arguments."""
+    if form.kind is CallKind.NAMED:
+        return ["ping", form.arguments_marker, "{", "}"]
+    if form.kind is CallKind.TAGGED:
+        return ["<function=ping>\n", "</function>"]
+    if form.syntax is None:
+        return [f'{{"name": "ping", "{form.key}": ', "{", "}", "}"]
+    return [f"{form.syntax.prefix}ping{form.syntax.open}", form.syntax.close]
+
+
 @pytest.mark.parametrize(("family", "has_markers"), MODELS)
 def test_a_model_that_wants_many_calls_gets_as_many_as_may_be(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
     for parallel in (True, False):
-        tool_use = tool_use_of(tokenizer, TOOLS, "required", parallel)
+        tool_use = tool_use_of(tokenizer, TOOLS, "required", parallel, KWARGS.get(family))
         form = tool_use.call_format
         writer = Writer(family, has_markers, tool_use.constraint)
         thoughts = begin(tokenizer, writer)
-        named = f"ping{form.arguments_marker}" if form.arguments_marker else f'{{"name": "ping", "{form.key}": '
-        call = [form.layout, *([named] if not form.arguments_marker else ["ping", form.arguments_marker]), "{", "}"]
-        call += ["" if form.arguments_marker else "}", form.layout]
-        again = [form.close, form.layout, form.begin] if form.each else [f"{form.between} "]
+        call = [form.layout, *ping(form), form.layout]
+        again = [form.close, form.layout, form.begin] if form.each else [form.separator]
         if not writer.text.endswith(form.begin) and not form.bare:
             writer.say(form.begin)
         if form.open:
             writer.say(form.open)
         for number in range(MAX_FORCED_CALLS if parallel else 1):
-            writer.say(*(again if number else []), *call)
-        if form.close:
-            writer.say(form.close)
+            writer.say(*(again if number else []), *(call if form.each else call[number > 0 : -1]))
+        writer.say("" if form.each else form.layout, form.close, form.end)
         assert writer.grammar.is_complete, writer.text
         assert len(parse(tool_use, writer.text[len(thoughts) :]).calls) == (MAX_FORCED_CALLS if parallel else 1)
 
@@ -145,7 +166,7 @@ def test_a_strict_function_leaves_the_model_free_to_talk_but_not_to_call_as_it_l
     family: str, has_markers: bool
 ) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    tool_use = tool_use_of(tokenizer, STRICT_TOOLS, "auto", True)
+    tool_use = tool_use_of(tokenizer, STRICT_TOOLS, "auto", True, KWARGS.get(family))
     for seed in range(8):
         writer = Writer(family, has_markers, tool_use.constraint)
         thoughts = "" if family == "qwen3" else begin(tokenizer, writer)
@@ -217,7 +238,7 @@ TICKET: Mapping[str, Any] = {"type": "object", "properties": {"urgent": {"type":
 @pytest.mark.parametrize(("family", "has_markers"), MODELS)
 def test_an_answer_that_must_be_json_is_that_or_calls(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    tool_use = tool_use_of(tokenizer, TOOLS, "auto", True, json_constraint=Constraint.json_schema(TICKET))
+    tool_use = tool_use_of(tokenizer, TOOLS, "auto", True, KWARGS.get(family), Constraint.json_schema(TICKET))
     for seed, (first, is_call) in enumerate([('{"urgent":', False), (tool_use.call_format.begin, True)]):
         writer = Writer(family, has_markers, tool_use.constraint)
         if family == "thoughts opened":
@@ -232,3 +253,86 @@ def test_an_answer_that_must_be_json_is_that_or_calls(family: str, has_markers: 
             assert parser.content == ""
         else:
             assert set(json.loads(parser.content)) == {"urgent"}
+
+
+ORDER: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "note": {"type": "string", "maxLength": 5},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}/[0-9]+$", "maxLength": 6},
+        "count": {"type": "integer", "minimum": 1, "maximum": 99},
+        "level": {"enum": ["low", "high", 3, None]},
+        "choice": {"anyOf": [{"const": "x"}, {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}]},
+        "item": {"$ref": "#/$defs/item"},
+        "other": {"allOf": [{"$ref": "#/$defs/item"}]},
+        "rows": {"type": "array", "items": {"$ref": "#/$defs/item"}, "minItems": 1, "maxItems": 2},
+        "gift": {"type": ["boolean", "null"]},
+        "tree": {"$ref": "#/$defs/tree"},
+    },
+    "required": ["code", "item", "gift", "rows"],
+    "additionalProperties": False,
+    "$defs": {
+        "item": {
+            "type": "object",
+            "properties": {"sku": {"type": "integer", "minimum": 1, "maximum": 9}, "name": {"enum": ["ä b", "c"]}},
+            "required": ["sku"],
+            "additionalProperties": False,
+        },
+        "tree": {
+            "type": "object",
+            "properties": {"leaves": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1}},
+            "additionalProperties": False,
+        },
+    },
+}
+MARKUP = ("olmo 3", "lfm2", "qwen3 coder", "function gemma")
+
+
+@pytest.mark.parametrize("has_markers", [True, False])
+@pytest.mark.parametrize("family", MARKUP)
+def test_a_forced_call_that_is_not_json_obeys_its_schema(family: str, has_markers: bool) -> None:
+    tools = [function("order", ORDER)]
+    tool_use = tool_use_of(tokenizer_of(family, has_markers), tools, "required", False)
+    keys: set[str] = set()
+    for seed in range(12):
+        writer = Writer(family, has_markers, tool_use.constraint)
+        assert writer.go_on(seed), (seed, writer.text)
+        parser = parse(tool_use, writer.text)
+        assert (parser.content, len(parser.calls)) == ("", 1), (seed, writer.text)
+        check(parser, tools)
+        keys |= json.loads(parser.calls[0].arguments).keys()
+    assert keys > {*ORDER["required"]}, "others come at times"
+
+
+@pytest.mark.parametrize("family", MARKUP)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        {"properties": {"a": True, "b": {}}, "required": ["a", "c"]},
+        {"properties": {"o": {"type": "object", "additionalProperties": {"type": "boolean"}}}, "required": ["o"]},
+        {"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"a": {"const": [1, "b", {"c": None}]}}}}},
+    ],
+)
+def test_open_schemas_are_forced_as_far_as_they_say(family: str, schema: Mapping[str, Any]) -> None:
+    tools = [function("f", schema)]
+    tool_use = tool_use_of(tokenizer_of(family), tools, "required", False)
+    for seed in range(5):
+        writer = Writer(family, True, tool_use.constraint)
+        if writer.go_on(seed, 1_500):
+            parser = parse(tool_use, writer.text)
+            assert (parser.content, len(parser.calls)) == ("", 1), (seed, writer.text)
+            check(parser, tools)
+
+
+@pytest.mark.parametrize("family", MARKUP)
+def test_a_required_argument_that_the_format_cannot_write_is_refused_by_name(family: str) -> None:
+    schema = {"properties": {"a>(b": {"type": "integer"}, "c": {"type": "integer"}}}
+    optional = tool_use_of(tokenizer_of(family), [function("f", schema)], "required", False)
+    writer = Writer(family, True, optional.constraint)
+    assert writer.go_on(1)
+    assert "a>(b" not in writer.text
+    with pytest.raises(InvalidParameterError, match="'a>\\(b'") as caught:
+        tool_use_of(tokenizer_of(family), [function("f", {**schema, "required": ["a>(b"]})], "required", False)
+    assert caught.value.param == "tools"

@@ -2,57 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import pairwise
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lockstep.engine.output_rules import MAX_HELD_BLANKS
-from lockstep.server.tools.call_reader import HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED, CallFormat
+from lockstep.server.tools.call_formats import HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED, CallFormat
 from lockstep.server.tools.parser import CallDelta, ContentDelta, ToolParser
+from tests.server.tools.reading import NAMES, outcome, read
 
-NAMES = ("f", "get_weather")
 F = '{"name": "f", "arguments": {"a": 1}}'
 P = '{"name": "f", "parameters": {"a": 1}}'
-
-
-@dataclass
-class Seen:
-    """What a client of a stream knows."""
-
-    content: str = ""
-    calls: dict[int, list[str]] = field(default_factory=dict)
-    """Index to id, name and arguments so far."""
-
-
-def read(call_format: CallFormat, pieces: Iterable[str]) -> tuple[ToolParser, Seen]:
-    ids = itertools.count()
-    parser = ToolParser(call_format, NAMES, lambda: f"call_{next(ids)}")
-    seen = Seen()
-    for delta in [*(delta for piece in pieces for delta in parser.append(piece)), *parser.flush()]:
-        if isinstance(delta, ContentDelta):
-            assert delta.text
-            seen.content += delta.text
-        elif delta.index not in seen.calls:
-            assert delta.id is not None and delta.name is not None and delta.arguments  # noqa: PT018 - one fact
-            seen.calls[delta.index] = [delta.id, delta.name, delta.arguments]
-        else:
-            assert delta.id is None and delta.name is None and delta.arguments  # noqa: PT018 - one fact
-            seen.calls[delta.index][2] += delta.arguments
-    for call in parser.calls:
-        assert seen.calls[call.index] == [call.id, call.name, call.arguments]
-        assert isinstance(json.loads(call.arguments), dict)
-    return parser, seen
-
-
-def outcome(call_format: CallFormat, pieces: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
-    parser, seen = read(call_format, pieces)
-    return seen.content, [(call.name, call.arguments) for call in parser.calls]
 
 
 ONE = [("f", '{"a": 1}')]
@@ -120,47 +78,6 @@ def test_what_is_read(call_format: CallFormat, text: str, content: str | None, c
     expected = (text if content is None else content, calls)
     assert outcome(call_format, [text]) == expected
     assert outcome(call_format, text) == expected
-
-
-FRAGMENTS = (
-    "<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", F, P, F[:-1], '{"name": "f"',
-    ', "arguments": ', "{}", "{", "}", "[", "]", ",", ";", "f", "g", "get_weather", " ", "\n", '"', "\\", "é", "1",
-    '{"name": "g", "arguments": {}}', '{"arguments": {"b": [1, ""]}, "name": "get_weather"}',
-)  # fmt: skip
-FORMATS = (HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED)
-
-
-@pytest.mark.parametrize("call_format", FORMATS, ids=lambda form: form.name)
-@settings(max_examples=300)
-@given(
-    text=st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join), cuts=st.lists(st.integers(0, 200), max_size=8)
-)
-def test_any_cut_gives_the_same_and_nothing_is_lost(call_format: CallFormat, text: str, cuts: list[int]) -> None:
-    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    parser, seen = read(call_format, [text[begin:end] for begin, end in pairwise(borders)])
-    whole, seen_whole = read(call_format, [text])
-    letters, seen_letters = read(call_format, text)
-    assert parser.calls == whole.calls == letters.calls
-    assert seen == seen_whole == seen_letters, "also what was announced and came to nothing"
-    rest = text
-    for letter in "".join(seen.content.split()):
-        at = rest.find(letter)
-        assert at >= 0, "content comes from the text, in order"
-        rest = rest[at + 1 :]
-    if not parser.calls:
-        assert seen.content == text
-
-
-@pytest.mark.parametrize("call_format", FORMATS, ids=lambda form: form.name)
-@settings(max_examples=150)
-@given(text=st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join))
-def test_what_was_shown_is_never_taken_back(call_format: CallFormat, text: str) -> None:
-    final = read(call_format, [text])[1].content
-    parser = ToolParser(call_format, NAMES, lambda: "id")
-    content = ""
-    for letter in text:
-        content += "".join(delta.text for delta in parser.append(letter) if isinstance(delta, ContentDelta))
-        assert final.startswith(content)
 
 
 def test_arguments_come_as_they_are_written() -> None:

@@ -9,10 +9,25 @@ import pytest
 
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
-from lockstep.server.tools.call_reader import HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED, CallFormat
+from lockstep.server.tools.call_formats import (
+    FUNCTION_GEMMA,
+    FUNCTOOLS,
+    GEMMA4,
+    GRANITE3,
+    HERMES,
+    LFM2,
+    LLAMA3_JSON,
+    MISTRAL_LIST,
+    MISTRAL_NAMED,
+    OLMO3,
+    PHI4_MINI,
+    QWEN3_CODER,
+    SMOLLM3_CODE,
+    CallFormat,
+)
 from lockstep.server.tools.tool_use import ToolUse, short_id
 from tests.engine import text_models
-from tests.server.tools.models import PING, STRICT_TOOLS, TEMPLATES, TOOLS, function, tokenizer_of, tool_use_of
+from tests.server.tools.models import KWARGS, PING, STRICT_TOOLS, TEMPLATES, TOOLS, function, tokenizer_of, tool_use_of
 
 FORMATS: dict[str, CallFormat] = {
     "qwen3": HERMES,
@@ -23,6 +38,16 @@ FORMATS: dict[str, CallFormat] = {
     "mistral named": MISTRAL_NAMED,
     "gemma": HERMES,
     "stub": HERMES,
+    "granite 3": GRANITE3,
+    "phi-4-mini": PHI4_MINI,
+    "functools": FUNCTOOLS,
+    "olmo 3": OLMO3,
+    "lfm2": LFM2,
+    "smollm3": HERMES,
+    "smollm3 code": SMOLLM3_CODE,
+    "qwen3 coder": QWEN3_CODER,
+    "function gemma": FUNCTION_GEMMA,
+    "gemma 4": GEMMA4,
 }
 TOLD_IN_WORDS = ("chatml", "gemma", "stub")
 CALL_ID = "call_0123456789abcdef01234567"
@@ -47,7 +72,7 @@ def rendered(family: str, tool_use: ToolUse, messages: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize("family", FORMATS)
 def test_the_template_tells_the_format(family: str) -> None:
-    tool_use = tool_use_of(tokenizer_of(family), TOOLS, None, True)
+    tool_use = tool_use_of(tokenizer_of(family), TOOLS, None, True, KWARGS.get(family))
     assert tool_use.call_format is FORMATS[family]
     assert tool_use.knows_tools == (family not in TOLD_IN_WORDS)
     assert (tool_use.system_text is not None) == (family in TOLD_IN_WORDS)
@@ -56,41 +81,60 @@ def test_the_template_tells_the_format(family: str) -> None:
 
 
 def test_markers_that_are_special_tokens_are_shown() -> None:
-    shown = {family: tool_use_of(tokenizer_of(family), TOOLS, None, True).shown_specials for family in FORMATS}
+    shown = {
+        family: tool_use_of(tokenizer_of(family), TOOLS, None, True, KWARGS.get(family)).shown_specials
+        for family in FORMATS
+    }
     assert {family: texts for family, texts in shown.items() if texts} == {
         "llama3": ("<|python_tag|>",),
         "mistral list": ("[TOOL_CALLS]",),
         "mistral named": ("[TOOL_CALLS]", "[ARGS]"),
+        "granite 3": ("<|tool_call|>",),
+        "phi-4-mini": ("<|tool_call|>", "<|/tool_call|>"),
+        "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+        "function gemma": ("<start_function_call>", "<escape>", "<end_function_call>"),
+        "gemma 4": ("<|tool_call>", '<|"|>', "<tool_call|>"),
     }
 
 
 @pytest.mark.parametrize("family", FORMATS)
 def test_functions_reach_the_prompt_unless_none_may_be_called(family: str) -> None:
-    free = tool_use_of(tokenizer_of(family), TOOLS, "auto", True)
+    kwargs = KWARGS.get(family)
+    free = tool_use_of(tokenizer_of(family), TOOLS, "auto", True, kwargs)
     hello = [{"role": "user", "content": "Hello"}]
     prompt = rendered(family, free, hello)
-    assert '"get_weather_time"' in prompt
-    assert '"fahrenheit"' in prompt
+    assert "get_weather_time" in prompt
+    assert "fahrenheit" in prompt
     assert "Hello" in prompt
-    none = tool_use_of(tokenizer_of(family), TOOLS, "none", True)
+    none = tool_use_of(tokenizer_of(family), TOOLS, "none", True, kwargs)
     assert "get_weather" not in rendered(family, none, hello)
-    assert (none.names, none.constraint, none.shown_specials, dict(none.template_kwargs)) == ((), None, (), {})
+    assert (none.names, none.constraint, none.shown_specials) == ((), None, ())
+    assert not any(none.template_kwargs.values())
 
 
 @pytest.mark.parametrize("family", FORMATS)
 @pytest.mark.parametrize("tools", [TOOLS, ()], ids=["with functions", "without"])
 def test_past_calls_and_results_reach_the_prompt(family: str, tools: Any) -> None:
     history = HISTORY if family != "mistral list" else HISTORY[:3]
-    prompt = rendered(family, tool_use_of(tokenizer_of(family), tools, None, True), history)
+    prompt = rendered(family, tool_use_of(tokenizer_of(family), tools, None, True, KWARGS.get(family)), history)
     call = {
         HERMES: '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
         LLAMA3_JSON: '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
         MISTRAL_LIST: '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
         MISTRAL_NAMED: '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}',
+        GRANITE3: '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
+        PHI4_MINI: '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]<|/tool_call|>',
+        FUNCTOOLS: 'functools[{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
+        OLMO3: '<function_calls>get_weather(city="Oslo")</function_calls>',
+        LFM2: '<|tool_call_start|>[get_weather(city="Oslo")]<|tool_call_end|>',
+        SMOLLM3_CODE: '<code>\nget_weather(city="Oslo")\n</code>',
+        QWEN3_CODER: "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n",
+        FUNCTION_GEMMA: "<start_function_call>call:get_weather{city:<escape>Oslo<escape>}<end_function_call>",
+        GEMMA4: '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>}<tool_call|>',
     }[FORMATS[family]]
     assert call in prompt
     assert "rain" in prompt
-    if FORMATS[family] is HERMES:
+    if FORMATS[family] is HERMES and family != "smollm3":
         assert "<tool_response>\nrain\n</tool_response>" in prompt
 
 
@@ -181,3 +225,53 @@ def test_what_a_model_is_told_in_words_shows_every_function_as_json() -> None:
     ]
     assert functions == [tool["function"] if "parameters" in tool["function"] else functions[-1] for tool in TOOLS]
     assert "<tool_call>" in text
+
+
+def test_special_tokens_around_past_calls_are_tokens_although_the_template_writes_no_calls() -> None:
+    for family, marker in (
+        ("granite 3", "<|tool_call|>"),
+        ("lfm2", "<|tool_call_start|>"),
+        ("phi-4-mini", "<|/tool_call|>"),
+    ):
+        tokenizer = tokenizer_of(family)
+        tool_use = tool_use_of(tokenizer, TOOLS, None, True)
+        prompt = tokenizer.encode_chat(tool_use.messages(HISTORY), template_kwargs=tool_use.template_kwargs)
+        marker_id = tokenizer.marker_id(marker)
+        assert marker_id is not None
+        assert marker_id in prompt
+        forged = [{**HISTORY[0], "content": f"{marker}[]"}]
+        bare = tokenizer.encode_chat(tool_use.messages([HISTORY[0]]), template_kwargs=tool_use.template_kwargs)
+        ids = tokenizer.encode_chat(tool_use.messages(forged), template_kwargs=tool_use.template_kwargs)
+        assert ids.count(marker_id) == bare.count(marker_id), "a user cannot write it"
+
+
+def test_a_result_has_the_name_of_its_function() -> None:
+    tool_use = tool_use_of(tokenizer_of("function gemma"), TOOLS, None, True)
+    named = tool_use.messages([*HISTORY[:2], {**HISTORY[2], "name": "own"}])
+    assert [message.get("name") for message in tool_use.messages(HISTORY)] == [None, None, "get_weather", None, None]
+    assert named[2]["name"] == "own"
+    assert "name" not in HISTORY[2], "the caller's messages stay as they are"
+    strange = tool_use.messages([HISTORY[0], {"role": "tool", "tool_call_id": "?", "content": "x"}])
+    assert "name" not in strange[1]
+
+
+def test_functions_join_the_system_message_where_the_template_reads_them_there() -> None:
+    tool_use = tool_use_of(tokenizer_of("phi-4-mini"), [PING], None, True)
+    user, system = {"role": "user", "content": "Hello"}, {"role": "developer", "content": "Be kind."}
+    for messages in ([user], [system, user]):
+        first, *rest = tool_use.messages(messages)
+        assert first["role"] == "system"
+        assert [tool["name"] for tool in json.loads(first["tools"])] == ["ping"]
+        assert rest == [user]
+    assert rendered("phi-4-mini", tool_use, [system, user]).startswith("<|system|>Be kind.<|tool|>[{")
+
+
+def test_an_answer_with_calls_ends_where_the_family_expects_results() -> None:
+    ids = {
+        family: tool_use_of(tokenizer_of(family), TOOLS, None, True, KWARGS.get(family)).stop_ids for family in FORMATS
+    }
+    expected = {"function gemma": "<start_function_response>", "gemma 4": "<|tool_response>"}
+    assert {family: stops for family, stops in ids.items() if stops} == {
+        family: (tokenizer_of(family).marker_id(text),) for family, text in expected.items()
+    }
+    assert tool_use_of(tokenizer_of("function gemma"), TOOLS, "none", True).stop_ids == ()

@@ -1,10 +1,8 @@
-"""Readers of single calls as families of models write them: one row a family, JSON in pieces, and a call in pieces.
+"""Readers of single calls that are written as JSON: the arguments leave in pieces, and a call arrives in pieces.
 
 A reader takes text until the call is complete or broken, that is until it cannot become a call of a known function any
-more. Words that more text may change (half a name, number or escape) are left where they are until it has come.
-
-Sources: the chat templates of Qwen 2.5 and 3 and Hermes 2 (hermes), of Llama 3.1 and 3.2 (llama3_json), and of Mistral
-v0.3 (mistral_list) and Small 3.2 (mistral_named).
+more. Words that more text may change (half a name, number or escape) are left where they are until it has come. Readers
+of other syntaxes are in `lockstep.server.tools.markup_readers`.
 """
 
 from __future__ import annotations
@@ -16,69 +14,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-
-@dataclass(frozen=True, slots=True)
-class CallFormat:
-    """One way to write calls: each as ``{"name": ..., <key>: {...}}``, or as a name, a marker and arguments."""
-
-    name: str
-    begin: str
-    """The marker that announces calls."""
-    close: str = ""
-    """What may follow the last call; with `each`, every call."""
-    key: str = "arguments"
-    open: str = ""
-    """What stands between ``begin`` and the first call."""
-    between: str = ""
-    """What separates calls."""
-    each: bool = False
-    """Whether every call has its own ``begin`` and ``close``."""
-    bare: bool = False
-    """Whether an answer may begin with a call and no marker."""
-    arguments_marker: str = ""
-    """Not empty: a call is written as name, this, arguments."""
-    layout: str = ""
-    """White space that a forced call has after ``begin`` and before ``close``."""
-    has_short_ids: bool = False
-    """The template takes ids of 9 letters and digits only."""
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that may be special tokens, and must be seen all the same."""
-        return tuple(text for text in (self.begin, self.arguments_marker, self.close) if len(text) > 1)
-
-
-HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>", each=True, layout="\n")
-"""Also what models are told whose template knows no tools."""
-LLAMA3_JSON = CallFormat("llama3_json", "<|python_tag|>", key="parameters", between=";", bare=True)
-MISTRAL_LIST = CallFormat("mistral_list", "[TOOL_CALLS]", "]", open="[", between=",", has_short_ids=True)
-MISTRAL_NAMED = CallFormat("mistral_named", "[TOOL_CALLS]", arguments_marker="[ARGS]", each=True, has_short_ids=True)
-
-SIGNS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
-    (("<tool_call>",), HERMES),
-    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
-    (("[TOOL_CALLS]",), MISTRAL_LIST),
-    (("<|python_tag|>",), LLAMA3_JSON),
-    (('"parameters": ', '{"name": '), LLAMA3_JSON),
-)
-"""What a template that knows tools must hold, all of it, for a format; the first row that fits."""
-
-
-def format_of(template: str | None, knows_tools: bool) -> CallFormat:
-    """The format that a chat template teaches its model; hermes where it teaches none."""
-    if template is None or not knows_tools:
-        return HERMES
-    return next((row for signs, row in SIGNS if all(sign in template for sign in signs)), HERMES)
-
-
 MAX_DEPTH = 64
 """Lists and objects within each other; deeper ones are no arguments of a call."""
-_BLANKS = re.compile(r"[ \t\n\r]*")
+BLANKS = re.compile(r"[ \t\n\r]*")
 _STRING = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
 """Characters of a string up to its end, or to what is none or half an escape."""
 _HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")
-_ATOM = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+ATOM = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _CLOSING = {"{": "}", "[": "]"}
 
 
@@ -117,7 +60,7 @@ class JsonScanner:
         return at
 
     def _in_string(self, text: str, at: int) -> int:
-        end = _end(_STRING, text, at)
+        end = end_of(_STRING, text, at)
         if text[end : end + 1] == '"':
             self._expect = _Expect.COLON
             if not self._in_key:
@@ -128,7 +71,7 @@ class JsonScanner:
 
     def _between(self, text: str, at: int) -> int:
         """Follow one mark, or a number or literal, after blanks."""
-        at = _end(_BLANKS, text, at)
+        at = end_of(BLANKS, text, at)
         if at == len(text):
             return at
         char, expect = text[at], self._expect
@@ -152,10 +95,10 @@ class JsonScanner:
         return at + 1
 
     def _atom(self, text: str, at: int) -> int:
-        end = _end(_WORD, text, at)
+        end = end_of(_WORD, text, at)
         if at < end == len(text):
             return at
-        if _ATOM.fullmatch(text, at, end) is None:
+        if ATOM.fullmatch(text, at, end) is None:
             self.is_broken = True
             return at
         self._end_value()
@@ -166,11 +109,19 @@ class JsonScanner:
         self.is_complete = not self._stack
 
 
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
     """The end of a run that may be empty."""
     match = pattern.match(text, at)
     assert match is not None, "the pattern matches the empty text"
     return match.end()
+
+
+def num_begun(text: str, marker: str) -> int:
+    """Count the characters of a marker that the text ends with."""
+    most = min(len(marker) - 1, len(text))
+    if marker[0] not in text[len(text) - most :]:
+        return 0
+    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def _is_half_string(text: str, end: int) -> bool:
@@ -188,7 +139,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]*")
 
 
 class CallReader(ABC):
-    """Reader of one call, in one of two ways to write it.
+    """Reader of one call. What it collects of the arguments is JSON, whatever their syntax in the text.
 
     Args:
         names: of the functions that may be called.
@@ -229,8 +180,25 @@ class CallReader(ABC):
     def _read_part(self, text: str, at: int) -> int:
         """Take one mark or word that is not of the arguments; returns ``at`` where more text is needed."""
 
-    @abstractmethod
-    def _end_arguments(self) -> None: ...
+    def _end_arguments(self) -> None:
+        """Act on the end of arguments that were read as JSON."""
+        self.is_complete = True
+
+    def _read_name(self, text: str, at: int, before: str, after: str) -> int:
+        """Take the name of a known function between two marks, once it is whole."""
+        seen = text[at : at + len(before)]
+        if seen != before:
+            return at if before.startswith(seen) else self._break(at)
+        begin = at + len(before)
+        end = end_of(_NAME, text, begin)
+        name, rest = text[begin:end], text[end : end + len(after)]
+        known = any(each.startswith(name) for each in self._names) if not rest else name in self._names
+        if not known or not after.startswith(rest):
+            return self._break(end)
+        if rest != after:
+            return at
+        self._name = name
+        return end + len(rest)
 
     def _begin_arguments(self, text: str, at: int) -> int:
         if text[at] != "{":
@@ -296,7 +264,7 @@ class JsonCallReader(CallReader):
         """Take a key, or a value that is no arguments: a string of some characters."""
         if text[at] != '"':
             return self._break(at)
-        end = _end(_STRING, text, at + 1)
+        end = end_of(_STRING, text, at + 1)
         if end - at > MAX_KEY_CHARS:
             return self._break(at)
         if text[end : end + 1] == '"':
@@ -329,22 +297,4 @@ class NamedCallReader(CallReader):
     def _read_part(self, text: str, at: int) -> int:
         if self._name is not None:
             return at + 1 if text[at] in " \t\n\r" else self._begin_arguments(text, at)
-        end = _end(_NAME, text, at)
-        name, rest = text[at:end], text[end : end + len(self._marker)]
-        known = any(each.startswith(name) for each in self._names) if not rest else name in self._names
-        if not known or not self._marker.startswith(rest):
-            return self._break(end)
-        if rest != self._marker:
-            return at
-        self._name = name
-        return end + len(rest)
-
-    def _end_arguments(self) -> None:
-        self.is_complete = True
-
-
-def reader_of(call_format: CallFormat, names: Collection[str]) -> CallReader:
-    """A reader for the next call of a format."""
-    if call_format.arguments_marker:
-        return NamedCallReader(names, call_format.arguments_marker)
-    return JsonCallReader(names)
+        return self._read_name(text, at, "", self._marker)

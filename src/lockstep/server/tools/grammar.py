@@ -8,22 +8,24 @@ they stay possible that way although a constraint holds from the first token on.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.engine.output_rules import Reasoning
 from lockstep.executors.constraint import COMPACT, Constraint, schema_text
-from lockstep.server.tools.call_reader import CallFormat
+from lockstep.server.tools.argument_grammar import (
+    LAYOUT,
+    ArgumentGrammar,
+    MarkerId,
+    lark_literal,
+    lark_marker,
+    lark_pattern,
+)
+from lockstep.server.tools.call_formats import CallFormat, CallKind
 from lockstep.server.tools.definitions import CallableTool
 
 MAX_FORCED_CALLS = 16
 """Calls in one constrained answer: a model that cannot stop is stopped."""
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As Python writes JSON, and so as templates show it to models."""
-
-MarkerId = Callable[[str], int | None]
-"""The token that is exactly this text and no text to grammars, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +58,20 @@ def answer_grammar(shape: AnswerShape, marker_id: MarkerId) -> str:
 def _answer(shape: AnswerShape, marker_id: MarkerId, rules: list[str]) -> str:
     form = shape.call_format
     if not shape.may_talk:
-        return "calls" if form.bare else f"{_marker(form.begin, marker_id)} calls"
+        return "calls" if form.bare else f"{lark_marker(form.begin, marker_id)} calls"
     if (
         shape.json_constraint is not None
     ):  # a call has its marker also where it could do without: both begin with a brace
         rules.append(f"told: %json {_compact_schema(shape.json_constraint)}")
-        return f"told | {_marker(form.begin, marker_id)} calls"
+        return f"told | {lark_marker(form.begin, marker_id)} calls"
     begins = r"\s*[^\s{](?s:.*)" if form.bare else "(?s:.*)"
-    rules.append(f"TEXT: /{begins}/ & ~/(?s:.*){_pattern(form.begin)}(?s:.*)/")
+    rules.append(f"TEXT: /{begins}/ & ~/(?s:.*){lark_pattern(form.begin)}(?s:.*)/")
     options = ["TEXT"]
     if marker_id(form.begin) is None:
-        rules.append(f"head[lazy]: /(?s:.*){_pattern(form.begin)}/")
+        rules.append(f"head[lazy]: /(?s:.*){lark_pattern(form.begin)}/")
         options.append("head calls")
     else:
-        options += [f"TEXT {_marker(form.begin, marker_id)} calls", f"{_marker(form.begin, marker_id)} calls"]
+        options += [f"TEXT {lark_marker(form.begin, marker_id)} calls", f"{lark_marker(form.begin, marker_id)} calls"]
     if form.bare:
         options.append("calls")
     return " | ".join(options)
@@ -78,33 +80,44 @@ def _answer(shape: AnswerShape, marker_id: MarkerId, rules: list[str]) -> str:
 def _calls(shape: AnswerShape, marker_id: MarkerId, rules: list[str]) -> str:
     """All calls after the first marker."""
     form, more = shape.call_format, shape.at_most - 1
-    gap = _literal(form.layout)
+    gap = lark_literal(form.layout)
+    close = f"{gap} {lark_marker(form.close, marker_id)} {lark_marker(form.end, marker_id)}"
     if form.each:
-        one = f"{gap} call {gap} {_marker(form.close, marker_id)}"
-        again = f"{gap} {_marker(form.begin, marker_id)} {one}"
-        first = one
+        first = f"{gap} call {close}"
+        again = f"{gap} {lark_marker(form.begin, marker_id)} {first}"
     else:
-        first, again = "call", f"{_literal(form.between + ' ')} call"
+        first, again = f"{gap} call", f"{lark_literal(form.separator)} call"
         if form.open:
-            rules.append(f"OPEN: / ?{_pattern(form.open)}/")
+            rules.append(f"OPEN: / ?{lark_pattern(form.open)}/")
             first = f"OPEN {first}"
     repeated = f" ({again}){{0,{more}}}" if more else ""
-    end = "" if form.each else f" {_literal(form.close)}"
-    return f"calls: {first}{repeated}{end}"
+    return f"calls: {first}{repeated}{'' if form.each else close}"
 
 
 def _one_call(shape: AnswerShape, marker_id: MarkerId) -> list[str]:
-    form = shape.call_format
-    marker = _marker(form.arguments_marker, marker_id)
     rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(shape.tools)))]
+    write = _json_call if shape.call_format.kind in (CallKind.JSON, CallKind.NAMED) else _markup_call
     for index, tool in enumerate(shape.tools):
-        head, end = f'{{"name": "{tool.name}", "{form.key}": ', "}"
-        if form.arguments_marker:
-            head, end = tool.name, ""
-        rules.append(f"call_{index}: {_literal(head)} {marker} arguments_{index} {_literal(end)}")
-        schema = {**tool.arguments_schema, "x-guidance": _LAYOUT}
-        rules.append(f"arguments_{index}: %json {json.dumps(schema, ensure_ascii=False)}")
+        rules += write(shape, marker_id, index, tool)
     return rules
+
+
+def _json_call(shape: AnswerShape, marker_id: MarkerId, index: int, tool: CallableTool) -> list[str]:
+    form = shape.call_format
+    head, end = f'{{"name": "{tool.name}", "{form.key}": ', "}"
+    if form.kind is CallKind.NAMED:
+        head, end = tool.name, ""
+    marker = lark_marker(form.arguments_marker, marker_id)
+    schema = json.dumps({**tool.arguments_schema, "x-guidance": LAYOUT}, ensure_ascii=False)
+    return [
+        f"call_{index}: {lark_literal(head)} {marker} arguments_{index} {lark_literal(end)}",
+        f"arguments_{index}: %json {schema}",
+    ]
+
+
+def _markup_call(shape: AnswerShape, marker_id: MarkerId, index: int, tool: CallableTool) -> list[str]:
+    arguments = ArgumentGrammar(shape.call_format, marker_id, f"call_{index}", tool.arguments_schema)
+    return [f"call_{index}: {arguments.call(tool.name)}", *arguments.rules]
 
 
 def _compact_schema(json_constraint: Constraint) -> str:
@@ -117,25 +130,11 @@ def _thoughts(reasoning: Reasoning | None, marker_id: MarkerId, rules: list[str]
         return ""
     tags = reasoning.tags
     if marker_id(tags.end) is None:
-        rules.append(f"thought[lazy]: /(?s:.*){_pattern(tags.end)}/")
+        rules.append(f"thought[lazy]: /(?s:.*){lark_pattern(tags.end)}/")
     else:
-        rules.append(f"THOUGHT: /(?s:.*)/ & ~/(?s:.*){_pattern(tags.end)}(?s:.*)/")
-        rules.append(f"thought: THOUGHT? {_marker(tags.end, marker_id)}")
+        rules.append(f"THOUGHT: /(?s:.*)/ & ~/(?s:.*){lark_pattern(tags.end)}(?s:.*)/")
+        rules.append(f"thought: THOUGHT? {lark_marker(tags.end, marker_id)}")
     rules.append("GAP: /[ \\n]{1,3}/")
     if reasoning.is_open:
         return "thought GAP?"
-    return f"({_marker(tags.begin, marker_id)} thought GAP?)?"
-
-
-def _marker(text: str, marker_id: MarkerId) -> str:
-    token = marker_id(text) if text else None
-    return _literal(text) if token is None else f"<[{token}]>"
-
-
-def _literal(text: str) -> str:
-    """A Lark string; nothing where there is no text."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _pattern(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+    return f"({lark_marker(tags.begin, marker_id)} thought GAP?)?"

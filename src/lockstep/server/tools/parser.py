@@ -22,7 +22,9 @@ import msgspec
 from pydantic_core import from_json
 
 from lockstep.engine.output_rules import MAX_HELD_BLANKS
-from lockstep.server.tools.call_reader import CallFormat, CallReader, reader_of
+from lockstep.server.tools.call_formats import CallFormat
+from lockstep.server.tools.call_reader import CallReader, num_begun
+from lockstep.server.tools.markup_readers import reader_of
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class _Place(Enum):
     TAIL = auto()
     """After a call: what closes it, separates it from the next or begins another."""
     AFTER = auto()
-    """After calls: blanks."""
+    """After calls: blanks, and the end marker."""
 
 
 class ToolParser:
@@ -93,14 +95,22 @@ class ToolParser:
         call_format: how calls are written.
         names: of the functions that may be called; none: everything is content.
         new_id: gives a call its id, once for each that is announced.
+        schemas: of the arguments, by the names of the functions; see `reader_of`.
         is_forced: the whole answer is calls, so that what is cut is a part of one and no content.
     """
 
     def __init__(
-        self, call_format: CallFormat, names: Collection[str], new_id: Callable[[], str], *, is_forced: bool = False
+        self,
+        call_format: CallFormat,
+        names: Collection[str],
+        new_id: Callable[[], str],
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        is_forced: bool = False,
     ) -> None:
         self._format = call_format
         self._names = frozenset(names)
+        self._schemas = schemas
         self._new_id = new_id
         self._is_forced = is_forced
         self._place = _Place.START if call_format.bare else _Place.TEXT
@@ -149,8 +159,7 @@ class ToolParser:
             self._end_cut_call()
         if self._place in (_Place.OPENED, _Place.CALL):
             self._give_up()
-        if self._place is not _Place.AFTER:
-            self._show(self._text)
+        self._show(self._text if self._place is not _Place.AFTER else self._text.strip())
         self._text = ""
         return self._take()
 
@@ -193,7 +202,7 @@ class ToolParser:
             self._text = text[shown:]
             self._open(at - shown + len(begin))
             return True
-        shown = _shown(text, len(text) - _num_begun(text, begin))
+        shown = _shown(text, len(text) - num_begun(text, begin))
         self._show(text[:shown])
         self._text = text[shown:]
         return False
@@ -212,7 +221,7 @@ class ToolParser:
         if not seen:
             return False
         if self._is_list_open:
-            self._reader = reader_of(self._format, self._names)
+            self._reader = reader_of(self._format, self._names, self._schemas)
             self._place = _Place.CALL
         elif seen.startswith(self._format.open):
             self._raw.append(self._format.open)
@@ -244,28 +253,32 @@ class ToolParser:
         self._text = text
         if not text:
             return False
-        marks = [mark for mark in (form.close, form.between, form.begin) if mark]
+        marks = [mark for mark in (form.close, form.end, form.between, form.begin) if mark]
         found = next((mark for mark in marks if text.startswith(mark)), None)
         if found is None and any(mark.startswith(text) for mark in marks):
             return False
-        if found is not None and found == form.close:
+        if found is not None and found in (form.close, form.end):
             self._text = text.removeprefix(found)
             self._place = _Place.AFTER
         elif found is not None:
             is_list_open = self._is_list_open
             self._open(len(found))
             self._is_list_open |= is_list_open and found == form.between
-        elif form.bare and text.startswith("{"):
+        elif form.has_lines or (form.bare and text.startswith("{")):
             self._open(0)
         else:
             self._place = _Place.TEXT
         return True
 
     def _after(self) -> bool:
-        self._text = self._text.lstrip()
-        if self._text:
-            self._place = _Place.TEXT
-        return bool(self._text)
+        text, end = self._text.lstrip(), self._format.end
+        self._text = text.removeprefix(end) if end else text
+        if len(self._text) < len(text):
+            return True
+        if not text or (end and end.startswith(text)):
+            return False
+        self._place = _Place.TEXT
+        return True
 
     def _announce(self, name: str, fragment: str) -> None:
         call = self._announced
@@ -323,14 +336,6 @@ def _members_of(arguments: str) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return members if isinstance(members, dict) else {}
-
-
-def _num_begun(text: str, marker: str) -> int:
-    """Count the characters of a marker that the text ends with."""
-    most = min(len(marker) - 1, len(text))
-    if marker[0] not in text[len(text) - most :]:
-        return 0
-    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def _shown(text: str, cut: int) -> int:

@@ -17,7 +17,7 @@ from lockstep.engine.output_rules import Reasoning, tags_of_template
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
 from lockstep.executors.constraint import Constraint
-from lockstep.server.tools.call_reader import CallFormat, format_of
+from lockstep.server.tools.call_formats import CallFormat
 from lockstep.server.tools.definitions import (
     CallableTool,
     CheckedChoice,
@@ -30,6 +30,7 @@ from lockstep.server.tools.definitions import (
 from lockstep.server.tools.enforcement import enforced_tools
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS, AnswerShape, answer_grammar
 from lockstep.server.tools.parser import ToolParser
+from lockstep.server.tools.template_tools import TemplateTools, template_tools_of
 
 _HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -52,8 +53,14 @@ class ToolUse:
     """Special tokens that calls are written with."""
     warnings: tuple[str, ...] = ()
     """Parts of the functions' schemas that calls are not held to although they are constrained."""
-    knows_tools: bool = True
-    """Whether the template writes past calls and results."""
+    template_tools: TemplateTools = TemplateTools()
+    """How the template takes functions, past calls and results."""
+    shown: Sequence[Mapping[str, Any]] = ()
+    """The functions as the template shows them."""
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Schemas of the arguments, by the names of the functions that may be called."""
+    stop_ids: tuple[int, ...] = ()
+    """Special tokens with which an answer that has calls ends."""
     takes_system: bool = True
 
     def messages(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -64,7 +71,8 @@ class ToolUse:
             InvalidParameterError: a message is not what it should be; ``param`` names it.
         """
         if self.knows_tools:
-            return with_short_ids(messages) if self.call_format.has_short_ids else messages
+            messages = with_short_ids(messages) if self.call_format.has_short_ids else messages
+            return self.template_tools.messages(messages, self.shown)
         rewritten = calls_as_text(messages)
         return (
             rewritten
@@ -75,7 +83,12 @@ class ToolUse:
     def parser(self, new_id: Callable[[], str]) -> ToolParser:
         """A parser of one answer; ``new_id`` gives a call its id."""
         is_forced = self.choice.mode in (ChoiceMode.REQUIRED, ChoiceMode.NAMED)
-        return ToolParser(self.call_format, self.names, new_id, is_forced=is_forced)
+        return ToolParser(self.call_format, self.names, new_id, self.schemas, is_forced=is_forced)
+
+    @property
+    def knows_tools(self) -> bool:
+        """True if the template has a place for functions."""
+        return self.template_tools.is_known
 
     @property
     def calls_end(self) -> bool:
@@ -111,24 +124,28 @@ def resolve_tools(
     """
     checked = checked_tools(functions)
     chosen = checked_choice(choice, checked)
-    tokenizer.check_chat_template()
-    knows_tools = "tools" in tokenizer.template_variables
-    form = format_of(tokenizer.chat_template, knows_tools)
+    template = template_tools_of(tokenizer, template_kwargs)
+    form = template.call_format
     if chosen.mode is ChoiceMode.NONE:
-        return ToolUse(form, chosen, (), knows_tools=knows_tools)
+        return ToolUse(form, chosen, (), template_kwargs=template.template_kwargs(()), template_tools=template)
     callable_ = [tool for tool in checked if chosen.takes(tool.name)]
-    constraint, warnings = _constraint(tokenizer, form, chosen, callable_, parallel, template_kwargs, json_constraint)
+    shown = [tool.shown for tool in checked]
+    bare_kwargs = {**(template_kwargs or {}), **template.template_kwargs(())}
+    constraint, warnings = _constraint(tokenizer, form, chosen, callable_, parallel, bare_kwargs, json_constraint)
     return ToolUse(
         form,
         chosen,
         tuple(tool.name for tool in callable_),
-        template_kwargs={"tools": [tool.shown for tool in checked]} if knows_tools else {},
-        system_text=None if knows_tools else tools_as_text(checked),
+        template_kwargs=template.template_kwargs(shown),
+        system_text=None if template.is_known else tools_as_text(checked),
         constraint=constraint,
         warnings=warnings,
         shown_specials=tuple(text for text in form.markers if tokenizer.special_ids([text])),
-        knows_tools=knows_tools,
-        takes_system=knows_tools or takes_system_messages(tokenizer),
+        template_tools=template,
+        shown=shown,
+        schemas={tool.name: tool.parameters for tool in callable_},
+        stop_ids=tuple(sorted(tokenizer.special_ids([form.stop]))),
+        takes_system=template.is_known or takes_system_messages(tokenizer),
     )
 
 

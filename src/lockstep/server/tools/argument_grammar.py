@@ -1,0 +1,227 @@
+"""Grammar of a call's arguments where they are not one JSON object, in llguidance's dialect of Lark.
+
+Arguments come in the order of the schema. A grammar enforces declared and required properties, types, `enum`, `const`,
+choices and local references; where a value is JSON (values in Python's syntax, and numbers, objects and lists between
+tags) all that grammars of JSON enforce; of strings in markers or tags the length and the `pattern`, not the `format`; of
+Gemma's lists the length. Conditions between several arguments are not enforced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lockstep.errors import InvalidParameterError
+from lockstep.server.tools.argument_schemas import properties_of, resolved, type_of
+from lockstep.server.tools.call_formats import CallFormat
+from lockstep.server.tools.markup_readers import BARE_KEY_CHAR, PARAMETER_END, TAG_KEY_CHAR
+
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As Python writes JSON, and so as templates show it to models."""
+_UNESCAPED_SLASH, _SLASH = re.compile(r"(?<!\\)/"), r"\\/"
+_FREE_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+"""A key that no schema declares."""
+_COMMA = ' "," '
+_DEFINITIONS = ("$defs", "definitions")
+MarkerId = Callable[[str], int | None]
+"""The token that is exactly this text and no text to grammars, or None."""
+
+
+def lark_marker(text: str, marker_id: MarkerId) -> str:
+    """A marker: its token where it has one of its own, else its letters."""
+    token = marker_id(text) if text else None
+    return lark_literal(text) if token is None else f"<[{token}]>"
+
+
+def lark_literal(text: str) -> str:
+    """A Lark string; nothing where there is no text."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def lark_pattern(text: str) -> str:
+    """The text as a part of a Lark pattern."""
+    return re.escape(text).replace("/", r"\/")
+
+
+class ArgumentGrammar:
+    """Rules for the arguments of one function.
+
+    Args:
+        name: begins the names of all rules.
+        schema: of the arguments; its objects are closed where they shall have no undeclared properties.
+    """
+
+    def __init__(self, call_format: CallFormat, marker_id: MarkerId, name: str, schema: Mapping[str, Any]) -> None:
+        self._format = call_format
+        self._marker_id = marker_id
+        self._name = name
+        self._schema = schema
+        self._definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        self._by_reference: dict[str, str] = {}
+        self._numbers = itertools.count()
+        self.rules: list[str] = []
+
+    def call(self, function: str) -> str:
+        """The expression of a whole call; adds its rules to ``rules``."""
+        syntax = self._format.syntax
+        if syntax is None:
+            head, separator, tail = f"<function={function}>\n", "", "</function>"
+        else:
+            head, separator, tail = syntax.prefix + function + syntax.open, syntax.separator, syntax.close
+        arguments = self._pairs(resolved(self._schema, self._schema), separator)
+        return f"{lark_literal(head)} {arguments} {lark_literal(tail)}"
+
+    def _argument(self, key: str, value: str) -> str:
+        """One argument, its key a Lark expression."""
+        if self._format.syntax is None:
+            return f'"<parameter=" {key} ">\\n" {value} "\\n{PARAMETER_END}\\n"'
+        return f"{key} {lark_literal(self._format.syntax.assign)} {value}"
+
+    def _pairs(self, schema: Mapping[str, Any], separator: str) -> str:
+        """The declared properties of an object in their order, or any where none are declared and some may be."""
+        properties = properties_of(schema)
+        required = [key for key in schema.get("required") or () if isinstance(key, str)]
+        keys = list(dict.fromkeys([*properties, *required]))
+        others = schema.get("additionalProperties", True)
+        if not keys and others is not False:
+            one = self._argument(self._add("KEY", _FREE_KEY), self._value(others))
+            return f"({one} ({lark_literal(separator)} {one})*)?"
+        items: list[tuple[str, bool]] = []
+        for key in keys:
+            if re.fullmatch(f"{self._key_pattern}+", key) is not None:
+                value = self._value(properties.get(key, True))
+                items.append((self._argument(lark_literal(key), value), key in required))
+            elif key in required:
+                raise InvalidParameterError(
+                    f"the parameter {key!r} cannot be written in the {self._format.name} call format; rename it",
+                    param="tools",
+                )
+        return self._sequence(items, lark_literal(separator))
+
+    @property
+    def _key_pattern(self) -> str:
+        """Pattern of one character of a key."""
+        return TAG_KEY_CHAR if self._format.syntax is None else BARE_KEY_CHAR
+
+    def _sequence(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Items in their order, each with whether it is required, and separators between those that are there."""
+        if not separator:
+            return " ".join(item if is_required else f"({item})?" for item, is_required in items)
+        start, rest, may_be_empty = "", "", True
+        for item, is_required in reversed(items):
+            item = self._add("item", item)
+            first = f"{item} {rest}"
+            start = self._add("start", first if is_required or not start else f"{first} | {start}")
+            rest = f"{separator} {item} {rest}" if is_required else f"({separator} {item})? {rest}"
+            rest = self._add("rest", rest)
+            may_be_empty = may_be_empty and not is_required
+        return f"({start})?" if start and may_be_empty else start
+
+    def _value(self, schema: object) -> str:
+        """A value of a schema, as an expression."""
+        if self._format.syntax is not None and not self._is_gemma:
+            return self._json(schema)
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if isinstance(reference, str):
+            if reference not in self._by_reference:
+                name = self._by_reference[reference] = self._new("reference")
+                self.rules.append(f"{name}: {self._value(resolved(schema, self._schema))}")
+            return self._by_reference[reference]
+        return self._own_value(schema if isinstance(schema, dict) else {})
+
+    def _own_value(self, schema: Mapping[str, Any]) -> str:
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]]
+            return self._any_of([self._constant(value) for value in values])
+        for key in ("anyOf", "oneOf"):
+            if schema.get(key):
+                return self._any_of([self._value(choice) for choice in schema[key]])
+        if schema.get("allOf"):
+            joined: dict[str, Any] = {}
+            for part in schema["allOf"]:
+                joined |= resolved(part, self._schema)
+            return self._value(joined)
+        named = schema.get("type")
+        types = [named] if isinstance(named, str) else list(named or ())
+        if not types:
+            types = ["object"] if "properties" in schema else ["array"] if "items" in schema else []
+        return self._any_of([self._of_type(kind, schema) for kind in types]) if types else self._anything()
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any]) -> str:
+        if kind == "string":
+            return self._quoted(self._text(schema))
+        if self._is_gemma and kind == "array":
+            return self._list(schema)
+        if self._is_gemma and kind == "object":
+            return f'"{{" {self._pairs(schema, ",")} "}}"'
+        return self._json({**schema, "type": kind})
+
+    def _anything(self) -> str:
+        if not self._is_gemma:
+            return self._text({})
+        if "any" not in self._by_reference:
+            name = self._by_reference["any"] = self._new("any")
+            types = ("string", "array", "object", "number", "boolean", "null")
+            self.rules.append(f"{name}: {self._any_of([self._of_type(kind, {}) for kind in types])}")
+        return self._by_reference["any"]
+
+    def _list(self, schema: Mapping[str, Any]) -> str:
+        item = self._value(schema.get("items", True))
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[]"'
+        more = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+        return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
+
+    def _text(self, schema: Mapping[str, Any]) -> str:
+        """A terminal of strings that stand between markers or tags."""
+        stop = PARAMETER_END if self._format.syntax is None else self._format.syntax.quotes[0]
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        parts = [f"/(?s:.){{{least},{most}}}/", f"~/(?s:.*){lark_pattern(stop)}(?s:.*)/"]
+        if isinstance(pattern := schema.get("pattern"), str):
+            head = "" if pattern.startswith("^") else "(?s:.*)"
+            tail = "" if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern) else "(?s:.*)"
+            inner = pattern.removeprefix("^")[: None if tail else -1]
+            parts.append(f"/{head}({_UNESCAPED_SLASH.sub(_SLASH, inner)}){tail}/")
+        return self._add("TEXT", " & ".join(parts))
+
+    def _constant(self, value: object) -> str:
+        if isinstance(value, str):
+            return self._quoted(lark_literal(value))
+        if self._is_gemma and isinstance(value, list):
+            return f'"[" {_COMMA.join(map(self._constant, value))} "]"'
+        if self._is_gemma and isinstance(value, dict):
+            pairs = [self._argument(lark_literal(key), self._constant(each)) for key, each in value.items()]
+            return f'"{{" {_COMMA.join(pairs)} "}}"'
+        return self._json({"const": value, "type": type_of(value)})
+
+    def _quoted(self, text: str) -> str:
+        if self._format.syntax is None:
+            return text or '""'
+        quote = lark_marker(self._format.syntax.quotes[0], self._marker_id)
+        return f"{quote} {text} {quote}"
+
+    def _json(self, schema: object) -> str:
+        whole = {**(schema if isinstance(schema, dict) else {}), **self._definitions, "x-guidance": LAYOUT}
+        return self._add("json", f"%json {json.dumps(whole, ensure_ascii=False)}")
+
+    def _any_of(self, options: Sequence[str]) -> str:
+        return options[0] if len(options) == 1 else f"({' | '.join(options)})"
+
+    @property
+    def _is_gemma(self) -> bool:
+        """True if values nest in the format's own syntax."""
+        return self._format.syntax is not None and self._format.syntax.has_bare_keys
+
+    def _new(self, kind: str) -> str:
+        """A name for a rule, or for a terminal where the kind is in capitals."""
+        name = f"{self._name}_{kind}_{next(self._numbers)}"
+        return name.upper() if kind.isupper() else name
+
+    def _add(self, kind: str, body: str) -> str:
+        name = self._new(kind)
+        self.rules.append(f"{name}: {body}")
+        return name

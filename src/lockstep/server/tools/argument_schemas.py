@@ -1,0 +1,71 @@
+"""Schemas of single arguments: local references followed, and the types that a value may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MAX_REFERENCES = 32
+"""References followed in a row, and levels of choices looked into; more of them tell nothing of a type."""
+_TYPES: tuple[tuple[type, str], ...] = (
+    (bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array"), (dict, "object"),
+)  # fmt: skip
+
+
+def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema that a local reference leads to, or the schema itself; empty where it constrains nothing.
+
+    Args:
+        root: the schema of all arguments, in which references are looked up.
+    """
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return dict(schema)
+        schema = _target(reference, root)
+    return {}
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> object:
+    node: object = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        node = node.get(key) if isinstance(node, dict) else None
+    return node if reference.startswith("#") else None
+
+
+def type_of(value: object) -> str:
+    """JSON Schema's name of a value's type."""
+    return next((name for kind, name in _TYPES if isinstance(value, kind)), "null")
+
+
+def types_of(schema: object, root: Mapping[str, Any], level: int = 0) -> frozenset[str]:
+    """Types that a schema allows; none: it does not say."""
+    schema = resolved(schema, root)
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset([named])
+    if isinstance(named, list):
+        return frozenset(name for name in named if isinstance(name, str))
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset(map(type_of, values))
+    if "const" in schema:
+        return frozenset([type_of(schema["const"])])
+    if level == MAX_REFERENCES:
+        return frozenset()
+    choices = [choice for key in ("anyOf", "oneOf", "allOf") for choice in schema.get(key) or ()]
+    return frozenset[str]().union(*(types_of(choice, root, level + 1) for choice in choices))
+
+
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The declared arguments of a function, by name."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def property_of(key: str, schema: Mapping[str, Any]) -> object:
+    """The schema of one argument of a function: its own, or that of undeclared ones."""
+    root = resolved(schema, schema)
+    return properties_of(root).get(key, root.get("additionalProperties"))

@@ -1,0 +1,123 @@
+"""How a chat template takes functions, past calls and their results, where templates differ.
+
+Sources: the chat templates of SmolLM3 (`xml_tools`, `python_tools`), of phi-4-mini (`tools` as text in the system message),
+and of Granite 3.3, LFM2, phi-4-mini and SmolLM3, which write no calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.engine.chat_template import checked_messages
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.server.tools.call_formats import HERMES, SMOLLM3_CODE, CallFormat, format_of
+from lockstep.server.tools.call_writer import calls_text
+
+Message = Mapping[str, Any]
+Shown = Mapping[str, Any]
+"""One function, in the shape of OpenAI's `tools`."""
+_CODE = "python_tools"
+_READS_MESSAGE_TOOLS = re.compile(r"""message(?:\[['"]tools['"]\]|\.tools\b)""")
+_SYSTEM = "You are a helpful assistant with some tools."
+"""System message of a conversation that has none, where functions stand in it; of phi-4-mini's model card."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTools:
+    """What one request's template knows of functions."""
+
+    call_format: CallFormat = HERMES
+    variable: str = ""
+    """The template's variable that takes the functions."""
+    is_in_message: bool = False
+    """True if the system message takes the functions, as text in a member of its own."""
+    writes_calls: bool = True
+    """False: the template shows the content of an assistant's message and not its calls."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if the template has a place for functions."""
+        return bool(self.variable) or self.is_in_message
+
+    def template_kwargs(self, tools: Sequence[Shown]) -> dict[str, Any]:
+        """The template's variables for these functions; none where there are none."""
+        if self.variable == _CODE:  # replaces the request's own value
+            return {_CODE: [tool["function"] for tool in tools]}
+        if not tools or not self.variable:
+            return {}
+        return {self.variable: list(tools) if self.variable == "tools" else [tool["function"] for tool in tools]}
+
+    def messages(self, messages: Sequence[Message], tools: Sequence[Shown]) -> Sequence[Message]:
+        """The conversation with names at results, calls where the template writes none, and functions where the system
+        message takes them."""
+        messages = with_result_names(messages)
+        if not self.writes_calls:
+            messages = with_calls_in_content(messages, self.call_format)
+        return with_tools_in_system(messages, tools) if self.is_in_message and tools else messages
+
+
+def template_tools_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None) -> TemplateTools:
+    """Find out how a model's template takes functions.
+
+    Args:
+        template_kwargs: of the request. ``python_tools: true`` asks SmolLM3 for calls as Python code.
+
+    Raises:
+        ChatTemplateError: there is no template, or it cannot be read.
+    """
+    variables, source = tokenizer.template_variables, tokenizer.chat_template or ""
+    writes_calls = "tool_calls" in source
+    if _CODE in variables and (template_kwargs or {}).get(_CODE) is True:
+        return TemplateTools(SMOLLM3_CODE, _CODE, writes_calls=writes_calls)
+    variable = next((name for name in ("tools", "xml_tools") if name in variables), "")
+    is_in_message = not variable and _READS_MESSAGE_TOOLS.search(source) is not None
+    form = format_of(source, bool(variable) or is_in_message)
+    return TemplateTools(form, variable, is_in_message, writes_calls)
+
+
+def with_result_names(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages, each result of a call with the function's name as ``name``: clients send its id only."""
+    if not _has(messages, "tool"):
+        return messages
+    names: dict[object, str] = {}
+    checked = checked_messages(messages, knows_developer=True)
+    for message in checked:
+        calls: Any = message.get("tool_calls")
+        names |= {call.get("id"): call["function"]["name"] for call in calls or ()}
+        if message["role"] == "tool" and not message.get("name") and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+    return checked
+
+
+def with_calls_in_content(messages: Sequence[Message], call_format: CallFormat) -> Sequence[Message]:
+    """The messages with their calls as text, as the model wrote them."""
+    if not _has(messages, "assistant"):
+        return messages
+    checked = checked_messages(messages, knows_developer=True)
+    for message in checked:
+        calls: Any = message.pop("tool_calls", None)
+        if calls:
+            functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+            message["content"] = f"{message['content']}{calls_text(call_format, functions)}"
+    return checked
+
+
+def with_tools_in_system(messages: Sequence[Message], tools: Sequence[Shown]) -> Sequence[Message]:
+    """The messages, the first of them a system message with the functions as JSON text."""
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    checked = checked_messages(messages, knows_developer=False)
+    if checked[0]["role"] != "system":
+        checked.insert(0, {"role": "system", "content": _SYSTEM})
+    checked[0]["tools"] = text
+    return checked
+
+
+def _has(messages: object, role: str) -> bool:
+    """True if a message of the role is among what may be messages."""
+    return isinstance(messages, Sequence) and any(
+        isinstance(message, Mapping) and message.get("role") == role for message in messages
+    )
