@@ -214,3 +214,13 @@ def test_what_the_artifact_says_is_passed_on() -> None:
     assert tokenizer.vocab_size == byte_level().get_vocab_size()
     assert len(tokenizer.special_token_ids) == len(SPECIALS)
     assert tokenizer.special_token_ids.isdisjoint({byte_level().token_to_id(text) for text in SPOKEN})
+
+
+def test_a_variable_that_the_template_compares_with_none_is_none_and_any_other_is_undefined() -> None:
+    """Olmo 3 writes functions unless they are None, Command R lists them where they are defined."""
+    hello = [{"role": "user", "content": "Hello"}]
+    compared = Tokenizer(parts(byte_level(), "{% if tools is not none %}{{ tools | tojson }}{% endif %}!"))
+    assert compared.render_chat(hello) == "!"
+    assert compared.render_chat(hello, template_kwargs={"tools": [1]}) == "[1]!"
+    defined = Tokenizer(parts(byte_level(), "{% if tools is defined %}{{ tools[0] }}{% endif %}!"))
+    assert defined.render_chat(hello) == "!"

@@ -15,6 +15,7 @@ from lockstep.server.chat import ChatBody, ChatCall, chat_call
 from lockstep.server.completions import CompletionBody, CompletionCalls, completion_calls
 from lockstep.server.generation import Caller, in_the_requests_words, labels_of, shorter_s
 from lockstep.server.options import ServerOptions
+from tests.server.tools.models import tokenizer_of
 
 TOKENIZER = Tokenizer(stub_tokenizer_parts())
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
@@ -251,3 +252,12 @@ def test_errors_speak_of_the_requests_own_parameters() -> None:
     assert (str(error), error.param) == ("the regex constraint is bad", "guided_regex")
     error = in_the_requests_words(InvalidParameterError("seed is x", param="seed"), names)
     assert error.param == "seed"
+
+
+def test_an_answer_with_tools_also_ends_with_the_token_that_announces_results() -> None:
+    tokenizer, caller = tokenizer_of("function gemma"), Caller("", ServerOptions())
+    stop = tokenizer.marker_id("<start_function_response>")
+    for choice, expected in (("auto", (5, stop)), ("none", (5,))):
+        fields = {"messages": HELLO, "stop_token_ids": [5], "tools": [TOOL], "tool_choice": choice}
+        call = chat_call(ChatBody.model_validate(fields), caller, tokenizer).call
+        assert call.params.stop_token_ids == expected

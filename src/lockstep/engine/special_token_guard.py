@@ -50,7 +50,8 @@ class SpecialTokenGuard:
     Guarded in every message: special tokens, the tokens that end a sequence, and added tokens that occur in the
     template (e.g. ``<tool_response>``). What the assistant said may hold the latter, and words that the template
     itself looks for, e.g. ``</think>``: they are the model's own, and no borders. So are the tokens around calls where
-    the template does not write calls: they stand in what the assistant said. A token of one character cannot be guarded.
+    the template does not write calls, and the content of the assistant's message has them. A token of one character
+    cannot be guarded.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, end_token_ids: Sequence[int]) -> None:

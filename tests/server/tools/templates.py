@@ -12,7 +12,7 @@ GRANITE3 = """\
 {%- if tools and not available_tools %}{% set available_tools = tools %}{% endif %}
 {{- '<|start_of_role|>system<|end_of_role|>Reply to calls with <|tool_call|> and a list.<|end_of_text|>' }}
 {%- if available_tools %}
-    {{- '<|start_of_role|>available_tools<|end_of_role|>' + available_tools | tojson(indent=4) }}
+    {{- '<|start_of_role|>available_tools<|end_of_role|>' + available_tools | tojson }}
 {%- endif %}
 {%- for message in messages %}
     {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>' }}

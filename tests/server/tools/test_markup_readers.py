@@ -23,9 +23,9 @@ from lockstep.server.tools.call_formats import (
     SMOLLM3_CODE,
     CallFormat,
 )
-from lockstep.server.tools.call_writer import calls_text
 from lockstep.server.tools.markup_readers import typed
 from lockstep.server.tools.parser import ToolParser
+from lockstep.server.tools.template_tools import calls_text
 
 KEYS = st.sampled_from(("city", "days", "from", "max-results", "$id", "größe"))
 TEXTS = st.text(st.sampled_from("ab '\"\\\n\t<>/=()[]{},:é😀"), max_size=8) | st.sampled_from(
@@ -45,7 +45,7 @@ def schema_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("call_format", FORMATS, ids=lambda form: form.name)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(calls=CALLS, cuts=st.lists(st.integers(0, 300), max_size=6))
 def test_written_calls_are_read_as_they_were(
     call_format: CallFormat, calls: list[dict[str, Any]], cuts: list[int]

@@ -144,12 +144,13 @@ def test_a_call_cut_short_has_streamed_its_arguments_so_far(
 
 
 FRAGMENTS = (
-    "<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", F, P, F[:-1], '{"name": "f"',
+    "<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", F, P, F[:-1],
+    '{"name": "f"',
     ', "arguments": ', "{}", "{", "}", "[", "]", ",", ";", "f", "g", "get_weather", " ", "\n", '"', "\\", "é", "1",
     '{"name": "g", "arguments": {}}', '{"arguments": {"b": [1, ""]}, "name": "get_weather"}',
 )  # fmt: skip
 MARKUP = (
-    *FRAGMENTS[11:27], "(", ")", "a=", "a:", "'", "'''", "\\'", "\\x4", "\\u12", "1_0", "True", "None", "f(a=1)",
+    *FRAGMENTS[12:28], "(", ")", "a=", "a:", "'", "'''", "\\'", "\\x4", "\\u12", "1_0", "True", "None", "f(a=1)",
     "f(s='", "get_weather(s='x')", "call:", "call:f{", "call:f{a:1}", "<escape>", "<esc", "<function=f>", "</function>",
     "<parameter=a>", "<parameter=s>", "</parameter>", "</param", "\n1\n", X,
 )  # fmt: skip

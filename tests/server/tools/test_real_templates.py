@@ -1,7 +1,7 @@
 """Real chat templates, which are not in the repository: ``LOCKSTEP_CHAT_TEMPLATES=DIR`` names a folder of them.
 
-The source distribution of llama-cpp-python holds most (`vendor/llama.cpp/models/templates/*.jinja`); the others are in the
-models' repositories, saved as `OWNER-MODEL.jinja`. A file that the folder does not have is skipped by name.
+The source distribution of llama-cpp-python holds most (`vendor/llama.cpp/models/templates/*.jinja`); the others are in
+the models' repositories, to be saved under the names below. A file that the folder does not have is skipped by name.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Arguments come in the order of the schema. A grammar enforces declared and required properties, types, `enum`, `const`,
 choices and local references; where a value is JSON (values in Python's syntax, and numbers, objects and lists between
-tags) all that grammars of JSON enforce; of strings in markers or tags the length and the `pattern`, not the `format`; of
-Gemma's lists the length. Conditions between several arguments are not enforced.
+tags) all that grammars of JSON enforce; of strings in markers or tags the length and the `pattern`, not the `format`;
+of Gemma's lists the length. Conditions between several arguments are not enforced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import InvalidParameterError
-from lockstep.server.tools.argument_schemas import properties_of, resolved, type_of
+from lockstep.server.tools.argument_schemas import MAX_REFERENCES, list_of, properties_of, resolved, size_of, type_of
 from lockstep.server.tools.call_formats import CallFormat
 from lockstep.server.tools.markup_readers import BARE_KEY_CHAR, PARAMETER_END, TAG_KEY_CHAR
 
@@ -83,7 +83,7 @@ class ArgumentGrammar:
     def _pairs(self, schema: Mapping[str, Any], separator: str) -> str:
         """The declared properties of an object in their order, or any where none are declared and some may be."""
         properties = properties_of(schema)
-        required = [key for key in schema.get("required") or () if isinstance(key, str)]
+        required = [key for key in list_of(schema, "required") if isinstance(key, str)]
         keys = list(dict.fromkeys([*properties, *required]))
         others = schema.get("additionalProperties", True)
         if not keys and others is not False:
@@ -125,27 +125,25 @@ class ArgumentGrammar:
         if self._format.syntax is not None and not self._is_gemma:
             return self._json(schema)
         reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if isinstance(reference, str):
-            if reference not in self._by_reference:
-                name = self._by_reference[reference] = self._new("reference")
-                self.rules.append(f"{name}: {self._value(resolved(schema, self._schema))}")
-            return self._by_reference[reference]
-        return self._own_value(schema if isinstance(schema, dict) else {})
+        if not isinstance(reference, str):
+            return self._own_value(schema if isinstance(schema, dict) else {})
+        if reference not in self._by_reference:
+            name = self._by_reference[reference] = self._new("reference")
+            self.rules.append(f"{name}: {self._own_value(resolved(schema, self._schema))}")
+        return self._by_reference[reference]
 
-    def _own_value(self, schema: Mapping[str, Any]) -> str:
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]]
+    def _own_value(self, schema: Mapping[str, Any], num_joined: int = 0) -> str:
+        if values := list_of(schema, "enum") or ([schema["const"]] if "const" in schema else []):
             return self._any_of([self._constant(value) for value in values])
-        for key in ("anyOf", "oneOf"):
-            if schema.get(key):
-                return self._any_of([self._value(choice) for choice in schema[key]])
-        if schema.get("allOf"):
+        if choices := list_of(schema, "anyOf") or list_of(schema, "oneOf"):
+            return self._any_of([self._value(choice) for choice in choices])
+        if (parts := list_of(schema, "allOf")) and num_joined < MAX_REFERENCES:
             joined: dict[str, Any] = {}
-            for part in schema["allOf"]:
+            for part in parts:
                 joined |= resolved(part, self._schema)
-            return self._value(joined)
+            return self._own_value(joined, num_joined + 1)
         named = schema.get("type")
-        types = [named] if isinstance(named, str) else list(named or ())
+        types = [kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)]
         if not types:
             types = ["object"] if "properties" in schema else ["array"] if "items" in schema else []
         return self._any_of([self._of_type(kind, schema) for kind in types]) if types else self._anything()
@@ -170,7 +168,7 @@ class ArgumentGrammar:
 
     def _list(self, schema: Mapping[str, Any]) -> str:
         item = self._value(schema.get("items", True))
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        least, most = size_of(schema, "minItems") or 0, size_of(schema, "maxItems")
         if most == 0:
             return '"[]"'
         more = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
@@ -179,8 +177,8 @@ class ArgumentGrammar:
     def _text(self, schema: Mapping[str, Any]) -> str:
         """A terminal of strings that stand between markers or tags."""
         stop = PARAMETER_END if self._format.syntax is None else self._format.syntax.quotes[0]
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        parts = [f"/(?s:.){{{least},{most}}}/", f"~/(?s:.*){lark_pattern(stop)}(?s:.*)/"]
+        least, most = size_of(schema, "minLength") or 0, size_of(schema, "maxLength")
+        parts = [f"/(?s:.){{{least},{'' if most is None else most}}}/", f"~/(?s:.*){lark_pattern(stop)}(?s:.*)/"]
         if isinstance(pattern := schema.get("pattern"), str):
             head = "" if pattern.startswith("^") else "(?s:.*)"
             tail = "" if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern) else "(?s:.*)"
@@ -205,7 +203,9 @@ class ArgumentGrammar:
         return f"{quote} {text} {quote}"
 
     def _json(self, schema: object) -> str:
-        whole = {**(schema if isinstance(schema, dict) else {}), **self._definitions, "x-guidance": LAYOUT}
+        whole = {**(schema if isinstance(schema, dict) else {}), "x-guidance": LAYOUT}
+        if '"$ref"' in json.dumps(schema):
+            whole |= self._definitions
         return self._add("json", f"%json {json.dumps(whole, ensure_ascii=False)}")
 
     def _any_of(self, options: Sequence[str]) -> str:

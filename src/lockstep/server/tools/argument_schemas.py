@@ -36,6 +36,19 @@ def _target(reference: str, root: Mapping[str, Any]) -> object:
     return node if reference.startswith("#") else None
 
 
+def list_of(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """The list under a keyword; empty where there is none: schemas come from clients."""
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def size_of(schema: Mapping[str, Any], key: str) -> int | None:
+    """The bound under a keyword; None where there is none."""
+    value = schema.get(key)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return int(value) if is_number and value >= 0 and value == int(value) else None
+
+
 def type_of(value: object) -> str:
     """JSON Schema's name of a value's type."""
     return next((name for kind, name in _TYPES if isinstance(value, kind)), "null")
@@ -55,7 +68,7 @@ def types_of(schema: object, root: Mapping[str, Any], level: int = 0) -> frozens
         return frozenset([type_of(schema["const"])])
     if level == MAX_REFERENCES:
         return frozenset()
-    choices = [choice for key in ("anyOf", "oneOf", "allOf") for choice in schema.get(key) or ()]
+    choices = [choice for key in ("anyOf", "oneOf", "allOf") for choice in list_of(schema, key)]
     return frozenset[str]().union(*(types_of(choice, root, level + 1) for choice in choices))
 
 

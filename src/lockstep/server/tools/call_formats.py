@@ -81,6 +81,8 @@ class CallFormat:
     """Whether an answer may begin with a call and no marker."""
     arguments_marker: str = ""
     """The marker between the name and the arguments of a `CallKind.NAMED` call."""
+    id_marker: str = ""
+    """A marker that may follow the name, with an id of the model's own."""
     syntax: LiteralSyntax | None = None
     """The marks of a `CallKind.LITERAL` call."""
     layout: str = ""
@@ -104,7 +106,7 @@ class CallFormat:
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens, and must be seen all the same."""
         quotes = () if self.syntax is None else self.syntax.quotes
-        texts = (self.begin, self.arguments_marker, *quotes, self.close, self.end)
+        texts = (self.begin, self.id_marker, self.arguments_marker, *quotes, self.close, self.end)
         return tuple(text for text in texts if len(text) > 1 and not text.startswith(("'", '"')))
 
 
@@ -113,7 +115,13 @@ HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>", each=True, layout="
 LLAMA3_JSON = CallFormat("llama3_json", "<|python_tag|>", key="parameters", separator="; ", bare=True)
 MISTRAL_LIST = CallFormat("mistral_list", "[TOOL_CALLS]", "]", open="[", separator=", ", has_short_ids=True)
 MISTRAL_NAMED = CallFormat(
-    "mistral_named", "[TOOL_CALLS]", kind=CallKind.NAMED, arguments_marker="[ARGS]", each=True, has_short_ids=True
+    "mistral_named",
+    "[TOOL_CALLS]",
+    kind=CallKind.NAMED,
+    arguments_marker="[ARGS]",
+    id_marker="[CALL_ID]",
+    each=True,
+    has_short_ids=True,
 )
 GRANITE3 = CallFormat("granite3", "<|tool_call|>", "]", open="[", separator=", ")
 PHI4_MINI = CallFormat("phi4_mini", "<|tool_call|>", "]", open="[", separator=", ", end="<|/tool_call|>")

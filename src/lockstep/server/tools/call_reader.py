@@ -288,13 +288,30 @@ class JsonCallReader(CallReader):
 
 
 class NamedCallReader(CallReader):
-    """Reader of a name, a marker and arguments."""
+    """Reader of a name, a marker and arguments. An id with a marker of its own may follow the name."""
 
-    def __init__(self, names: Collection[str], marker: str) -> None:
+    def __init__(self, names: Collection[str], marker: str, id_marker: str = "") -> None:
         super().__init__(names)
         self._marker = marker
+        self._id_marker = id_marker
+        self._is_in_id = False
 
     def _read_part(self, text: str, at: int) -> int:
+        if self._is_in_id:
+            return self._read_id(text, at)
         if self._name is not None:
             return at + 1 if text[at] in " \t\n\r" else self._begin_arguments(text, at)
-        return self._read_name(text, at, "", self._marker)
+        end = end_of(_NAME, text, at)
+        head = self._id_marker[:2]
+        has_id = bool(head) and text.startswith(head, end)
+        end = self._read_name(text, at, "", self._id_marker if has_id else self._marker)
+        self._is_in_id = has_id and self._name is not None
+        return end
+
+    def _read_id(self, text: str, at: int) -> int:
+        end = end_of(_NAME, text, at)
+        rest = text[end : end + len(self._marker)]
+        if end - at > MAX_KEY_CHARS or not self._marker.startswith(rest):
+            return self._break(at)
+        self._is_in_id = rest != self._marker
+        return at if self._is_in_id else end + len(rest)

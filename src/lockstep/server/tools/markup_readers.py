@@ -396,7 +396,7 @@ def reader_of(
             need them.
     """
     if call_format.kind is CallKind.NAMED:
-        return NamedCallReader(names, call_format.arguments_marker)
+        return NamedCallReader(names, call_format.arguments_marker, call_format.id_marker)
     if call_format.kind is CallKind.TAGGED:
         return TaggedCallReader(names, schemas or {})
     if call_format.kind is CallKind.LITERAL:

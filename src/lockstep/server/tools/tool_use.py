@@ -53,7 +53,7 @@ class ToolUse:
     """Special tokens that calls are written with."""
     warnings: tuple[str, ...] = ()
     """Parts of the functions' schemas that calls are not held to although they are constrained."""
-    template_tools: TemplateTools = TemplateTools()
+    template_tools: TemplateTools = field(default_factory=TemplateTools)
     """How the template takes functions, past calls and results."""
     shown: Sequence[Mapping[str, Any]] = ()
     """The functions as the template shows them."""
