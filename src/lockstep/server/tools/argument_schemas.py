@@ -45,8 +45,9 @@ def list_of(schema: Mapping[str, Any], key: str) -> list[Any]:
 def size_of(schema: Mapping[str, Any], key: str) -> int | None:
     """The bound under a keyword; None where there is none."""
     value = schema.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return int(value) if is_number and value >= 0 and value == int(value) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return int(value) if value >= 0 and float(value).is_integer() else None
 
 
 def type_of(value: object) -> str:
