@@ -203,6 +203,14 @@ def _closed(schema: object) -> object:
     for key in _ONES:
         if key in copy:
             copy[key] = _closed(copy[key])
-    if "properties" in copy and _OPENING.isdisjoint(copy):
+    if "properties" in copy and _OPENING.isdisjoint(copy) and _declares_required(copy):
         copy["additionalProperties"] = False
     return copy
+
+
+def _declares_required(schema: dict[str, object]) -> bool:
+    """True if every required property is declared; closed, the object could not have the others."""
+    declared, required = schema.get("properties"), schema.get("required")
+    return not (isinstance(declared, dict) and isinstance(required, list)) or all(
+        name in [*declared] for name in required
+    )

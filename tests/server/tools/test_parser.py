@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lockstep.engine.output_rules import MAX_HELD_BLANKS
