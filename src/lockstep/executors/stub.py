@@ -42,7 +42,7 @@ KEYWORDS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 NONE_OF_THESE = "none"
 MAX_ANSWERS_BYTES = 16 << 20
-"""Of a file of answers."""
+"""Maximum size of a file of answers."""
 _MAX = " max="
 _CHOSEN_LOGIT = 100.0
 

@@ -41,7 +41,7 @@ class Vocabulary:
     """Places in the request of the tools of the chat request; None: they are the same."""
 
     def with_tools(self, places: Sequence[int]) -> Vocabulary:
-        """The same words for a request some of whose tools are left out, or are several functions."""
+        """A vocabulary for a request some of whose tools are left out, or become several functions."""
         return replace(self, tool_places=places)
 
     def name(self, param: str) -> str:

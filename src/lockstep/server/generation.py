@@ -187,7 +187,7 @@ class GenerationBody(RequestBody):
 
     @property
     def warnings(self) -> list[str]:
-        """What is asked for and changes nothing, whoever answers; a sentence each."""
+        """Warnings of parameters that change nothing, whichever model answers; a sentence each."""
         stored = ["store: nothing is stored here (/v1/responses keeps what it answers)"] if self.store else []
         return [*stored, *self._warnings]
 

@@ -112,7 +112,7 @@ class ShownTool:
     name: str
     """The function's."""
     place: int
-    """Of the tool in the request; of all tools of a namespace, the namespace's."""
+    """Index in the request of the tool, or of the namespace that holds it."""
     tool: FunctionTool | TextTool
     namespace: str | None = None
 
