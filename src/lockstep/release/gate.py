@@ -164,9 +164,8 @@ def _unsound(policy: Policy, second: Evidence) -> Iterator[Signal]:
     found = [*signals.errors(policy, second, summary, everything)] if policy.mode == "threshold" else []
     found += signals.regressions(policy, second, summary, everything)
     if policy.mode == "sequential":
-        found += [
-            each for each in _follow(policy, second, Answers())[1] if each.name not in ("undecided", "no-evidence-yet")
-        ]
+        no_reasons = ("undecided", "no-evidence-yet", "non-stationary")
+        found += [each for each in _follow(policy, second, Answers())[1] if each.name not in no_reasons]
     for each in found:
         yield Signal(
             name="unsound-baseline",

@@ -104,6 +104,9 @@ class Policy:
     in percentage points, from which there is a rollback."""
     burst_pairs: int = 5
     """In sequential mode: failures may come in bursts of so many pairs, of which none may have been seen yet."""
+    warmup_pairs: int = 500
+    """In sequential mode: a warm-up, or a slow spell, may last for so many pairs. Times are not judged before; first pairs
+    that differ from the later ones are excluded; promotion takes five times as many."""
     owners: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Who looks after a signal, by patterns of its name or of name/segment; the last one that fits counts."""
 
@@ -157,6 +160,7 @@ _RANGES: Mapping[tuple[float, float], tuple[str, ...]] = {
     (0.01, 90): ("tail_margin",),
     (1, _MOST): ("min_pairs",),
     (1, 10_000): ("burst_pairs",),
+    (0, 1_000_000): ("warmup_pairs",),
 }
 """Least and most, and the fields that have to be between."""
 FIELD_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Policy))

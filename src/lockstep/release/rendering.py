@@ -39,7 +39,7 @@ FIGURE_WORDS = {
 ANSWERS = ("same", "tolerated", "differing", "incomparable")
 TIMES = {"latency", "ttft", "decode"}
 MAX_SEGMENT_ROWS = 50
-SERIES_STATES = ("outside", "undecided", "no-evidence", "within")
+SERIES_STATES = ("outside", "changing", "undecided", "no-evidence", "within")
 
 
 def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:

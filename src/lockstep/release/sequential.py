@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lockstep.release.memory import TimesTrack, beside, track_times
 from lockstep.release.policy import Policy
-from lockstep.release.series import ALL, Series
+from lockstep.release.series import ALL, TIMES, Series
 from lockstep.release.statistics import (
     MIN_PAIRS,
     Bools,
@@ -56,6 +57,8 @@ WORDS = {
     "missing-pairs": "the share of records that the candidate lacks",
 }
 """Series in words, by signal."""
+OPEN = ("undecided", "changing", "no-evidence")
+"""States of series that are neither outside nor within."""
 MOST_PAIRS = 10_000_000
 """Beyond, no traffic is said to suffice."""
 
@@ -68,6 +71,8 @@ class Findings:
     looks: Looks
     series: tuple[Series, ...]
     tracks: tuple[Track, ...]
+    times: tuple[TimesTrack | None, ...]
+    """Of series of times: what was excluded, and whether they change."""
     rejected: Bools
     """Shape (..., series, looks): certainly above its bound, whatever else is followed."""
     is_rolled_back: Bools
@@ -85,7 +90,8 @@ def follow(policy: Policy, series: Sequence[Series], num_pairs: int, looks: Look
     """
     looks = looks_of(num_pairs) if looks is None else looks
     counts = [np.searchsorted(each.places, looks) for each in series]
-    tracks = tuple(_track_of(policy, each, count) for each, count in zip(series, counts, strict=True))
+    times = _times_of(policy, series, counts, looks)
+    tracks = tuple(_track_of(policy, *each) for each in zip(series, counts, times, strict=True))
     # A segment that is small yet neither burdens the others nor holds them back.
     is_there = np.array(
         [c >= (1 if s.segment == ALL else policy.min_pairs) for s, c in zip(series, counts, strict=True)]
@@ -98,14 +104,38 @@ def follow(policy: Policy, series: Sequence[Series], num_pairs: int, looks: Look
     rejected: Bools = np.swapaxes(found, -1, -2)
     is_rolled_back: Bools = np.logical_or.accumulate(rejected.any(axis=-2), axis=-1)
     passes = ((below >= math.log(1 / policy.alpha)) | ~is_there).all(axis=-2)
-    return Findings(num_pairs, looks, tuple(series), tracks, rejected, is_rolled_back, passes & ~is_rolled_back)
+    is_promoted = passes & ~is_rolled_back
+    return Findings(num_pairs, looks, tuple(series), tracks, times, rejected, is_rolled_back, is_promoted)
 
 
-def _track_of(policy: Policy, series: Series, counts: Looks) -> Track:
+def _times_of(
+    policy: Policy, series: Sequence[Series], counts: Sequence[Looks], looks: Looks
+) -> tuple[TimesTrack | None, ...]:
+    """Series of times at each look; None for the others."""
+    found: list[TimesTrack | None] = []
+    latency: dict[str, TimesTrack] = {}
+    for each, count in zip(series, counts, strict=True):
+        if each.signal not in TIMES:
+            found.append(None)
+            continue
+        window = policy.warmup_pairs, int(np.searchsorted(each.places, policy.warmup_pairs))
+        line = track_times(each.values, each.bound, policy.alpha, count, looks, window, is_event=each.is_event)
+        if each.signal == "latency":
+            latency[each.segment] = line
+        elif each.signal == "latency-tail" and each.segment in latency:
+            line = beside(line, latency[each.segment])
+        found.append(line)
+    return tuple(found)
+
+
+def _track_of(policy: Policy, series: Series, counts: Looks, times: TimesTrack | None) -> Track:
     """A series at each look. That events are rare enough has to be certain by both ways."""
+    if times is not None:
+        line = times.line
+    else:
+        line = track(series.values, series.bound, policy.alpha, counts, is_event=series.is_event)
     if not series.is_event:
-        return track(series.values, series.bound, policy.alpha, counts)
-    line = track(series.values, series.bound, policy.alpha, counts, is_event=True)
+        return line
     bets = bet_below(series.values, series.bound, _block(policy), counts)
     return replace(line, log_below=np.minimum(line.log_below, bets))
 
@@ -119,7 +149,8 @@ def guarantee_of(policy: Policy) -> str:
     return (
         "at any look, a rollback where no series is above its bound and a promotion where one is have each a chance of "
         f"at most {policy.alpha:g}, asymptotically (docs/gate-error-rates.md has simulated rates); not covered are "
-        f"bursts of more than {policy.burst_pairs} failures of which none was seen yet, and what missing pairs hide"
+        f"bursts of more than {policy.burst_pairs:,} failures of which none was seen yet, latency that keeps to one level "
+        f"for more than {policy.warmup_pairs:,} pairs and then changes, and effects that missing pairs hide"
     )
 
 
@@ -140,11 +171,15 @@ def _summary(policy: Policy, findings: Findings, at: int) -> SeriesSummary:
     upper = line.upper[-1]
     if series.is_event:
         upper = max(upper, bet_upper(series.values, policy.alpha, _block(policy)))
+    times = findings.times[at]
+    is_excluded = times is not None and bool(times.is_excluded[-1])
     state = "undecided"
     if is_named or (series.response is Decision.HOLD and line.log_above[-1] >= limit):
         state = "outside"
     elif line.log_below[-1] >= limit:
         state = "within"
+    elif times is not None and times.is_changing[-1]:
+        state = "changing"
     elif math.isinf(line.upper[-1]):
         state = "no-evidence"
     shown = _shown(len(findings.looks)) if series.segment == ALL else []
@@ -159,6 +194,8 @@ def _summary(policy: Policy, findings: Findings, at: int) -> SeriesSummary:
         bound=_in_unit(series, series.bound),
         state=state,
         response=series.response,
+        excluded_pairs=times.window if times is not None and is_excluded else 0,
+        excluded_effect=_in_unit(series, float(times.window_mean)) if times is not None and is_excluded else None,
         outside_after=int(findings.looks[mine[0]]) if is_named else None,
         more_pairs=_more_pairs(policy, findings, at) if state in ("undecided", "no-evidence") else None,
         curve=tuple(
@@ -228,10 +265,23 @@ def signals_of(summaries: Sequence[SeriesSummary]) -> Iterator[Signal]:
                 bound=each.bound,
             )
     open_ones = [each for each in summaries if each.state in ("undecided", "no-evidence")]
-    if open_ones and not any(each.state == "outside" and each.response is Decision.ROLLBACK for each in summaries):
+    is_decided = any(each.state == "outside" and each.response is Decision.ROLLBACK for each in summaries)
+    changing = [_name(each) for each in summaries if each.state == "changing"]
+    if changing and not is_decided:
+        yield Signal(name="non-stationary", response=Decision.HOLD, segment=ALL, sentence=_changing(changing))
+    if open_ones and not is_decided:
         yield Signal(
             name="undecided", response=Decision.HOLD, segment=ALL, sentence=_undecided(open_ones, len(summaries))
         )
+
+
+def _changing(names: Sequence[str]) -> str:
+    """Sentence on the series that change too slowly."""
+    rest = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+    return (
+        f"{', '.join(names[:MAX_NAMED])}{rest}: the difference between the sides changes slowly over these pairs, so "
+        "their mean is no evidence of the next ones"
+    )
 
 
 def _undecided(open_ones: Sequence[SeriesSummary], num_series: int) -> str:
@@ -254,8 +304,13 @@ def _undecided(open_ones: Sequence[SeriesSummary], num_series: int) -> str:
 
 
 def notes_of(policy: Policy, summaries: Sequence[SeriesSummary]) -> Iterator[str]:
-    """Drift, which is no reason to hold, and what a rollback left undecided."""
+    """Excluded pairs, drift, which is no reason to hold, and what a rollback left undecided."""
     for each in summaries:
+        if each.excluded_pairs:
+            yield (
+                f"warm-up: the first {each.excluded_pairs:,} pairs of {_name(each)} were excluded; they have "
+                f"{amount(each.unit, each.excluded_effect)}, the later ones {amount(each.unit, each.effect)}"
+            )
         is_ratio = each.unit == "ratio" and each.state != "outside"
         if is_ratio and each.lower is not None and each.lower > 1 + policy.tolerance:
             yield (
@@ -263,7 +318,7 @@ def notes_of(policy: Policy, summaries: Sequence[SeriesSummary]) -> Iterator[str
                 f"{100 * policy.tolerance:g} %"
             )
     if any(each.state == "outside" and each.response is Decision.ROLLBACK for each in summaries):
-        num_open = sum(each.state in ("undecided", "no-evidence") for each in summaries)
+        num_open = sum(each.state in OPEN for each in summaries)
         if num_open:
             yield f"{num_open:,} of {len(summaries):,} series were undecided when others were certain"
 

@@ -20,6 +20,8 @@ from lockstep.release.verdict import Decision
 ALL = "all"
 RATIOS = {"latency": "latency_ms", "ttft": "ttft_ms", "decode": "decode_ms"}
 """Signals whose series is the logarithm of the candidate's number over the baseline's, by signal, with the metric."""
+TIMES = frozenset([*RATIOS, "latency-tail"])
+"""Signals of times."""
 LEAST_MS = {"decode": 0.1}
 """Numbers of a signal that are evidence are above; 0 where none is named. Tokens that a client reads at once are
 microseconds apart, whatever the server took for each."""
@@ -101,10 +103,12 @@ def _ratios(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
 
 
 def _tail(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
-    """Latencies beyond the 95th percentile of the baseline's first pairs, which are no evidence themselves."""
+    """Latencies beyond the 95th percentile of the baseline's first pairs, the window of a warm-up at the least; these are
+    no evidence themselves."""
     baseline, candidate = pairs.metrics["latency_ms"]
     places = np.flatnonzero(mask & pairs.healthy & ~np.isnan(baseline) & ~np.isnan(candidate))
-    first, rest = places[:MIN_PAIRS], places[MIN_PAIRS:]
+    num_first = max(MIN_PAIRS, int(np.searchsorted(places, policy.warmup_pairs)))
+    first, rest = places[:num_first], places[num_first:]
     if len(rest):
         threshold = nearest_rank(baseline[first], 0.95)
         values = (candidate[rest] > threshold).astype(float) - (baseline[rest] > threshold).astype(float)

@@ -34,6 +34,7 @@ docs/gate-error-rates.md has what is left of the guarantee on short, correlated 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Looks = NDArray[np.int64]
+Measure = Callable[[Floats, Looks], tuple[Floats, Floats]]
+"""Long-run variance, and the pairs with which evidence begins, from sums at looks."""
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])  # NumPy has none
 
 MIN_BLOCKS = 10
@@ -104,7 +107,25 @@ def looks_of(num_pairs: int, first: int = MIN_PAIRS) -> Looks:
     return np.append(grid[grid < num_pairs].astype(np.int64), num_pairs)
 
 
-def track(series: Floats, bound: float, alpha: float, looks: Looks, *, is_event: bool = False) -> Track:
+def variance_of_blocks(sums: Floats, looks: Looks) -> tuple[Floats, Floats]:
+    """Variance of one pair as the mean's uncertainty has it, and the pairs with which evidence begins.
+
+    Args:
+        sums: of the first 0, 1, 2, ... pairs, along the last axis.
+    """
+    variance, forgets_in = _long_run_variance(sums, looks)
+    return variance, np.maximum(MIN_TIMES_CORRELATED * forgets_in, MIN_PAIRS)
+
+
+def track(
+    series: Floats,
+    bound: float,
+    alpha: float,
+    looks: Looks,
+    *,
+    is_event: bool = False,
+    measure: Measure = variance_of_blocks,
+) -> Track:
     """Follow series; see the module for what is exact and what is asymptotic.
 
     Args:
@@ -115,20 +136,20 @@ def track(series: Floats, bound: float, alpha: float, looks: Looks, *, is_event:
         is_event: whether numbers are -1, 0 and 1. A series of few events by chance has little variance by the same
             chance, so against a larger mean it has the variance that it would have there: of as many more events, in
             clusters as long.
+        measure: estimate of the long-run variance.
     """
     start = series[..., :1]
     series = series - start  # a series that never changes has a variance of 0, not of rounding
     sums = np.concatenate([np.zeros_like(start), np.cumsum(series, axis=-1)], axis=-1)
     num = np.maximum(looks, 1)
     mean = sums[..., looks] / num + start
-    variance, forgets_in = _long_run_variance(sums, looks)
+    variance, begins = measure(sums, looks)
     rate = np.full_like(mean, math.inf)
     if is_event:
         seen = np.concatenate([np.zeros_like(start), np.cumsum(np.abs(series + start), axis=-1)], axis=-1)[..., looks]
         rate = np.maximum(seen, LEAST_EVENTS) / num
         variance = np.maximum(variance, LEAST_EVENTS / num)
     scale = np.sqrt(np.maximum(variance, _LEAST_VARIANCE))
-    begins = np.maximum(MIN_TIMES_CORRELATED * forgets_in, MIN_PAIRS)
     is_evidence = looks >= begins
     excess = np.where(is_evidence, (mean - bound) * looks / scale, 0.0)
     width = np.where(is_evidence, scale * _boundary(looks, alpha) / num, math.inf)

@@ -60,6 +60,9 @@ HINTS: Mapping[str, Hint] = {
     "missing-times": Hint("mirroring", "write the time of arrival (ts) of each request, on one side at least"),
     "too-few-pairs": Hint("mirroring", "mirror more traffic, or for longer"),
     "no-evidence-yet": Hint("mirroring", "mirror more traffic, or for longer"),
+    "non-stationary": Hint(
+        "mirroring", "plot latency of both sides over time; mirror for several times as long as one change takes"
+    ),
     "undecided": Hint("mirroring", "mirror more traffic, or for longer; or widen the bound that is too narrow"),
 }
 """By signal, in the order in which to look: causes before what follows from them. Owners are hints: a policy or a

@@ -135,10 +135,14 @@ class SeriesSummary(msgspec.Struct, frozen=True, kw_only=True):
     bound: float | None
     """Bound of the policy that the mean may not be above."""
     state: str
-    """outside: certainly above the bound; within: certainly below; undecided; no-evidence: too short or too
-    correlated."""
+    """outside: certainly above the bound; within: certainly below; undecided; changing: changes too slowly for its mean
+    to be evidence; no-evidence: too short or too correlated."""
     response: Decision
     """What follows from being outside."""
+    excluded_pairs: int = 0
+    """First pairs that were excluded as a warm-up: they differ from the later ones, which `effect` is of."""
+    excluded_effect: float | None = None
+    """Mean of the excluded pairs; null: none were excluded."""
     outside_after: int | None = None
     """Pairs, of all together, after which it was outside first."""
     more_pairs: int | None = None
