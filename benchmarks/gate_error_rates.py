@@ -1,9 +1,9 @@
 """Error rates of the sequential gate by simulation, beside those of what others do on the same streams.
 
     python -m benchmarks.gate_error_rates --output docs/gate-error-rates.md
-    python -m benchmarks.gate_error_rates --canaries 500 --only latency
+    python -m benchmarks.gate_error_rates --canaries 200 --only latency
 
-A *canary* is a stream of pairs with a known truth, judged by the gate's own series and decisions at 200 looks. It
+A *canary* is a stream of pairs with a known truth, judged by the gate's own series and decisions at 100 looks. It
 counts as rolled back, or promoted, if the gate says so at any of them. Without an effect each rollback is a wrong one;
 at an effect of exactly the bound each rollback and each promotion is. Rates come with Clopper and Pearson's bounds
 (97.5 %). The same seed gives the same figures, whatever the number of processes. With ``--sums FILE`` it can be
@@ -19,22 +19,35 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.gate_rivals import RIVALS
-from benchmarks.gate_streams import LATENCIES, Bools, Draw, Floats, exceedances, excess_failures, independent
+from benchmarks.gate_streams import (
+    LATENCIES,
+    SLOW,
+    Bools,
+    Draw,
+    Floats,
+    autoregressive,
+    exceedances,
+    excess_failures,
+    independent,
+)
 from benchmarks.gate_tables import TABLES, table, with_tables
 from lockstep.release.evidence import METRICS, Pairs
 from lockstep.release.policy import Policy
 from lockstep.release.sequential import Findings, follow
 from lockstep.release.series import Series, series_of
 from lockstep.release.statistics import MIN_PAIRS, Looks
+from lockstep.release.verdict import Decision
 
 POLICY = Policy(mode="sequential", outputs="ignore", min_pairs=1)
+LONG = replace(POLICY, warmup_pairs=2_500)
+"""A policy for latency that keeps to one level for longer than the default covers."""
 MARGIN = math.log1p(POLICY.margin)
 CHUNK = 50
 """Canaries that are drawn at one time, each chunk with a seed of its own."""
@@ -74,6 +87,17 @@ def rivals(draw: Draw, rng: np.random.Generator, count: int, size: Size) -> Coun
     return {name: float(rival(baseline, candidate, size.at).any(axis=1).sum()) for name, rival in RIVALS.items()}
 
 
+def tail(phi: float, rng: np.random.Generator, count: int, size: Size) -> Counts:
+    """Answers beyond a fixed latency, 5 % of the baseline's, without an effect and at the bound."""
+    bound = POLICY.tail_margin / 100
+    found: dict[str, float] = {}
+    for share, name in ((0.05, "none"), (0.05 + bound, "margin")):
+        values = exceedances(phi, (0.05, share), rng, count, size.pairs)
+        series = Series("latency-tail", "all", "points", values, np.arange(size.pairs), bound, is_event=True)
+        found |= _said(_followed([series], size), name)
+    return found
+
+
 def events(
     draw_none: Callable[[np.random.Generator, int, int], Floats],
     draw_margin: Callable[[np.random.Generator, int, int], Floats],
@@ -86,6 +110,33 @@ def events(
     series = [[_event(draw(rng, count, size.pairs), bound)] for draw in (draw_none, draw_margin)]
     none, margin = (_followed(each, size) for each in series)
     return {**_said(none, "none"), **_said(margin, "margin"), "judged": float(_is_judged(margin).sum())}
+
+
+def slow(draw: Draw, policy: Policy, rng: np.random.Generator, count: int, size: Size) -> Counts:
+    """Whole decisions (latency, its tail, errors, missing pairs) on latency that changes slowly."""
+    baseline, candidate = draw(rng, count, size.pairs)
+    none, margin = (
+        follow(policy, _whole(policy, baseline, candidate + effect), size.pairs, size.at) for effect in (0.0, MARGIN)
+    )
+    return {**_said(none, "none"), **_said(margin, "margin"), "hold at none": float(_is_held(none).sum())}
+
+
+def _whole(policy: Policy, baseline: Floats, candidate: Floats) -> list[Series]:
+    """Series of whole decisions on canaries without errors and missing pairs."""
+    rest = max(MIN_PAIRS, policy.warmup_pairs)
+    limit = np.partition(baseline[:, :rest], math.ceil(0.95 * rest) - 1, axis=1)[:, math.ceil(0.95 * rest) - 1, None]
+    tail = (candidate[:, rest:] > limit).astype(np.float64) - (baseline[:, rest:] > limit)
+    places = np.arange(baseline.shape[1])
+    nothing = np.zeros(baseline.shape)
+    missing = Series("missing-pairs", "all", "points", nothing, places, 0.01, True, Decision.HOLD)
+    tails = Series("latency-tail", "all", "points", tail, places[rest:], policy.tail_margin / 100, True)
+    return [_ratio(candidate - baseline), tails, _event(nothing, policy.error_margin / 100), missing]
+
+
+def _is_held(findings: Findings) -> Bools:
+    """Whether the last look says hold."""
+    found: Bools = ~(findings.is_rolled_back[..., -1] | findings.is_promoted[..., -1])
+    return found
 
 
 def missing(
@@ -137,13 +188,17 @@ def family(draw: Draw, effects: str, rng: np.random.Generator, count: int, size:
     return said
 
 
-def power(correlation: float, rng: np.random.Generator, count: int, size: Size) -> Counts:
-    """One series of latency ratios that are a tenth above, and the same stream to others."""
-    baseline, candidate = independent(rng, count, size.pairs, correlation)
+def power(draw: Draw, policy: Policy, rng: np.random.Generator, count: int, size: Size) -> Counts:
+    """One series of latency ratios that are a tenth above, whole decisions, and the same stream to others."""
+    baseline, candidate = draw(rng, count, size.pairs)
     candidate = candidate + math.log(1.1)
-    found = _followed([_ratio(candidate - baseline)], size)
+    found, whole = (
+        follow(policy, series, size.pairs, size.at)
+        for series in ([_ratio(candidate - baseline)], _whole(policy, baseline, candidate))
+    )
     others = {name: float(rival(baseline, candidate, size.at).any(axis=1).sum()) for name, rival in RIVALS.items()}
-    return {**_said(found, "caught"), "pairs": _median_pairs(found, size) * count, **others}
+    said = {**_said(found, "caught"), **_said(whole, "caught by whole decisions")}
+    return {**said, "pairs": _median_pairs(found, size) * count, **(others if size.pairs < 2_000 else {})}
 
 
 def _median_pairs(findings: Findings, size: Size) -> float:
@@ -152,7 +207,7 @@ def _median_pairs(findings: Findings, size: Size) -> float:
     return float(np.median(np.where(is_ever, size.at[first], size.pairs)))
 
 
-def family_power(correlation: float, rng: np.random.Generator, count: int, size: Size) -> Counts:
+def family_power(correlation: float, policy: Policy, rng: np.random.Generator, count: int, size: Size) -> Counts:
     """20 metrics, each over all pairs and over 10 segments, all of them a tenth above."""
     draw = partial(independent, correlation=correlation)
     shared = _noise(draw, rng, count, size.pairs)[:, None]
@@ -162,21 +217,23 @@ def family_power(correlation: float, rng: np.random.Generator, count: int, size:
     for segment in range(NUM_SEGMENTS):
         part = values[:, :, segment::NUM_SEGMENTS]
         series += [_ratio(part[:, at], f"{segment}", stride=NUM_SEGMENTS, start=segment) for at in range(NUM_METRICS)]
-    found = _followed(series, size)
+    found = follow(policy, series, size.pairs, size.at)
     return {**_said(found, "caught"), "pairs": _median_pairs(found, size) * count}
 
 
-def promotion(rng: np.random.Generator, count: int, size: Size) -> Counts:
+def promotion(draw: Draw, rng: np.random.Generator, count: int, size: Size) -> Counts:
     """An equal candidate: after how many pairs latency alone passes, and after how many the whole decision promotes."""
-    found = {"latency": 0.0, "whole": 0.0, "latency pairs": 0.0, "whole pairs": 0.0}
-    for _ in range(count):
-        baseline, candidate = independent(rng, 1, size.pairs)
-        nobody = np.zeros(size.pairs, np.bool_)
-        whole = series_of(POLICY, pairs_of(baseline[0], candidate[0], nobody, nobody))
-        for name, series in (("latency", [_ratio(candidate - baseline)]), ("whole", whole)):
-            is_promoted = follow(POLICY, series, size.pairs, size.at).is_promoted.reshape(-1)
-            found[name] += bool(is_promoted.any())
-            found[f"{name} pairs"] += float(size.at[is_promoted.argmax()] if is_promoted.any() else size.pairs)
+    baseline, candidate = draw(rng, count, size.pairs)
+    found = {}
+    for name, series in (
+        ("latency", [_ratio(candidate - baseline)]),
+        ("whole", _whole(POLICY, baseline, candidate)),
+    ):
+        is_promoted = _followed(series, size).is_promoted
+        is_ever = is_promoted.any(axis=-1)
+        found[name] = float(is_ever.sum())
+        found[f"{name} pairs"] = float(np.where(is_ever, size.at[is_promoted.argmax(axis=-1)], size.pairs).sum())
+        found[f"{name} at the end"] = float(is_promoted[..., -1].sum())
     return found
 
 
@@ -268,37 +325,56 @@ class Scenario:
     """Part of the canaries that it is worth."""
 
 
-def scenarios(looks: int = 200) -> Iterator[Scenario]:
+def scenarios(looks: int = 100) -> Iterator[Scenario]:
     """All of them, in the order of the tables."""
     long, short = Size(20_000, looks), Size(10_000, looks)
     for name, draw in LATENCIES.items():
         yield Scenario("latency", name, partial(latency, draw), long)
+    for name, draw in SLOW.items():
+        yield Scenario("slow", name, partial(slow, draw, POLICY), long)
+    for name in SLOW:
+        if name != "warm-up of 500, 30 % slower":
+            yield Scenario("slow-covered", name, partial(slow, SLOW[name], LONG), long)
     for name, draw in LATENCIES.items():
-        yield Scenario("rivals", name, partial(rivals, draw), long, share=0.05)
+        yield Scenario("rivals", name, partial(rivals, draw), long, share=0.5)
     for length in (1, POLICY.burst_pairs, 20, 100):
         for base in (0.0, 0.01):
             draws = [partial(excess_failures, (base, base + more), length) for more in (0.0, 0.01)]
             name = f"failures{f' in bursts of {length}' if length > 1 else ', independent'}, baseline {100 * base:g} %"
             yield Scenario("events", name, partial(events, draws[0], draws[1], POLICY.error_margin / 100), long)
     for phi in (0.0, 0.9, 0.98):
-        tails = [partial(exceedances, phi, (0.05, share)) for share in (0.05, 0.05 + POLICY.tail_margin / 100)]
         name = f"answers beyond p95, {f'AR(1), {phi:g}' if phi else 'independent'}"
-        yield Scenario("events", name, partial(events, tails[0], tails[1], POLICY.tail_margin / 100), long)
+        yield Scenario("tail", name, partial(tail, phi), long)
     for name, lose in LOSSES.items():
         yield Scenario("missing", name, partial(missing, lose), short)
     for name, several in FAMILIES.items():
         for effects in several:
             job = partial(family, LATENCIES[name], effects)
-            share = 0.1 if effects == "half" else 1.0
-            yield Scenario("family", f"{name}, {EFFECTS[effects]}", job, Size(5_000, looks), chunk=25, share=share)
-    for correlation, pairs in ((0.8, 1_000), (0.95, 300)):
-        name = f"correlation {correlation:g}, within {pairs:,} pairs"
-        yield Scenario("power", name, partial(power, correlation), Size(pairs, looks), share=0.2)
-        name = f"20 metrics x 10 segments, {name}"
-        yield Scenario("power", name, partial(family_power, correlation), Size(pairs, looks), share=0.1)
-    yield Scenario("promotion", "an equal candidate", promotion, short, share=0.1)
+            size = Size(5_000, max(2, looks // 4))
+            yield Scenario("family", f"{name}, {EFFECTS[effects]}", job, size, chunk=25, share=0.1)
+    for name, draw, pairs, policy in POWERS:
+        yield Scenario("power", name, partial(power, draw, policy), Size(pairs, looks))
+    for correlation, pairs, policy in ((0.8, 1_500, POLICY), (0.95, 300, AT_ONCE)):
+        window = f", warmup_pairs {policy.warmup_pairs}" if policy is not POLICY else ""
+        name = f"20 metrics x 10 segments, correlation {correlation:g}, within {pairs:,} pairs{window}"
+        job = partial(family_power, correlation, policy)
+        yield Scenario("power", name, job, Size(pairs, max(2, looks // 4)), chunk=25, share=0.1)
+    for name, draw in PROMOTIONS.items():
+        yield Scenario("promotion", name, partial(promotion, draw), long, share=0.5)
 
 
+AT_ONCE = replace(POLICY, warmup_pairs=0)
+"""A policy for candidates that need no warm-up."""
+POWERS: Sequence[tuple[str, Draw, int, Policy]] = (
+    ("independent, within 720 pairs", independent, 720, POLICY),
+    ("independent, within 900 pairs", independent, 900, POLICY),
+    ("AR(1), 0.9, within 10,200 pairs", partial(autoregressive, 0.9), 10_200, POLICY),
+    ("AR(1), 0.9, within 11,700 pairs", partial(autoregressive, 0.9), 11_700, POLICY),
+    ("correlation 0.95, within 720 pairs", partial(independent, correlation=0.95), 720, POLICY),
+    ("correlation 0.95, within 300 pairs, warmup_pairs 0", partial(independent, correlation=0.95), 300, AT_ONCE),
+    ("correlation 0.8, within 480 pairs, warmup_pairs 0", independent, 480, AT_ONCE),
+)
+PROMOTIONS = {**LATENCIES, "warm-up of 500, 30 % slower": SLOW["warm-up of 500, 30 % slower"]}
 LOSSES = {
     "5 % on each side at random": _lose_at_random,
     "the candidate's slowest 5 %": _lose_slow_candidates,
@@ -357,8 +433,8 @@ def _chunk(task: tuple[Scenario, int, int, int]) -> Counts:
 def main() -> None:
     """Run the scenarios and print, or write, the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--canaries", type=int, default=10_000, help="of most scenarios; slow ones have a part of them")
-    parser.add_argument("--looks", type=int, default=200)
+    parser.add_argument("--canaries", type=int, default=1_000, help="of most scenarios; slow ones have a part of them")
+    parser.add_argument("--looks", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--only", choices=TABLES, action="append", help="these tables only")

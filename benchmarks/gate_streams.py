@@ -48,10 +48,10 @@ def gaussian(rng: np.random.Generator, count: int, pairs: int, phi: float) -> Fl
     return noise.T.copy()
 
 
-def slow_spells(rng: np.random.Generator, count: int, pairs: int) -> Stream:
-    """Each side doubles its latency in spells of 50 pairs on average, a tenth of the time, each side its own."""
+def slow_spells(length: int, rng: np.random.Generator, count: int, pairs: int) -> Stream:
+    """Each side doubles its latency in spells of so many pairs on average, a tenth of the time, each side its own."""
     baseline, candidate = independent(rng, count, pairs)
-    slow = _spells(rng, 2 * count, pairs, length=50, share=0.1)
+    slow = _spells(rng, 2 * count, pairs, length=length, share=0.1)
     return baseline + math.log(2) * slow[:count], candidate + math.log(2) * slow[count:]
 
 
@@ -63,6 +63,45 @@ def _spells(rng: np.random.Generator, count: int, pairs: int, length: float, sha
         state = np.where(state, draw >= 1 / length, draw < share / (1 - share) / length)
         found[at] = state
     return found.T.copy()
+
+
+def swing(rng: np.random.Generator, count: int, pairs: int) -> Stream:
+    """The candidate is up to 10 % slower and up to 10 % faster by turns, a period being 5,000 pairs."""
+    baseline, candidate = independent(rng, count, pairs)
+    phase = rng.uniform(0.0, 2 * math.pi, (count, 1))
+    return baseline, candidate + 0.1 * np.sin(2 * math.pi * np.arange(pairs) / 5_000 + phase)
+
+
+def warm_up(rng: np.random.Generator, count: int, pairs: int) -> Stream:
+    """The candidate is 30 % slower in its first 500 pairs."""
+    baseline, candidate = independent(rng, count, pairs)
+    return baseline, candidate + math.log(1.3) * (np.arange(pairs) < 500)
+
+
+def long_memory(rng: np.random.Generator, count: int, pairs: int) -> Stream:
+    """The own noise of each side is fractional Gaussian noise with a Hurst exponent of 0.7: memory that never fades."""
+    shared = rng.normal(0.0, LOG_SD * math.sqrt(CORRELATION), (count, pairs))
+    noise = fractional(rng, 2 * count, pairs, 0.7) * (LOG_SD * math.sqrt(1 - CORRELATION))
+    return shared + noise[:count], shared + noise[count:]
+
+
+def fractional(rng: np.random.Generator, count: int, pairs: int, hurst: float) -> Floats:
+    """Fractional Gaussian noise of variance 1, by embedding its covariance in a circle."""
+    lags = np.arange(pairs + 1.0)
+    power = 2 * hurst
+    covariance = 0.5 * ((lags + 1) ** power - 2 * lags**power + np.abs(lags - 1) ** power)
+    scales = np.sqrt(np.maximum(np.fft.fft(np.concatenate([covariance, covariance[-2:0:-1]])).real, 0.0))
+    found = np.empty((count, pairs))
+    for row in found:
+        noise = rng.normal(size=len(scales)) + 1j * rng.normal(size=len(scales))
+        row[:] = np.fft.fft(scales * noise).real[:pairs] / math.sqrt(len(scales))
+    return found
+
+
+def slow_level(rng: np.random.Generator, count: int, pairs: int) -> Stream:
+    """Answers without memory around a level of the candidate (log-sd 0.1) that remembers 0.999 of its last value."""
+    baseline, candidate = independent(rng, count, pairs)
+    return baseline, candidate + 0.1 * gaussian(rng, count, pairs, 0.999)
 
 
 def queue(rng: np.random.Generator, count: int, pairs: int) -> Stream:
@@ -100,12 +139,22 @@ LATENCIES: Mapping[str, Draw] = {
     "AR(1), 0.5": partial(autoregressive, 0.5),
     "AR(1), 0.9": partial(autoregressive, 0.9),
     "AR(1), 0.98": partial(autoregressive, 0.98),
-    "slow spells of 50": slow_spells,
+    "slow spells of 50": partial(slow_spells, 50),
     "bursty arrivals at a queue": queue,
     "Pareto tails, index 1.2": pareto,
     "ties": ties,
 }
 """Streams of latency by name."""
+SLOW: Mapping[str, Draw] = {
+    "slow spells of 200": partial(slow_spells, 200),
+    "slow spells of 500": partial(slow_spells, 500),
+    "swing of 10 %, period 5,000": swing,
+    "long memory, H 0.7": long_memory,
+    "AR(1), 0.999": partial(autoregressive, 0.999),
+    "level of AR(1), 0.999": slow_level,
+    "warm-up of 500, 30 % slower": warm_up,
+}
+"""Streams of latency that changes slowly, by name."""
 
 
 def failures(rate: float, length: int, rng: np.random.Generator, count: int, pairs: int) -> Floats:

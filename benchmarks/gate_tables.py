@@ -44,6 +44,26 @@ TABLES: Mapping[str, Mapping[str, str]] = {
         "promotion at the margin": "promotion at margin",
         "promotion, no effect": "promotion at none",
     },
+    "slow": {
+        "rollback, no effect": "rollback at none",
+        "rollback at the margin": "rollback at margin",
+        "promotion at the margin": "promotion at margin",
+        "promotion, no effect": "promotion at none",
+        "hold, no effect": "hold at none",
+    },
+    "slow-covered": {
+        "rollback, no effect": "rollback at none",
+        "rollback at the margin": "rollback at margin",
+        "promotion at the margin": "promotion at margin",
+        "promotion, no effect": "promotion at none",
+        "hold, no effect": "hold at none",
+    },
+    "tail": {
+        "rollback, no effect": "rollback at none",
+        "rollback at the bound": "rollback at margin",
+        "promotion at the bound": "promotion at margin",
+        "promotion, no effect": "promotion at none",
+    },
     "rivals": {name: name for name in RIVALS},
     "events": {
         "rollback, no effect": "rollback at none",
@@ -65,12 +85,18 @@ TABLES: Mapping[str, Mapping[str, str]] = {
         "true discoveries, first look": "discoveries, first",
         "true discoveries, last look": "discoveries, last",
     },
-    "power": {"rolled back": "rollback at caught", "median pairs": "pairs", **{name: name for name in RIVALS}},
+    "power": {
+        "rolled back": "rollback at caught",
+        "whole decisions": "rollback at caught by whole decisions",
+        "median pairs": "pairs",
+        **{name: name for name in RIVALS},
+    },
     "promotion": {
         "latency alone promotes": "latency",
         "mean pairs": "latency pairs",
         "the whole decision promotes": "whole",
         "mean pairs, whole": "whole pairs",
+        "promotes at the last look": "whole at the end",
     },
 }
 """Columns of each table and the sums that they show."""
@@ -78,7 +104,13 @@ TABLES: Mapping[str, Mapping[str, str]] = {
 
 NUMBERS = frozenset(["pairs", "latency pairs", "whole pairs"])
 """Sums of pairs, not of canaries."""
-WANTED = frozenset(["rollback at caught", "promotion at none", "latency", "whole", *RIVALS])
+WANTED = frozenset(
+    [
+        *("rollback at caught", "rollback at caught by whole decisions", "promotion at none"),
+        *("latency", "whole", "whole at the end"),
+        *RIVALS,
+    ]
+)
 """Decisions that are right: their rates have lower bounds."""
 
 

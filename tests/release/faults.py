@@ -475,7 +475,7 @@ def _row(fault: Fault, stage: Stage, policy: Mapping[str, Any]) -> str:
 
 
 def main(words: Sequence[str], times: int = 6) -> None:
-    policy = {"mode": "sequential"} if "--sequential" in words else {}
+    policy = {"mode": "sequential", "warmup_pairs": 0} if "--sequential" in words else {}
     print("| fault | planted in | expected | found first | |" + " decision | certain after pairs |" * bool(policy))
     print("|---|---|---|---|---|" + "---|---|" * bool(policy))
     with tempfile.TemporaryDirectory() as folder, Stage(Path(folder), times if policy else 1) as stage:

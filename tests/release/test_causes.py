@@ -82,7 +82,7 @@ def test_a_pool_that_is_too_small_is_named_before_the_rollback_that_follows_from
     pairs: list[Pair] = [
         {"baseline": observation(number), "candidate": observation(number, **changes)} for number in range(150)
     ]
-    verdict = judged(pairs, tmp_path, {**POLICY, "mode": "sequential"})
+    verdict = judged(pairs, tmp_path, {**POLICY, "mode": "sequential", "warmup_pairs": 0})
     first, second, *_ = verdict["triage"]
     assert (first["signal"], first["cause"], first["severity"]) == ("kv-pressure", "smaller-pool", "warning")
     assert (second["signal"], second["cause"], second["severity"]) == ("ttft", "queueing", "critical")
@@ -97,7 +97,9 @@ def test_answers_that_were_cut_off_are_named_before_the_times_that_this_changes(
         }
         for number in range(150)
     ]
-    first, second, *_ = judged(pairs, tmp_path, {**POLICY, "outputs": "exact", "mode": "sequential"})["triage"]
+    first, second, *_ = judged(
+        pairs, tmp_path, {**POLICY, "outputs": "exact", "mode": "sequential", "warmup_pairs": 0}
+    )["triage"]
     assert (first["signal"], first["cause"], first["severity"]) == ("output-mismatch", "truncated", "warning")
     assert (second["signal"], second["severity"]) == ("decode", "critical")
 

@@ -324,7 +324,7 @@ def test_the_verdict_has_digests_of_what_was_judged_and_by_which_policy(tmp_path
 # -- sequential mode --------------------------------------------------------------------------------------------------
 
 
-SEQUENTIAL: Any = {"mode": "sequential"}
+SEQUENTIAL: Any = {"mode": "sequential", "warmup_pairs": 0}
 
 
 def test_sequential_evidence_says_which_guarantee_holds(tmp_path: Path) -> None:

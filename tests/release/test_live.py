@@ -28,6 +28,7 @@ HOST = "127.0.0.1"
 THRESHOLD = ("min_pairs=3",)
 SEQUENTIAL = (
     "mode=sequential",
+    "warmup_pairs=0",
     "min_pairs=3",
     "error_margin=20",
     "missing_margin=20",

@@ -1,14 +1,15 @@
 """Long-run variance of series that change slowly, and warm-ups: what latency is judged with.
 
-Block means (`lockstep.release.statistics`) see memory up to a tenth of a series. Latency also has slower changes: spells
-of hundreds of pairs, daily swings, memory that never fades. Two things are here for that:
+Block means (`lockstep.release.statistics`) see memory up to a tenth of a series. Latency also has slower changes:
+spells of hundreds of pairs, daily swings, memory that never fades. Two things are here for that:
 
-- `spectrum_of` estimates the variance from the power of the lowest cosine frequencies of a series. The first one is half
-  a wave over the whole series, so a trend, a step or a swing of twice its length is in the estimate. Power that rises
-  towards low frequencies is extrapolated to the mean with the steepest rise that the data allow (fractional memory; the
-  variance of a mean by Beran, "Statistics for Long-Memory Processes", 1994; the likelihood by Whittle). Power that rises
-  significantly (score test of Robinson, "Efficient tests of nonstationary hypotheses", 1994) means that the series
-  changed more slowly than it was observed: then there is no evidence.
+- `spectrum_of` estimates the variance from the power of the lowest cosine frequencies of a series. The first one is
+  half a wave over the whole series, so a trend, a step or a swing of twice its length is in the estimate. Power that
+  rises towards low frequencies is extrapolated to the mean with the steepest rise that the data allow (fractional
+  memory; the variance of a mean by Beran, "Statistics for Long-Memory Processes", 1994; the likelihood by Whittle).
+  Power that rises significantly (score test of Robinson, "Efficient tests of nonstationary hypotheses", 1994) means
+  that the series changed more slowly than it was observed: then there is no evidence. The variance of single pairs is
+  the least.
 - `track_times` leaves out a warm-up. A window of first pairs never decides alone: a sixth of the evidence has to come
   from the pairs after it, and where both parts differ by more than chance, the window is excluded and the later pairs
   are judged alone.
@@ -46,8 +47,8 @@ MAX_DIFFERENCE = 1.8
 SHARE_AFTER_WINDOW = 1 / 6
 """Part of the evidence (of its logarithm) that the pairs after the window have to show alone."""
 WINDOWS_TO_PASS = 5
-"""Windows after which a series can be certainly below its bound. A rollback cannot wait for so many, a promotion can: that
-errors are rare takes longer."""
+"""Windows after which a series can be certainly below its bound. A rollback cannot wait for so many, a promotion can:
+that errors are rare takes longer."""
 _INFLATION = np.array([math.pi ** (2 * d) / (math.gamma(2 * d + 2) * math.cos(math.pi * d)) for d in EXPONENTS])
 """Variance of a mean of n values over the power of its first frequencies, by exponent."""
 
@@ -73,13 +74,16 @@ def spectrum_of(sums: Floats, looks: Looks) -> tuple[Floats, Floats]:
     Args:
         sums: of the first 0, 1, 2, ... pairs, along the last axis.
     """
-    variance = np.zeros((*sums.shape[:-1], len(looks)))
+    values = np.diff(sums, axis=-1)
+    squares = np.concatenate([np.zeros_like(sums[..., :1]), np.cumsum(values * values, axis=-1)], axis=-1)
+    num_pairs = np.maximum(looks, 1)
+    variance = squares[..., looks] / num_pairs - (sums[..., looks] / num_pairs) ** 2
     begins = np.full(variance.shape, float(MIN_PAIRS))
     for at, num in enumerate(looks):
         if num >= MIN_PAIRS:
             power = _power(sums, int(num))
             found, is_changing = _variance_of(power)
-            variance[..., at] = found
+            variance[..., at] = np.maximum(variance[..., at], found)
             begins[..., at] = np.where(is_changing, math.inf, MIN_PAIRS)
     return variance, begins
 
@@ -108,13 +112,13 @@ def _variance_of(power: Floats) -> tuple[Floats, Bools]:
     logs = np.log(np.arange(1, num + 1))
     sums = np.cumsum(power, axis=-1)
     largest = np.maximum.reduce([factor * sums[..., min(n, num) - 1] / min(n, num) for n, factor in AVERAGES.items()])
+    power = power + np.finfo(np.float64).tiny  # a series that never changes is flat
     levels = power @ np.exp(2.0 * logs[:, None] * EXPONENTS) / num
-    with np.errstate(divide="ignore", invalid="ignore"):
-        likelihood = -0.5 * num * (np.log(levels) - 2.0 * EXPONENTS * logs.mean())
-        is_likely = likelihood >= likelihood.max(axis=-1, keepdims=True) - MAX_LESS_LIKELY
-        extrapolated = np.where(is_likely, levels * _INFLATION, 0.0).max(axis=-1)
-        centred = logs - logs.mean()
-        score = -(power @ centred) / (math.sqrt(2.0 * float(centred @ centred)) * sums[..., -1] / num)
+    likelihood = -0.5 * num * (np.log(levels) - 2.0 * EXPONENTS * logs.mean())
+    is_likely = likelihood >= likelihood.max(axis=-1, keepdims=True) - MAX_LESS_LIKELY
+    extrapolated = np.where(is_likely, levels * _INFLATION, 0.0).max(axis=-1)
+    centred = logs - logs.mean()
+    score = -(power @ centred) / (math.sqrt(2.0 * float(centred @ centred)) * power.mean(axis=-1))
     return np.maximum(largest, extrapolated), (score > MAX_SCORE) | is_likely[..., -1]
 
 

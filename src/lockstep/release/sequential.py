@@ -149,8 +149,8 @@ def guarantee_of(policy: Policy) -> str:
     return (
         "at any look, a rollback where no series is above its bound and a promotion where one is have each a chance of "
         f"at most {policy.alpha:g}, asymptotically (docs/gate-error-rates.md has simulated rates); not covered are "
-        f"bursts of more than {policy.burst_pairs:,} failures of which none was seen yet, latency that keeps to one level "
-        f"for more than {policy.warmup_pairs:,} pairs and then changes, and effects that missing pairs hide"
+        f"bursts of more than {policy.burst_pairs:,} failures of which none was seen yet, times that stay at one level "
+        f"for more than {policy.warmup_pairs:,} pairs and then change, and effects that missing pairs hide"
     )
 
 
@@ -305,6 +305,12 @@ def _undecided(open_ones: Sequence[SeriesSummary], num_series: int) -> str:
 
 def notes_of(policy: Policy, summaries: Sequence[SeriesSummary]) -> Iterator[str]:
     """Excluded pairs, drift, which is no reason to hold, and what a rollback left undecided."""
+    first = policy.warmup_pairs + MIN_PAIRS
+    if any(each.signal in TIMES for each in summaries) and max(each.pairs for each in summaries) < first:
+        yield (
+            f"times are not judged before {first:,} pairs, since a candidate may warm up; set warmup_pairs to 0 where "
+            "both sides were warm before the first pair"
+        )
     for each in summaries:
         if each.excluded_pairs:
             yield (

@@ -103,8 +103,8 @@ def _ratios(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
 
 
 def _tail(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
-    """Latencies beyond the 95th percentile of the baseline's first pairs, the window of a warm-up at the least; these are
-    no evidence themselves."""
+    """Latencies beyond the 95th percentile of the baseline's first pairs (at least those of a warm-up), which are no
+    evidence themselves."""
     baseline, candidate = pairs.metrics["latency_ms"]
     places = np.flatnonzero(mask & pairs.healthy & ~np.isnan(baseline) & ~np.isnan(candidate))
     num_first = max(MIN_PAIRS, int(np.searchsorted(places, policy.warmup_pairs)))

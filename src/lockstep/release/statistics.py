@@ -172,7 +172,7 @@ def _width_where_more(width: Floats, rate: Floats) -> Floats:
     return np.where(np.isinf(width), math.inf, 0.5 * (more + np.sqrt(more * more + 4.0 * known * known)))
 
 
-def width_after(scale: float, num_pairs: Looks, alpha: float) -> Floats:
+def width_after(scale: float | Floats, num_pairs: Looks, alpha: float) -> Floats:
     """Width of the one-sided confidence sequence of a series after so many pairs.
 
     Args:
