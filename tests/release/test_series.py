@@ -76,11 +76,15 @@ def test_the_tail_is_beyond_what_the_baselines_first_pairs_say_and_they_are_no_e
     num = MIN_PAIRS + 3
     baseline, candidate = np.arange(1.0, num + 1), np.arange(1.0, num + 1)
     baseline[-3:], candidate[-3:] = (94.0, 96.0, 96.0), (96.0, 94.0, 95.0)
-    series = named(series_of(Policy(), pairs_of(num, metrics={"latency_ms": (baseline, candidate)})), "latency-tail")
+    pairs = pairs_of(num, metrics={"latency_ms": (baseline, candidate)})
+    series = named(series_of(Policy(warmup_pairs=0), pairs), "latency-tail")
     assert list(series.places) == [num - 3, num - 2, num - 1]
     assert list(series.values) == [1, -1, -1]
     assert series.bound == pytest.approx(0.05)
-    assert "latency-tail" not in {each.signal for each in series_of(Policy(), pairs_of(MIN_PAIRS))}
+    longer = named(series_of(Policy(warmup_pairs=num - 1), pairs), "latency-tail")
+    assert list(longer.places) == [num - 1]
+    for policy, few in ((Policy(warmup_pairs=0), MIN_PAIRS), (Policy(), num)):
+        assert "latency-tail" not in {each.signal for each in series_of(policy, pairs_of(few))}
 
 
 def test_missing_records_stand_among_the_pairs_where_they_arrived() -> None:
