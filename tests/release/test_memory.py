@@ -58,7 +58,9 @@ def spectrum_by_definition(values: Floats) -> tuple[float, bool]:
     found = [float(np.var(values))]
     found += [factor * float(np.mean(power[:most])) for most, factor in AVERAGES.items()]
     levels = [float(np.mean(power * np.exp(2 * each * logs))) for each in EXPONENTS]
-    chances = [-0.5 * len(power) * (math.log(level) - 2 * d * logs.mean()) for d, level in zip(EXPONENTS, levels)]
+    chances = [
+        -0.5 * len(power) * (math.log(level) - 2 * d * logs.mean()) for d, level in zip(EXPONENTS, levels, strict=True)
+    ]
     is_likely = [chance >= max(chances) - MAX_LESS_LIKELY for chance in chances]
     for exponent, level, counts in zip(EXPONENTS, levels, is_likely, strict=True):
         if counts:
@@ -88,7 +90,7 @@ def test_a_trend_a_walk_and_a_swing_change_too_slowly_and_noise_does_not() -> No
     for values in (noise(2, 3_000), np.zeros(3_000)):
         variance, begins = spectrum_of(np.concatenate([[0.0], np.cumsum(values)]), np.array([3_000]))
         assert begins[0] == MIN_PAIRS
-        assert np.var(values) <= variance[0] <= 2 * np.var(values)
+        assert np.var(values) <= variance[0] <= 2 * np.var(values) + 1e-12
 
 
 @given(seeds, st.floats(0, 0.9), st.floats(-0.3, 0.3), st.booleans(), st.integers(0, 79))
@@ -137,12 +139,13 @@ def test_a_candidate_that_stays_slower_is_rolled_back_after_the_warm_up(slower: 
     assert WINDOW + MIN_PAIRS <= first <= 900
 
 
-def test_a_candidate_that_is_fast_at_first_and_then_slow_is_not_promoted() -> None:
+def test_a_candidate_that_is_fast_at_first_and_slow_later_holds_as_changing() -> None:
     values = noise(5, 6_000, math.log(1.1))
     values[:WINDOW] -= math.log(1.5)
     findings = follow(POLICY, [latency(values)], 6_000)
     assert not findings.is_promoted.any()
-    assert findings.is_rolled_back[-1]
+    [found] = summaries_of(POLICY, findings)
+    assert (found.state, found.excluded_pairs) == ("changing", 0)
 
 
 def test_latency_that_swings_holds_by_name_and_its_tail_with_it() -> None:

@@ -11,8 +11,8 @@ spells of hundreds of pairs, daily swings, memory that never fades. Two things a
   that the series changed more slowly than it was observed: then there is no evidence. The variance of single pairs is
   the least.
 - `track_times` leaves out a warm-up. A window of first pairs never decides alone: a sixth of the evidence has to come
-  from the pairs after it, and where both parts differ by more than chance, the window is excluded and the later pairs
-  are judged alone.
+  from the pairs after it, and where the window is slower by more than chance, it is excluded and the later pairs are
+  judged alone. A window that is faster stays in: warm-ups are slow, and what grows slower changes.
 
 No part of this depends on pairs after a look. docs/gate-error-rates.md has the error rates by simulation.
 """
@@ -43,7 +43,7 @@ MAX_LESS_LIKELY = 0.5
 MAX_SCORE = 2.0
 """Standard errors of the score test from which a series counts as changing."""
 MAX_DIFFERENCE = 1.8
-"""Standard errors by which a window may differ from the pairs after it and still count with them."""
+"""Standard errors by which a window may be slower than the pairs after it and still count with them."""
 SHARE_AFTER_WINDOW = 1 / 6
 """Part of the evidence (of its logarithm) that the pairs after the window have to show alone."""
 WINDOWS_TO_PASS = 5
@@ -59,7 +59,7 @@ class TimesTrack:
 
     line: Track
     is_excluded: Bools
-    """Whether the window differs from the pairs after it, which are judged alone."""
+    """Whether the window is slower than the pairs after it, which are judged alone."""
     is_changing: Bools
     """Whether the series changes more slowly than it was observed: there is no evidence."""
     window: int
@@ -147,8 +147,8 @@ def track_times(
     else:
         if own and has_later:
             later = np.maximum(counts - own, 1)
-            difference = np.abs(mean[..., None] - after.mean)
-            is_excluded = is_late & (difference > MAX_DIFFERENCE * after.scale * np.sqrt(1.0 / own + 1.0 / later))
+            slower = mean[..., None] - after.mean
+            is_excluded = is_late & (slower > MAX_DIFFERENCE * after.scale * np.sqrt(1.0 / own + 1.0 / later))
             line = _chosen(is_excluded, after, _together(whole, after, alpha, later))
         is_ready = np.where(is_excluded, is_late_alone, is_late)
     line = _withheld(line, is_ready, looks >= WINDOWS_TO_PASS * length)

@@ -106,7 +106,7 @@ class Policy:
     """In sequential mode: failures may come in bursts of so many pairs, of which none may have been seen yet."""
     warmup_pairs: int = 500
     """In sequential mode: a warm-up or a slow spell may last for so many pairs. Times are not judged before; first
-    pairs that differ from the later ones are excluded; promotion takes five times as many."""
+    pairs that are slower than the later ones are excluded; promotion takes five times as many."""
     owners: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Who looks after a signal, by patterns of its name or of name/segment; the last one that fits counts."""
 

@@ -140,7 +140,7 @@ class SeriesSummary(msgspec.Struct, frozen=True, kw_only=True):
     response: Decision
     """What follows from being outside."""
     excluded_pairs: int = 0
-    """First pairs that were excluded as a warm-up: they differ from the later ones, which `effect` is of."""
+    """First pairs that were excluded as a warm-up: they are slower than the later ones."""
     excluded_effect: float | None = None
     """Mean of the excluded pairs; null: none were excluded."""
     outside_after: int | None = None
