@@ -1,4 +1,4 @@
-"""How a chat template takes functions, past calls and their results, where templates differ.
+"""Conventions of chat templates for functions, past calls and their results, where templates differ.
 
 Sources: the chat templates of SmolLM3 (`xml_tools`, `python_tools`) and phi-4-mini (`tools` as text in the system
 message), and those of Granite 3.3, LFM2, phi-4-mini and SmolLM3, which write no calls.
@@ -36,7 +36,7 @@ _PYTHON_WORDS: Mapping[str, str] = {"true": "True", "false": "False", "null": "N
 
 @dataclass(frozen=True, slots=True)
 class TemplateTools:
-    """What one request's template knows of functions."""
+    """Conventions of one request's template for functions."""
 
     call_format: CallFormat = HERMES
     variable: str = ""
