@@ -130,7 +130,7 @@ async def test_the_owner_is_told_of_every_replica_and_is_found_by_all(runtime: R
     with pytest.raises(UnavailableError, match="come back later") as caught:
         await owner.refuse()
     assert caught.value.retry_after_s == 7.0
-    with pytest.raises(PlacingError, match=r"owner does not answer within 0\.2 s"):
+    with pytest.raises(PlacingError, match=r"controller does not answer within 0\.2 s"):
         await owner.call("sleep", limit_s=0.2)
     os.kill(pid, signal.SIGKILL)
     next_pid = pid

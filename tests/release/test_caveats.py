@@ -172,7 +172,7 @@ def test_signals_of_times_and_pressure_carry_the_requests_that_grew_most(
 
 
 def test_signals_of_series_carry_requests(tmp_path: Path) -> None:
-    slower = judged(tmp_path, with_tokens(300), with_tokens(300, latency_ms=150.0), policy=SEQUENTIAL)
+    slower = judged(tmp_path, with_tokens(1200), with_tokens(1200, latency_ms=150.0), policy=SEQUENTIAL)
     assert states(slower)["latency"] == "outside"
     assert len(signal(slower, "latency").examples) == 5
 

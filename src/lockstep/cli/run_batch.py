@@ -23,7 +23,6 @@ from lockstep.cli.progress import loading_progress
 from lockstep.cli.writing import check_places, make_folder
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
-from lockstep.owned_folders import temporary_folder
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -172,6 +171,7 @@ def _checked(path: Path, source: str, names: Sequence[str]) -> CheckedInput:
 @contextmanager
 def _job(path: Path, target: str, model: str, checked: CheckedInput, *, resumes: bool) -> Iterator[Job]:
     """The work on an input, whose answers are kept beside the output until it is whole."""
+    from lockstep.owned_folders import temporary_folder
     from lockstep.server.batches import Job, Journal
 
     if target == PIPE:
