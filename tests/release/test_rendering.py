@@ -38,7 +38,8 @@ def pairs(path: Path) -> Path:
 def page(tmp_path: Path) -> Path:
     """The page of a sequential verdict."""
     found = tmp_path / "gate.html"
-    assert invoke(["gate", str(pairs(tmp_path / "pairs.jsonl")), "--set", "mode=sequential", "--html", str(found)]) == 1
+    settings = ["--set", "mode=sequential", "--set", "warmup_pairs=0"]
+    assert invoke(["gate", str(pairs(tmp_path / "pairs.jsonl")), *settings, "--html", str(found)]) == 1
     return found
 
 
