@@ -40,8 +40,8 @@ EXPONENTS = np.arange(0.0, 0.5, 0.05)
 """Exponents of fractional memory that are tried; 0 is none, and at 0.5 a mean does not converge."""
 MAX_LESS_LIKELY = 0.5
 """Logarithm of the likelihood by which an exponent may be less likely than the best one and still count."""
-MAX_SCORE = 2.0
-"""Standard errors of the score test from which a series counts as changing."""
+MAX_SCORE = 2.4
+"""Standard errors of the score test from which a series counts as changing: 1.5 % of independent series do."""
 MAX_DIFFERENCE = 1.8
 """Standard errors by which a window may be slower than the pairs after it and still count with them."""
 SHARE_AFTER_WINDOW = 1 / 6
