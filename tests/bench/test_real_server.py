@@ -113,7 +113,7 @@ def test_raw_prompts_reach_the_model_as_they_are(server: ServerProcess, capsys: 
     ("arguments", "message"),
     [
         (("--api-key", "wrong"), "answered 401"),
-        (("--api-key", KEY, "--model", "beta"), "answered 404: The model `beta` does not exist."),
+        (("--api-key", KEY, "--model", "beta"), "answered 404: The model `beta` does not exist; this server has"),
         (("--api-key", KEY, "--temperature", "-1"), "temperature is -1.0"),
         (("--api-key", KEY, "--max-tokens", "100000"), "answered 400: "),
         (("--api-key", KEY, "--extra-body", '{"no_such": 1}'), "no_such"),

@@ -126,7 +126,7 @@ async def test_a_host_that_still_answers_is_not_empty_in_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A request that has begun is answered to its end."""
-    text = MANIFEST.replace("stub://beta", "stub://beta?step_ms=100")
+    text = MANIFEST.replace("stub://beta", "stub://beta?step_ms=300")
     async with deployed(tmp_path, text, a=5.0, b=5.0) as deployment:
         cluster = await deployment.gateway()
         await until(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
