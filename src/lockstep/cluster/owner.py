@@ -225,7 +225,7 @@ class Owner:
             if why := why_not_drained(host.node_id, self._hosts, tuple(self._drained), groups):
                 raise HostNotDrainableError(f"{host.name} cannot be drained: {why}", param="name")
             self._drained[host.node_id] = host.name
-        elif self._drained.pop(host.node_id, None) is not None:
+        elif not is_drained and self._drained.pop(host.node_id, None) is not None:
             for group in self._groups.values():  # who waits for room was placed where this host is avoided
                 for number in [number for number, place in group.places.items() if place.state is PlaceState.WAITING]:
                     self._move(group, number, f"{host.name} may have it again")
