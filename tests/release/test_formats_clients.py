@@ -206,7 +206,9 @@ def test_units_of_aiperf_count(tmp_path: Path, unit: str, factor: float) -> None
 def test_an_unknown_unit_is_refused_by_the_name_of_its_metric(tmp_path: Path) -> None:
     metrics = {"request_latency": {"value": 3.0, "unit": "minutes"}}
     path = write_lines(tmp_path / "export.jsonl", [aiperf(metrics=metrics)])
-    with pytest.raises(EvidenceError, match=r"export\.jsonl: record 1: latency_ms .*request_latency has the unit minutes"):
+    with pytest.raises(
+        EvidenceError, match=r"export\.jsonl: record 1: latency_ms .*request_latency has the unit minutes"
+    ):
         observations(path)
 
 
