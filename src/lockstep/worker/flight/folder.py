@@ -12,7 +12,7 @@ change, oldest first::
 - ``digest`` is the BLAKE2b-128 of the file's first ``num_bytes`` bytes, as they lie on the disk.
 - ``CHAIN`` is the BLAKE2b-128 of the line's JSON, with the chain of the line before it as the key; the first has none.
 - A file is listed as *open* before it is created, again about once in a second while it grows, then as *closed* or
-  *deleted*. So whoever is killed at any moment leaves no file that is not listed; an open file may be longer than
+  *deleted*. So a process that is killed at any moment leaves no unlisted file; an open file may be longer than
   listed, and its own chain covers the rest. A line without its newline was not written to its end, and does not count.
 - A manifest of more than `MAX_BYTES` is written again: its header counts the lines that are left out, and has the chain
   that they end with; what is deleted is left out, and the rest keeps its order.
@@ -223,7 +223,7 @@ def _chain_at_end(descriptor: int) -> bytes:
     try:
         return bytes.fromhex(line[:_HEX].decode())
     except ValueError:
-        return b""  # somebody changed it; readers refuse that line
+        return b""  # the line was changed; readers refuse it
 
 
 def _write_again(path: Path) -> None:
@@ -272,7 +272,7 @@ def _changed(path: Path, number: int) -> TraceError:
 
 
 def _id_of(folder: Path) -> str:
-    """Name of this machine's manifest of a folder, from which nobody can read the machine's."""
+    """Name of this machine's manifest of a folder; it does not reveal the machine's name."""
     machine = b""
     with suppress(OSError):
         machine = _MACHINE_ID.read_bytes()
