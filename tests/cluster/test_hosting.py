@@ -29,6 +29,7 @@ from lockstep.errors import (
 )
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.hosts.values import LinkOptions, ReplicaName
+from lockstep.version import __version__
 from tests.hosts.local import LocalRuntime
 from tests.hosts.support import until, write_secret
 from tests.waiting import HANG_S
@@ -258,6 +259,22 @@ async def test_hosts_that_cannot_be_used_are_corrected_by_the_next_start(tmp_pat
             await deployment.gateway(deployment.text.replace("hosts:", tls))
         cluster = await deployment.gateway()
         assert (await ask(cluster, "billing", "hello")).completions
+
+
+async def test_a_gateway_that_leaves_as_news_comes_does_leave(tmp_path: Path) -> None:
+    """A cancellation in the same turn of the loop as the news that was waited for is not lost."""
+    async with deployed(tmp_path) as deployment:
+        link = LinkOptions(str(tmp_path / "secret"))
+        for num_turns in range(4):  # from the news to the cancellation
+            word = await deployment.owner.join("first", __version__, "", link)
+            following = asyncio.create_task(deployment.owner.follow("first", word.version))
+            await asyncio.sleep(0.01)
+            await deployment.owner.end_replace("second", f"manifest {num_turns}")
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            is_cancelled = following.cancel()
+            await asyncio.wait([following])
+            assert following.cancelled() == is_cancelled
 
 
 async def test_sessions_are_those_of_all_gateways(tmp_path: Path) -> None:

@@ -254,6 +254,15 @@ class TestDraining:
         drains = planned(wanted("a", 8, since_s=NOW_S - 5), idle, *busy, budget=12)
         assert drains == (Drain("b", "a"), Drain("c", "a"))
 
+    def test_what_an_eviction_leaves_over_is_used_in_the_same_plan(self) -> None:
+        """`e` waits for one of the two free bytes; `a` frees enough for it, so `c` may have both of them now."""
+        goes = Replica("d", Phase.UNLOADING, 2, makes_room_for="e")
+        waits = (absent("c", 2, is_pinned=True, retry_at_s=NOW_S - 4), wanted("e", 3, since_s=NOW_S - 5))
+        assert planned(resident("a", 5), goes, *waits, budget=9) == (
+            Unload("a", UnloadReason.ROOM, "c"),
+            Load("c", LoadReason.RESIDENT),
+        )
+
 
 class TestWarming:
     def test_warming_takes_free_room(self) -> None:

@@ -82,6 +82,19 @@ async def test_a_question_is_answered_once_or_not_at_all() -> None:
     assert await pending.answer(pending.next_id(), 0.01) is None
 
 
+async def test_who_is_cancelled_as_the_answer_comes_is_cancelled() -> None:
+    pending = PendingRequests()
+    for num_turns in range(4):  # from the answer to the cancellation
+        asking = asyncio.create_task(pending.answer(1, FOR_EVER_S))
+        await asyncio.sleep(0)
+        pending.answered(Answered(1, Checked("", 0)))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        is_cancelled = asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled() == is_cancelled
+
+
 async def test_when_the_worker_is_gone_nobody_goes_on_waiting() -> None:
     pending = PendingRequests()
     mailbox = pending.open("model")

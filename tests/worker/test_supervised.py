@@ -172,6 +172,20 @@ async def test_a_process_that_was_started_ahead_is_the_first_worker_and_no_later
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
+async def test_a_process_ends_though_the_first_who_closed_it_was_cancelled() -> None:
+    worker = SupervisedWorker(WorkerOptions("process"))
+    await worker.start()
+    pid = worker.pid
+    assert pid is not None
+    closing = asyncio.create_task(worker.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait_for(worker.close(), HANG_S)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
 def test_a_process_that_nobody_speaks_to_has_touched_nothing_and_is_ended(tmp_path: Path) -> None:
     """However long it waited: one that is refused its start must not write into another server's recording."""
     ahead = SpawnedWorker("text", "warning", TraceOptions(str(tmp_path / "flight")))

@@ -166,7 +166,8 @@ class Owner:
         if self._word.version == seen:
             news = self._news
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):  # `wait_for` may lose a cancellation
+                    await news.wait()
         known.heard_s = self._clock()
         return self._word
 

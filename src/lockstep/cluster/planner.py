@@ -12,11 +12,11 @@ Closed: no clock, no worker, no manifest. A shell observes its replicas, asks fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
-from lockstep.cluster.budget import GPU_BUDGET, megabytes
+from lockstep.cluster.budget import GPU_BUDGET, Ledger, megabytes
 
 OVER_BUDGET = ""
 """Stands for the key of a replica where room is made for nobody, because more is loaded than the budget allows."""
@@ -156,55 +156,6 @@ class Refuse:
 Action = Load | Unload | Drain | Refuse
 
 
-class Ledger:
-    """Bytes of one budget while a plan is made: free, becoming free, and for whom. Knows no replica.
-
-    Args:
-        room: free bytes; negative when more is taken than the budget allows.
-        coming: bytes that become free, each with the key of whom they were freed for; None: whoever needs them.
-        claims: who may claim, and how much; what was freed for others, or is more, is for whoever needs it.
-    """
-
-    def __init__(self, room: int, coming: Iterable[tuple[str | None, int]], claims: Mapping[str, int]) -> None:
-        self.room = max(0, room)
-        """Free, and claimed by nobody yet."""
-        self.missing = max(0, -room)
-        """Bytes by which the budget is exceeded."""
-        self._spare = 0
-        self._own = dict.fromkeys(claims, 0)
-        for key, num_bytes in coming:
-            self.add_coming(key, num_bytes)
-        for key, claimed in claims.items():
-            self._spare += max(0, self._own[key] - claimed)
-            self._own[key] = min(self._own[key], claimed)
-
-    def add_coming(self, key: str | None, num_bytes: int) -> None:
-        """Add bytes that become free."""
-        if key in self._own:
-            self._own[key] += num_bytes
-        else:
-            self._spare += num_bytes
-
-    def lacking(self, key: str, num_bytes: int) -> int:
-        """Bytes that a claim lacks when all has become free that it may take; at most 0: it needs only wait."""
-        return num_bytes - self._own[key] - self._spare - self.room
-
-    def spend(self, key: str, num_bytes: int) -> None:
-        """Take free bytes now; what was to become free for this claim is for whoever needs it."""
-        assert num_bytes <= self.room, f"{num_bytes} bytes for {key!r} are more than the {self.room} that are free"
-        self.room -= num_bytes
-        self._spare += self._own.pop(key, 0)
-
-    def reserve(self, key: str, num_bytes: int, expected: int = 0) -> None:
-        """Claim what was freed for this key, then what it expects from others, then what becomes free, then room."""
-        own = self._own.pop(key)
-        self._spare += max(0, own - num_bytes)
-        rest = max(0, num_bytes - own - expected)
-        from_spare = min(rest, self._spare)
-        self._spare -= from_spare
-        self.room -= rest - from_spare
-
-
 MIN_RELOAD_S = 1e-3
 """Shorter reloads are all equally cheap."""
 
@@ -220,7 +171,14 @@ def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, 
       worth their load: all whose room is needed drain, and when the last of them is idle they go together.
     - Warming takes free room and nothing else, and none while somebody waits for room.
     """
-    return () if _is_settled(observed) else _PlanBuilder(observed, now_s, policy).actions()
+    planned: dict[str, Action] = {}
+    while True:  # what is freed may allow more: an eviction leaves bytes over for an older claim
+        actions = () if _is_settled(observed) else _PlanBuilder(observed, now_s, policy).actions()
+        drained = {action.key for action in actions if isinstance(action, Drain)}
+        planned |= {action.key: action for action in actions}
+        if len(drained) == len(actions):
+            return tuple(each for each in planned.values() if not isinstance(each, Drain) or each.key in drained)
+        observed = _after(observed, actions)
 
 
 def look_again_s(observed: Observed, now_s: float, policy: PlanPolicy) -> float | None:
@@ -247,6 +205,25 @@ def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
         f"{megabytes(observed.budget_bytes)} only {left} are free, so it was unloaded again; raise it, or declare "
         "fewer or smaller models"
     )
+
+
+def _after(observed: Observed, actions: Sequence[Action]) -> Observed:
+    """What is seen when these actions have begun; each load, unload and refusal happens once, so plans end."""
+    by_key = {action.key: action for action in actions}
+    return replace(observed, replicas=tuple(_begun(replica, by_key.get(replica.key)) for replica in observed.replicas))
+
+
+def _begun(replica: Replica, action: Action | None) -> Replica:
+    match action:
+        case Load():
+            return replace(replica, phase=Phase.LOADING)
+        case Unload(makes_room_for=whom):
+            return replace(replica, phase=Phase.UNLOADING, makes_room_for=whom)
+        case Refuse():
+            return replace(replica, num_waiting=0, waiting_since_s=None)
+        case Drain(makes_room_for=whom):
+            return replace(replica, makes_room_for=whom)
+    return replace(replica, makes_room_for=None) if replica.phase is Phase.RESIDENT else replica
 
 
 def _is_settled(observed: Observed) -> bool:

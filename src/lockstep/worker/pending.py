@@ -106,7 +106,8 @@ class PendingRequests:
         future: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         self._questions[ask_id] = future
         try:
-            return await asyncio.wait_for(future, limit_s)
+            async with asyncio.timeout(limit_s):
+                return await future
         except TimeoutError:
             return None
         finally:

@@ -99,6 +99,7 @@ class SupervisedWorker:
         self._life = Life(options, self._received, self._lost, self._back)
         self._reason = ""
         """What the last worker ended with."""
+        self._closing: asyncio.Task[None] | None = None
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -111,14 +112,17 @@ class SupervisedWorker:
         await self._life.start()
 
     async def close(self, error: LockstepError | None = None) -> None:
-        """End the worker and what is open; within a bounded time.
+        """End the worker and what is open; within a bounded time. Every caller waits until that is done.
 
         Args:
             error: of the requests that are open; None: the server is closing.
         """
-        if self._life.is_closed:
-            return
-        error = error or UnavailableError("the server is closing")
+        if self._closing is None:
+            error = error or UnavailableError("the server is closing")
+            self._closing = asyncio.get_running_loop().create_task(self._close(error))
+        await asyncio.shield(self._closing)  # who waits may be cancelled; the process ends all the same
+
+    async def _close(self, error: LockstepError) -> None:
         link = await self._life.end(error)
         self._open.end(error)
         if link is not None:
