@@ -151,7 +151,7 @@ class Faults:
             raise
 
     async def _fewer(self) -> None:
-        """Until one is missed; a replica that nobody misses was never lost."""
+        """Until a gateway shows fewer ready replicas than there are."""
 
         async def look() -> bool:
             return await self.gateways[0].num_ready() < NUM_REPLICAS
@@ -223,22 +223,26 @@ class Faults:
         await http.delete(f"/v1/cluster/hosts/{host}/drain")
 
     async def after_raylet(self) -> None:
-        """Another node in its place, with its share of replicas."""
+        """Another node in its place, with its share of replicas, also when no host is drained any more."""
         self.nodes.add("host_b")
-        drained = False
+        while await self._num_on_host_b() < 2:
+            await until(self._is_host_a_drained, "a host that can be drained")
+            await until(self._is_shared, "replicas on the new node")
+            await self.gateways[0].http.delete("/v1/cluster/hosts/host_a/drain")
+            await self.ready()
 
-        async def shared() -> bool:
-            nonlocal drained
-            places = await self.gateways[0].places()
-            num = sum(place["host"] == "host_b" and place["state"] == "ready" for place in places)
-            hosts = {host["name"]: host for host in (await self.gateways[0].http.get("/v1/cluster")).json()["hosts"]}
-            if num < 2 and not drained and hosts.get("host_b", {}).get("is_there"):
-                drained = (await self.gateways[0].http.post("/v1/cluster/hosts/host_a/drain")).status_code == 200
-            return bool(num >= 2)
+    async def _num_on_host_b(self) -> int:
+        places = await self.gateways[0].places()
+        return sum(place["host"] == "host_b" and place["state"] == "ready" for place in places)
 
-        await until(shared, "replicas on the new node")
-        await self.gateways[0].http.delete("/v1/cluster/hosts/host_a/drain")
-        await self.ready()
+    async def _is_shared(self) -> bool:
+        return await self._num_on_host_b() >= 2
+
+    async def _is_host_a_drained(self) -> bool:
+        """Drain it, as soon as the other one is there to take its replicas."""
+        if await self._is_shared():
+            return True
+        return (await self.gateways[0].http.post("/v1/cluster/hosts/host_a/drain")).status_code == 200
 
 
 # -- faults on new nodes, each of which says how long it took ----------------------------------------------------------

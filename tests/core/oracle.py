@@ -95,6 +95,7 @@ class Job:
     reads_cache: bool = True
     sibling_of: int | None = None
     salt: bytes = b""
+    is_bulk: bool = False
 
 
 @dataclass
@@ -142,6 +143,7 @@ class Loop:
                 job.reads_cache,
                 job.allows_forced,
                 job.sibling_of,
+                job.is_bulk,
             )
         )
         self.served[seq_id] = Served(list(job.prompt), len(job.prompt))

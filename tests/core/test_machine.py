@@ -62,6 +62,7 @@ class Machine(RuleBasedStateMachine):
         tenant=st.sampled_from("ab"),
         is_sibling=st.booleans(),
         allows_forced=st.booleans(),
+        is_bulk=st.booleans(),
     )
     def add(
         self,
@@ -73,11 +74,14 @@ class Machine(RuleBasedStateMachine):
         tenant: str,
         is_sibling: bool,
         allows_forced: bool,
+        is_bulk: bool,
     ) -> None:
         first = max(self.loop.jobs, default=None) if is_sibling else None
         heads = [*self.loop.turns(), PREFIX[:shared]]
         prompt = (*heads[min(turn, len(heads) - 1)], *own)[:19]
-        job = Job(prompt, min(output, 20 - len(prompt)), priority, tenant, allows_forced, sibling_of=first)
+        job = Job(
+            prompt, min(output, 20 - len(prompt)), priority, tenant, allows_forced, sibling_of=first, is_bulk=is_bulk
+        )
         try:
             self.loop.add(job)
         except RequestError:

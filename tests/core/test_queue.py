@@ -19,15 +19,16 @@ class Line:
         self.queue = WaitingQueue(config(**limits), self.ledger)
         self.seqs: list[Sequence] = []
 
-    def add(self, priority: int = 0, tenant: str = "", arrival_step: int = 0) -> Sequence:
-        seq = Sequence(len(self.seqs), Request(5, 1, priority=priority, tenant=tenant), 1, arrival_step)
+    def add(self, priority: int = 0, tenant: str = "", arrival_step: int = 0, *, is_bulk: bool = False) -> Sequence:
+        request = Request(5, 1, priority=priority, tenant=tenant, is_bulk=is_bulk)
+        seq = Sequence(len(self.seqs), request, 1, arrival_step)
         self.seqs.append(seq)
         self.ledger.arrive(tenant)
         self.queue.add(seq)
         return seq
 
-    def ids(self, step: int = 0) -> list[int]:
-        return [seq.seq_id for seq in self.queue.in_order(step)]
+    def ids(self, step: int = 0, *, is_bulk: bool = False) -> list[int]:
+        return [seq.seq_id for seq in self.queue.in_order(step, is_bulk=is_bulk)]
 
 
 def test_fcfs_is_by_arrival_whatever_the_class() -> None:
@@ -37,6 +38,16 @@ def test_fcfs_is_by_arrival_whatever_the_class() -> None:
     assert line.ids() == [0, 1, 2]
     line.queue.remove(line.seqs[1])
     assert line.ids() == [0, 2]
+
+
+def test_bulk_requests_have_lines_of_their_own_in_the_same_order() -> None:
+    line = Line(order="priority")
+    for priority, is_bulk in ((1, True), (0, False), (-2, True), (1, False)):
+        line.add(priority, is_bulk=is_bulk)
+    assert (line.ids(), line.ids(is_bulk=True)) == ([1, 3], [2, 0])
+    assert (len(line.queue), line.queue.num_bulk) == (4, 2)
+    line.queue.remove(line.seqs[0])
+    assert (line.ids(is_bulk=True), line.queue.num_bulk) == ([2], 1)
 
 
 def test_priority_is_by_class_then_arrival() -> None:
@@ -62,7 +73,7 @@ def test_fair_lets_the_least_served_tenant_go_first_and_sees_charges_at_once() -
     for tenant in "aaab":
         line.add(tenant=tenant)
     order = []
-    for seq in line.queue.in_order(0):
+    for seq in line.queue.in_order(0, is_bulk=False):
         order.append(seq.seq_id)
         line.ledger.charge(seq.request.tenant, 10)
     assert order == [0, 3, 1, 2]

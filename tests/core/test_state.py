@@ -59,7 +59,7 @@ FOLLOWS: dict[type[Any], set[str]] = {
     HostPool: {"num_blocks"},
     PrefixCache: {"_block_of", "_pinned"},
     TenantLedger: {"_max_tenants", "_unfinished"},
-    WaitingQueue: {"_config", "_ledger", "_lines", "num_tokens", "_size"},
+    WaitingQueue: {"_config", "_ledger", "_lines", "num_tokens", "num_bulk", "_size"},
     RunningLists: {"prefilling", "decoding", "preempted"},
     DecodeShares: {"_config", "_order", "_is_weighted"},
     Sequence: {"rank", "num_prompt", "stride"},
@@ -247,7 +247,7 @@ def test_the_declared_state_has_the_version_that_is_written_beside_it() -> None:
         for kind in (SchedulerState, KVState, SavedSequence, FingerprintState, Counters, StepPlan, Request)
     ]
     digest = blake2b(repr(made_of).encode(), digest_size=8).hexdigest()
-    assert (STATE_VERSION, digest) == (3, "925ae6a04a0a120a")
+    assert (STATE_VERSION, digest) == (4, "a934016eca4eaeb0")
 
 
 @needs_interpreted

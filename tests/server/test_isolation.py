@@ -26,6 +26,19 @@ ANN, BOB, ROOT = "ann-s-key", "bob-s-key", "root-s-key"
 TEXT = "I was charged twice for my subscription last week, and nobody answers my letters. " * 2
 
 
+def test_a_key_finds_what_another_one_sent_unless_keys_have_a_prefix_cache_each() -> None:
+    found = {}
+    for switch in ([], ["--prefix-cache-per-key"]):
+        with ServerProcess("stub://alpha", "--api-key", ANN, "--api-key", BOB, *switch, *IN_THREAD) as server:
+            server.wait_ready()
+            with server.client(api_key=ANN) as ann, server.client(api_key=BOB) as bob:
+                found[bool(switch)] = [ask(ann, None), ask(ann, None), ask(bob, None), ask(bob, None)]
+    ((_, again, others, _), (first, own, foreign, own_again)) = found[False], found[True]
+    assert again == others > 0
+    assert (first, foreign) == (0, 0)
+    assert own == own_again == again
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["callers", "callers-and-admins"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     path = tmp_path_factory.mktemp("isolation") / "shared.yaml"

@@ -148,6 +148,7 @@ def server_options(
         port=port,
         api_keys=split_keys(listen.api_key or ()),
         admin_keys=split_keys(listen.admin_key or (), "--admin-key"),
+        prefix_cache_per_key=listen.prefix_cache_per_key,
         allow_unauthenticated=listen.allow_unauthenticated,
         allowed_hosts=_allowed_hosts(listen, host),
         cors_origins=tuple(listen.cors_origin or ()),

@@ -38,6 +38,8 @@ class ListenFlags:
     """A key that opens the server; may be repeated, or hold several with commas between them."""
     admin_key: list[str] | None = None
     """As --api-key, and the only ones that then open the cluster, its manifest and sessions."""
+    prefix_cache_per_key: Annotated[bool, SWITCH] = False
+    """Let each key find only its own requests in the prefix cache, so that cached_tokens shows nothing of others."""
     allow_unauthenticated: Annotated[bool, SWITCH] = False
     """Listen beyond loopback without a key."""
     allowed_host: list[str] | None = None

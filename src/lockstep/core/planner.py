@@ -43,8 +43,8 @@ class StepPlanner:
         self._sequences = sequences
         self._reserves = config.admission == "reserve"
         self._order_is_fixed = config.order != "fair" and not config.priority_aging_steps
-        self._nobody_fits_at: tuple[int, int, int] | None = None
-        """Supply at which all that were tried lacked blocks, and nothing else."""
+        self._nobody_fits_at: dict[bool, tuple[int, int, int] | None] = {False: None, True: None}
+        """Supply at which all that were tried, of bulk requests and others, lacked blocks, and nothing else."""
         self._explain: Explain | None = None
 
     def plan(self, step: int, explain: Explain | None = None) -> StepBuilder:
@@ -60,10 +60,18 @@ class StepPlanner:
         self._grow(builder, chosen, spare)
         if spare:
             self.shares.charge(builder.seqs, spare[0], step)
-        self._advance_prompts(builder)
+        kept = builder.keep_back() if self._has_bulk() else 0
+        self._advance_prompts(builder, is_bulk=False)
         self._resume(builder)
-        self._admit(builder)
+        self._admit(builder, is_bulk=False)
+        if self._has_bulk():
+            builder.give_back(kept)
+            self._advance_prompts(builder, is_bulk=True)
+            self._admit(builder, is_bulk=True)
         return builder
+
+    def _has_bulk(self) -> bool:
+        return self._queue.num_bulk > 0 or any(seq.request.is_bulk for seq in self._running.prefilling)
 
     # -- 1: who samples or replays ------------------------------------------------------------------------------------
 
@@ -153,9 +161,11 @@ class StepPlanner:
 
     # -- 3: prompts ---------------------------------------------------------------------------------------------------
 
-    def _advance_prompts(self, builder: StepBuilder) -> None:
-        """Chunks for admitted prompts that are not through."""
+    def _advance_prompts(self, builder: StepBuilder, *, is_bulk: bool) -> None:
+        """Chunks for admitted prompts that are not through, the bulk ones or all others."""
         for seq in self._running.prefilling:
+            if seq.request.is_bulk != is_bulk or seq.seq_id in builder.resumed:
+                continue
             builder.return_ending(seq)
             if self._add_prompt(builder, seq):
                 self.shares.join(seq)
@@ -222,26 +232,32 @@ class StepPlanner:
 
     # -- 5: admitting -------------------------------------------------------------------------------------------------
 
-    def _admit(self, builder: StepBuilder) -> None:
-        """Let requests run that wait, in the order of the queue, while slots, budgets and blocks last.
+    def _admit(self, builder: StepBuilder, *, is_bulk: bool) -> None:
+        """Let requests run that wait, the bulk ones or all others, in the order of the queue, while slots, budgets and
+        blocks last.
 
         A preempted sequence that could not resume keeps out its own class and those below, and so does a request that
-        was overtaken ``max_skips`` times.
+        was overtaken ``max_skips`` times; a bulk one that was overtaken more often for want of blocks, all others.
         """
         config, queue, running = self._config, self._queue, self._running
         supply = self._supply()
-        if builder.left_out or not len(queue):
+        waiting = queue.in_order(builder.step, is_bulk=is_bulk)
+        if builder.left_out:
             if self._explain is not None:
-                self._note_all(queue.in_order(builder.step), [(Limit.STALLED, 0, 0)], builder.left_out)
+                self._note_all(waiting, [(Limit.STALLED, 0, 0)], builder.left_out)
             return
-        if supply == self._nobody_fits_at and self._explain is None:
+        if supply == self._nobody_fits_at[is_bulk] and self._explain is None:
+            return
+        if not is_bulk and (starved := self._starved_bulk(builder)) is not None:
+            if self._explain is not None:
+                self._note_all(waiting, [(Limit.OVERTAKEN, 0, config.max_skips)], [starved.seq_id])
             return
         blocked_from: float = running.preempted[0].request.priority if running.preempted else inf
         blockers = list(running.preempted)
         is_only_blocks = self._order_is_fixed and not running.preempted
         passed: list[Sequence] = []
         admitted: list[Sequence] = []
-        waiting = queue.in_order(builder.step)
+        admitted_before = tuple(builder.admitted)
         for seq in waiting:
             if running.num_running >= config.max_num_seqs or builder.num_places < 1 or builder.chunk_room < 1:
                 is_only_blocks = False
@@ -261,6 +277,7 @@ class StepPlanner:
                     other.num_skips += 1
                 overtaken = passed
             else:
+                seq.num_skips += sum(other > seq.seq_id for other in admitted_before)
                 passed.append(seq)
                 overtaken = [seq]
             if len(passed) > config.max_skips:
@@ -274,7 +291,12 @@ class StepPlanner:
         for seq in admitted:
             queue.remove(seq)
         is_only_blocks = is_only_blocks and not admitted and not builder.is_budget_short
-        self._nobody_fits_at = supply if is_only_blocks else None
+        self._nobody_fits_at[is_bulk] = supply if is_only_blocks else None
+
+    def _starved_bulk(self, builder: StepBuilder) -> Sequence | None:
+        """The first bulk request, if others have taken the blocks that it lacks too often."""
+        first = next(self._queue.in_order(builder.step, is_bulk=True), None)
+        return first if first is not None and first.num_skips > self._config.max_skips else None
 
     def _supply(self) -> tuple[int, int, int]:
         """Supply of blocks, which must have grown before anyone fits who lacked some: taking blocks helps nobody."""

@@ -11,6 +11,8 @@ from lockstep.core.sequence import Sequence
 from lockstep.errors import QueueFullError
 
 _Key = tuple[int, int]
+_Line = tuple[bool, int | str]
+"""Whether its requests are bulk, and their class or tenant."""
 
 
 class TenantLedger:
@@ -71,10 +73,12 @@ class WaitingQueue:
     def __init__(self, config: SchedulerConfig, ledger: TenantLedger) -> None:
         self._config = config
         self._ledger = ledger
-        self._lines: OrderedDict[int | str, OrderedDict[int, Sequence]] = OrderedDict()
+        self._lines: OrderedDict[_Line, OrderedDict[int, Sequence]] = OrderedDict()
         self.num_tokens = 0
         self.num_changes = 0
         """Additions and removals since the start."""
+        self.num_bulk = 0
+        """Bulk requests."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -97,9 +101,7 @@ class WaitingQueue:
 
     def add(self, seq: Sequence) -> None:
         self._lines.setdefault(self._line_of(seq), OrderedDict())[seq.seq_id] = seq
-        self._size += 1
-        self.num_changes += 1
-        self.num_tokens += seq.num_prompt
+        self._count(seq, 1)
 
     def remove(self, seq: Sequence) -> None:
         key = self._line_of(seq)
@@ -107,9 +109,13 @@ class WaitingQueue:
         del line[seq.seq_id]
         if not line:
             del self._lines[key]
-        self._size -= 1
+        self._count(seq, -1)
+
+    def _count(self, seq: Sequence, change: int) -> None:
+        self._size += change
+        self.num_bulk += change * seq.request.is_bulk
+        self.num_tokens += change * seq.num_prompt
         self.num_changes += 1
-        self.num_tokens -= seq.num_prompt
 
     def effective_priority(self, seq: Sequence, step: int) -> int:
         """The priority that admission sees: aged, in the priority order."""
@@ -117,11 +123,14 @@ class WaitingQueue:
             return self._config.aged_priority(seq.request.priority, step - seq.arrival_step)
         return seq.request.priority
 
-    def in_order(self, step: int) -> Iterator[Sequence]:
-        """Everyone, first to be admitted first. The queue must not change meanwhile; tenants may be charged."""
+    def in_order(self, step: int, *, is_bulk: bool) -> Iterator[Sequence]:
+        """All bulk requests, or all others, first to be admitted first. The queue must not change meanwhile; tenants
+        may be charged."""
         key = self._key_at(step)
         heads = []
-        for line in self._lines.values():
+        for (line_is_bulk, _), line in self._lines.items():
+            if line_is_bulk != is_bulk:
+                continue
             rest = iter(line.values())
             seq = next(rest)
             heads.append((key(seq), seq, rest))
@@ -135,11 +144,11 @@ class WaitingQueue:
             else:
                 heapq.heapreplace(heads, (key(following), following, rest))
 
-    def _line_of(self, seq: Sequence) -> int | str:
-        order = self._config.order
+    def _line_of(self, seq: Sequence) -> _Line:
+        order, request = self._config.order, seq.request
         if order == "fcfs":
-            return 0
-        return seq.request.priority if order == "priority" else seq.request.tenant
+            return request.is_bulk, 0
+        return request.is_bulk, request.priority if order == "priority" else request.tenant
 
     def _key_at(self, step: int) -> Callable[[Sequence], _Key]:
         order = self._config.order

@@ -56,6 +56,8 @@ class Request:
     """False: never more than one token per step (requests with logprobs)."""
     sibling_of: int | None = None
     """Id of the first of ``n`` siblings: admissible when that one has committed its prompt or has ended."""
+    is_bulk: bool = False
+    """True: its prompt gives way to prompts that are to be answered with tokens; see `StepBuilder.keep_back`."""
 
 
 class CommandListener(Protocol):

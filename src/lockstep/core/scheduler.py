@@ -77,7 +77,9 @@ class Scheduler:
         kept = request
         if not self.config.enable_prefix_caching or request.num_prompt_tokens < self.config.least_chunk:
             # A prompt of one token may be computed by another kernel than longer ones, which then may not read it.
-            kept = replace(request, block_hashes=())
+            kept = replace(kept, block_hashes=())
+        if request.is_bulk and not self.config.chunking:  # a part of a step may be too little for a whole prompt
+            kept = replace(kept, is_bulk=False)
         self._write_back()
         seq = Sequence(self._next_id, kept, max_output, self._step)
         self._next_id += 1
@@ -490,7 +492,9 @@ class Scheduler:
         places = {
             SequenceState.RUNNING: [*running.prefilling, *running.decoding],
             SequenceState.PREEMPTED: running.preempted,
-            SequenceState.WAITING: list(self._queue.in_order(self._step)),
+            SequenceState.WAITING: [
+                seq for is_bulk in (False, True) for seq in self._queue.in_order(self._step, is_bulk=is_bulk)
+            ],
         }
         assert sum(map(len, places.values())) == len(self._sequences), "a sequence is lost or listed twice"
         for state, seqs in places.items():

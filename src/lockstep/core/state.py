@@ -19,7 +19,7 @@ from lockstep.core.sequence import Sequence, SequenceState
 from lockstep.core.stats import Counters
 from lockstep.core.step import StepPlan
 
-STATE_VERSION: Final = 3
+STATE_VERSION: Final = 4
 """Grows with every change of what is below: states of different versions cannot be compared."""
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from lockstep.core.kv import Moves
-from lockstep.core.policy import SchedulerConfig, prompt_chunk
+from lockstep.core.policy import MIN_CHUNK_TOKENS, SchedulerConfig, prompt_chunk
 from lockstep.core.sequence import Sequence
 from lockstep.core.step import Limit, StepPlan
 
 Reached = tuple[Limit, int, int]
 """A limit, how much of it is used, and how much there is."""
+
+
+BULK_PART = 4
+"""Bulk prompts have one part in so many of the prompt tokens of a step, and what other prompts leave."""
 
 
 class StepBuilder:
@@ -71,6 +75,20 @@ class StepBuilder:
     def chunk_room(self) -> int:
         """Tokens that a prompt can get now."""
         return min(self.num_tokens, self.num_prefill, self._max_chunk)
+
+    def keep_back(self) -> int:
+        """Keep the part of bulk prompts from the others; returns its tokens, for `give_back`."""
+        room = min(self.num_tokens, self.num_prefill)
+        if room < 2 * MIN_CHUNK_TOKENS:
+            return 0  # neither could move on
+        kept = self.num_prefill - room + max(room // BULK_PART, MIN_CHUNK_TOKENS)
+        self.give_back(-kept)
+        return kept
+
+    def give_back(self, num_tokens: int) -> None:
+        """Let bulk prompts have their part, and what others left."""
+        self.num_prefill += num_tokens
+        self._prefill_budget += num_tokens
 
     def reserve_ending(self, seq: Sequence) -> bool:
         """Take a place for a prompt that may end, and sample, in this step."""

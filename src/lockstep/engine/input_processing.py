@@ -145,7 +145,7 @@ def _prepare_pooling(
         raise InvalidParameterError(f"pooling is {request.pooling!r}; it is mean or last", param="pooling")
     if request.prompt_logprobs is not None:
         raise InvalidParameterError("a pooled request has no prompt_logprobs", param="prompt_logprobs")
-    core_request = Request(len(prompt_ids), 1, (), request.priority, request.tenant, reads_cache=False)
+    core_request = Request(len(prompt_ids), 1, (), request.priority, request.tenant, reads_cache=False, is_bulk=True)
     return LiveRequest(
         request=replace(request, params=SamplingParams(temperature=0.0, max_tokens=1)),
         prompt_ids=prompt_ids,

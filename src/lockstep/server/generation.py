@@ -358,7 +358,7 @@ def call_of(
         model=body.model,
         priority=Priority.NORMAL if body.priority is None else body.priority,
         tenant=caller.tenant or body.user or "",
-        cache_salt=body.cache_salt or "",
+        cache_salt=cache_salt_of(caller, body.cache_salt or ""),
         session_id=body.session_id,
         session_owner=caller.tenant,
         queue_deadline_s=caller.options.queue_timeout_s,
@@ -369,6 +369,11 @@ def call_of(
         external_id=caller.request_id,
         segment=caller.segment,
     )
+
+
+def cache_salt_of(caller: Caller, salt: str) -> str:
+    """The salt that a request's blocks have in the prefix cache; with the name of its key where keys are kept apart."""
+    return f"{caller.tenant}\0{salt}" if caller.options.prefix_cache_per_key and caller.tenant else salt
 
 
 def check_tokens_known(tokenizer: Tokenizer, wishes: Mapping[str, bool]) -> None:

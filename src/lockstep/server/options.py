@@ -19,6 +19,8 @@ class ServerOptions:
     """Any of them opens the guarded endpoints; none: no key is asked for."""
     admin_keys: tuple[str, ...] = ()
     """Open all endpoints; where there are any, only they open those that show or change what all callers share."""
+    prefix_cache_per_key: bool = False
+    """Whether a key's requests find only blocks in the prefix cache that its own requests computed."""
     allow_unauthenticated: bool = False
     """Whether to listen beyond loopback without a key."""
     allow_any_source: bool = False

@@ -103,8 +103,13 @@ NOWHERE: Mapping[str, str] = {
 """Environment in which every host but this one is behind a closed door."""
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *args: Any) -> None:
+        """Print no traceback of a client that left: its lines are parsed, and two threads that parse at once fail."""
+
+
 def _serve(handler: type[_Handler], state: StandIn) -> ThreadingHTTPServer:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (handler,), {"state": state}))
+    server = _Server(("127.0.0.1", 0), type("Bound", (handler,), {"state": state}))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     return server

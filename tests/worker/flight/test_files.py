@@ -218,7 +218,7 @@ def test_a_file_says_who_wrote_it_and_which_of_its_run_it_is(tmp_path: Path) -> 
     [frame] = read_frames(path)
     first = next(ChunkReader().read(frame.data))
     assert isinstance(first, Header)
-    assert first.schema == 9
+    assert first.schema == 10
     assert path.name == f"{first.run}-{first.file:06}.lstrace"
 
 

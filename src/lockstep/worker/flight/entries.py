@@ -24,7 +24,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import SeatRow
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 SUFFIX = ".lstrace"
 """Of a recording's files."""
 MARK_BYTES = 4
@@ -147,6 +147,7 @@ class Added(_Entry, frozen=True, tag=6):
             reads_cache=request.reads_cache,
             allows_forced=request.allows_forced,
             sibling_of=request.sibling_of,
+            is_bulk=request.is_bulk,
         )
         return cls(engine, step, seq_id, bare, tenant, runs_of(contents))
 

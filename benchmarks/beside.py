@@ -1,10 +1,11 @@
-"""Time to first token of clients beside a running batch, against the same without one.
+"""Time to first token of clients beside bulk work, a batch or a million tokens of embeddings, against the same without.
 
-    python -m benchmarks.batch
-    python -m benchmarks.batch --model hf://Qwen/Qwen3-0.6B --rate 1 --input-len 256
+    python -m benchmarks.beside batch
+    python -m benchmarks.beside embeddings
+    python -m benchmarks.beside batch --model hf://Qwen/Qwen3-0.6B --rate 1 --input-len 256
 
 One server, and turns of an open loop against it, each with prompts of its own: once with nothing else to do and once
-beside a batch that is larger than the turn can answer, in alternating order. The ratio of the two p95 has an interval
+beside more bulk work than the turn can answer, in alternating order. The ratio of the two p95 has an interval
 of 95 %, by bootstrap over the pairs of turns and the requests in them.
 """
 
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import httpx2
 import numpy as np
@@ -32,8 +35,63 @@ LEVEL = (2.5, 97.5)
 WAIT_LIMIT_S = 120.0
 
 
+class BulkWork(Protocol):
+    """Work that a server does beside its clients' requests."""
+
+    unit: str
+
+    def running(self) -> AbstractContextManager[list[int]]:
+        """Bulk work until the block ends; then the list holds how many units of it were done."""
+        ...
+
+
+class Embeddings:
+    """Requests for vectors of as many inputs as one may have, one after the other, each with its own texts."""
+
+    unit = "prompt tokens"
+    MAX_INPUTS = 2_000
+
+    def __init__(self, url: str, model: str, num_tokens: int) -> None:
+        self._url = url
+        self._body = {"model": model, "input": [[1 + index % 250] * num_tokens for index in range(self.MAX_INPUTS)]}
+
+    @contextmanager
+    def running(self) -> Iterator[list[int]]:
+        client = httpx2.Client(base_url=self._url, timeout=None, trust_env=False)
+        stopping = threading.Event()
+
+        def work() -> None:
+            while not stopping.is_set():
+                try:
+                    client.post("/v1/embeddings", json=self._body)
+                except httpx2.HTTPError:
+                    return  # the block has ended
+
+        done: list[int] = []
+        before = self._prompt_tokens()
+        worker = threading.Thread(target=work)
+        worker.start()
+        while self._prompt_tokens() == before:
+            time.sleep(0.02)
+        try:
+            yield done
+        finally:
+            done.append(self._prompt_tokens() - before)
+            stopping.set()
+            client.close()
+            worker.join()
+
+    def _prompt_tokens(self) -> int:
+        text = httpx2.get(f"{self._url}/metrics", trust_env=False).text
+        return int(
+            sum(float(each) for each in re.findall(r"^lockstep:prompt_tokens_total\S* (\S+)$", text, re.MULTILINE))
+        )
+
+
 class Batches:
     """The Batch API of a server."""
+
+    unit = "requests"
 
     def __init__(self, url: str, model: str, num_requests: int, output_len: int) -> None:
         self._client = httpx2.Client(base_url=url, timeout=60.0, trust_env=False)
@@ -60,17 +118,17 @@ class Batches:
         )
 
     @contextmanager
-    def running(self) -> Iterator[dict[str, int]]:
-        """A batch that runs until the block ends; then the counts of its requests are known."""
+    def running(self) -> Iterator[list[int]]:
         body = {"input_file_id": self._file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         batch = self._client.post("/v1/batches", json=body).raise_for_status().json()
         self._until(batch["id"], "in_progress")
-        counts: dict[str, int] = {}
+        done: list[int] = []
         try:
-            yield counts
+            yield done
         finally:
             self._client.post(f"/v1/batches/{batch['id']}/cancel").raise_for_status()
-            counts.update(self._until(batch["id"], *ENDED)["request_counts"])
+            counts = self._until(batch["id"], *ENDED)["request_counts"]
+            done.append(counts["completed"])
         if counts["completed"] == counts["total"]:
             raise SystemExit("the batch was over before its turn was: give more --batch-requests")
 
@@ -102,6 +160,7 @@ def ratio_with_interval(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("beside", choices=("batch", "embeddings"))
     parser.add_argument("--model", default="pocket://")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--requests", type=int, default=60, help="of clients, a turn")
@@ -110,11 +169,16 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--batch-requests", type=int, default=20_000)
     parser.add_argument("--batch-output-len", type=int, default=64)
+    parser.add_argument("--embedding-len", type=int, default=500, help="tokens of one of 2,000 inputs")
     arguments = parser.parse_args()
     server = start_server("served", own_server(arguments.model, available_cores(), SERVED))
     target = server.target
     try:
-        batches = Batches(target.url, server.model, arguments.batch_requests, arguments.batch_output_len)
+        bulk: BulkWork = (
+            Batches(target.url, server.model, arguments.batch_requests, arguments.batch_output_len)
+            if arguments.beside == "batch"
+            else Embeddings(target.url, server.model, arguments.embedding_len)
+        )
         lengths = RandomLengths(arguments.input_len, arguments.output_len)
         options = {"num_prompts": arguments.requests, "request_rate": arguments.rate, "ignore_eos": True}
 
@@ -132,9 +196,9 @@ def main() -> None:
                     times[side].append(turn(seed))
                     continue
                 begin_s = time.monotonic()
-                with batches.running() as counts:
+                with bulk.running() as done:
                     times[side].append(turn(seed))
-                answered, beside_s = answered + counts["completed"], beside_s + time.monotonic() - begin_s
+                answered, beside_s = answered + sum(done), beside_s + time.monotonic() - begin_s
             shown = {side: f"{np.percentile(found[-1], 95) * 1e3:.1f} ms" for side, found in times.items()}
             print(f"round {number}: p95 without {shown['without']}, beside {shown['beside']}", flush=True)
     finally:
@@ -145,7 +209,7 @@ def main() -> None:
         whole = np.concatenate(found) * 1e3
         print(f"TTFT {side}: p50 {np.percentile(whole, 50):.1f} ms, p95 {np.percentile(whole, 95):.1f} ms")
     print(f"p95 beside / without: {ratio:.2f} ({low:.2f} to {high:.2f})")
-    print(f"the batch meanwhile: {answered} requests answered, {answered / beside_s:.1f} a second")
+    print(f"{arguments.beside} meanwhile: {answered:,} {bulk.unit}, {answered / beside_s:,.1f} a second")
 
 
 if __name__ == "__main__":
