@@ -123,6 +123,10 @@ class WaitingQueue:
             return self._config.aged_priority(seq.request.priority, step - seq.arrival_step)
         return seq.request.priority
 
+    def everyone(self) -> list[Sequence]:
+        """All requests, line by line."""
+        return [seq for line in self._lines.values() for seq in line.values()]
+
     def in_order(self, step: int, *, is_bulk: bool) -> Iterator[Sequence]:
         """All bulk requests, or all others, first to be admitted first. The queue must not change meanwhile; tenants
         may be charged."""

@@ -492,9 +492,7 @@ class Scheduler:
         places = {
             SequenceState.RUNNING: [*running.prefilling, *running.decoding],
             SequenceState.PREEMPTED: running.preempted,
-            SequenceState.WAITING: [
-                seq for is_bulk in (False, True) for seq in self._queue.in_order(self._step, is_bulk=is_bulk)
-            ],
+            SequenceState.WAITING: self._queue.everyone(),
         }
         assert sum(map(len, places.values())) == len(self._sequences), "a sequence is lost or listed twice"
         for state, seqs in places.items():
