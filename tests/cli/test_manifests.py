@@ -176,16 +176,16 @@ def test_a_source_that_cannot_be_served_refuses_the_boot(check: Check, tmp_path:
     assert "nothing is there" in second
 
 
-def test_budgets_as_nrt_wrote_them_are_a_warning(check: Check) -> None:
+def test_budgets_without_an_exact_unit_are_a_warning(check: Check) -> None:
     text = (EXAMPLES / "customer-support.yaml").read_text().replace("18GB", "18G").replace("32GB", "32000000000")
     code, out, err = check(text, "--backend", "stub")
     assert code == 0
     assert "gpu_budget: 2,400 MB needed of 18,000 MB" in out
     assert err.splitlines() == [
-        "lockstep: warning: line 4: resources.gpu_budget is '18G', and taken for 18GB (18,000,000,000 bytes); "
-        "write 18GB, or what is meant",
-        "lockstep: warning: line 5: resources.ram_budget is '32000000000', and taken for 32000000000B "
-        "(32,000,000,000 bytes); write 32000000000B, or what is meant",
+        "lockstep: warning: line 4: resources.gpu_budget is '18G', which is read as 18GB (18,000,000,000 bytes); "
+        "NRT reads it as 18GiB; write 18GB or 18GiB",
+        "lockstep: warning: line 5: resources.ram_budget is '32000000000', which is read as 32000000000B "
+        "(32,000,000,000 bytes); write 32000000000B",
     ]
     told = facts(check, text, "--backend", "stub")
     assert told["would_boot"]

@@ -94,11 +94,12 @@ def test_one_stub_behind_every_name_still_routes_by_what_is_said() -> None:
             assert choice["message"]["content"] == f"[stub:all] ok len={len(words)} max=8"
 
 
-def test_budgets_as_nrt_wrote_them_are_taken_and_told(tmp_path: Path) -> None:
-    """In the log, in `/v1/cluster`, and in the answer to who puts such a manifest."""
+def test_a_budget_without_an_exact_unit_is_read_with_a_warning(tmp_path: Path) -> None:
+    """The warning is in the log, in `/v1/cluster` and in the answer to a PUT."""
     text = SMALL.replace("models:", "resources: {gpu_budget: 18G}\nmodels:", 1)
     note = (
-        "line 2: resources.gpu_budget is '18G', and taken for 18GB (18,000,000,000 bytes); write 18GB, or what is meant"
+        "line 2: resources.gpu_budget is '18G', which is read as 18GB (18,000,000,000 bytes); NRT reads it as 18GiB; "
+        "write 18GB or 18GiB"
     )
     with serve("--manifest", str(written(tmp_path, text)), *IN_THREAD) as server, server.client() as client:
         shown = client.get("/v1/cluster").json()

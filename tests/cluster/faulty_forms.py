@@ -108,6 +108,13 @@ VALUES: dict[str, Case] = {
         ["GB (powers of 1000)", "GiB"],
     ),
     "size in the wrong case": ("tier: resident", "size: 18gb", 8, "models.router.size", ["did you mean GB?"]),
+    "budget in NRT's MiB": (
+        "18GB",
+        '"18432"',
+        3,
+        "resources.gpu_budget",
+        ["'18432'", "without a unit", "18432MiB", "NRT", "18432B for bytes"],
+    ),
     "negative budget": ("18GB", "-18GB", 3, "resources.gpu_budget", ["'-18GB'", "never negative"]),
     "no budget": ("18GB", "0GB", 3, "resources.gpu_budget", ["is 0"]),
     "half a byte": ("18GB", "0.5B", 3, "resources.gpu_budget", ["whole number of bytes"]),

@@ -221,12 +221,12 @@ def test_any_text_is_a_manifest_or_a_manifest_error(text: str) -> None:
 
 
 @pytest.mark.parametrize("written", ["18G", "18gb", "18000000000"])
-def test_budgets_of_nrt_are_taken_and_noted(written: str) -> None:
+def test_a_budget_without_an_exact_unit_is_read_and_noted(written: str) -> None:
     """The value is that of the canonical text, which is what is written and needs no note."""
     text = (EXAMPLES / "customer-support.yaml").read_text()
     manifest, meant = parse(text.replace("18GB", written)), parse(text)
     (note,) = manifest.notes
-    assert note.startswith(f"line 4: resources.gpu_budget is '{written}', and taken for 18")
+    assert note.startswith(f"line 4: resources.gpu_budget is '{written}', which is read as 18")
     assert manifest == meant
     assert dump(manifest) == dump(meant)
     assert parse(dump(manifest)).notes == meant.notes == ()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lockstep.cluster.quantities import (
     MAX_DURATION_S,
     MAX_SIZE_BYTES,
+    MIN_PLAIN_BYTES,
     duration_text,
     parse_budget,
     parse_duration,
@@ -35,26 +36,46 @@ def test_sizes(text: str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes", "taken"),
+    ("text", "num_bytes", "read", "advice"),
     [
-        ("18GB", 18 * 10**9, ""),
-        ("18GiB", 18 * 2**30, ""),
-        ("18G", 18 * 10**9, "18GB"),
-        ("18gb", 18 * 10**9, "18GB"),
-        ("1.5 g", 1_500_000_000, "1.5GB"),
-        ("512m", 512 * 10**6, "512MB"),
-        ("2gib", 2 * 2**30, "2GiB"),
-        ("18000000000", 18 * 10**9, "18000000000B"),
-        ("18", 18, "18B"),
+        ("18G", 18 * 10**9, "18GB", "NRT reads it as 18GiB; write 18GB or 18GiB"),
+        ("18gb", 18 * 10**9, "18GB", "NRT reads it as 18GiB; write 18GB or 18GiB"),
+        ("1.5 g", 1_500_000_000, "1.5GB", "NRT reads it as 1.5GiB; write 1.5GB or 1.5GiB"),
+        ("512m", 512 * 10**6, "512MB", "NRT reads it as 512MiB; write 512MB or 512MiB"),
+        ("2gib", 2 * 2**30, "2GiB", "write 2GiB"),
+        ("18000000000", 18 * 10**9, "18000000000B", "write 18000000000B"),
+        (str(MIN_PLAIN_BYTES), MIN_PLAIN_BYTES, f"{MIN_PLAIN_BYTES}B", f"write {MIN_PLAIN_BYTES}B"),
     ],
 )
-def test_budgets_are_taken_as_nrt_took_them(text: str, num_bytes: int, taken: str) -> None:
-    """And what is not written as sizes are written here is told with what it was taken for."""
-    note = f"is {text!r}, and taken for {taken} ({num_bytes:,} bytes); write {taken}, or what is meant"
-    assert parse_budget(text) == (num_bytes, note if taken else "")
+def test_a_budget_without_an_exact_unit_is_read_with_a_warning(
+    text: str, num_bytes: int, read: str, advice: str
+) -> None:
+    assert parse_budget(text) == (num_bytes, f"is {text!r}, which is read as {read} ({num_bytes:,} bytes); {advice}")
 
 
-@pytest.mark.parametrize("text", ["18GX", "18Gi", "-18G", "lots", "1.5", "9000000T"])
+@pytest.mark.parametrize("text", ["18GB", "18GiB", "18432MiB", "18432B", "1.5 GiB"])
+def test_a_budget_with_a_unit_is_read_as_any_size(text: str) -> None:
+    assert parse_budget(text) == (parse_size(text), "")
+
+
+@pytest.mark.parametrize("text", ["18432", "0", "1.5", "1e3", " 32768 ", str(MIN_PLAIN_BYTES - 1)])
+def test_a_plain_number_that_nrt_reads_as_mib_is_refused_with_both_readings(text: str) -> None:
+    number = text.strip()
+    with pytest.raises(ConfigError, match=rf"without a unit; write {number}MiB .* NRT.* or {number}B for bytes"):
+        parse_budget(text)
+
+
+@given(st.integers(0, 2**50))
+def test_a_plain_number_is_bytes_or_an_error_and_never_another_unit(number: int) -> None:
+    try:
+        num_bytes, warning = parse_budget(str(number))
+    except ConfigError:
+        assert number < MIN_PLAIN_BYTES
+    else:
+        assert (num_bytes, bool(warning)) == (number, True)
+
+
+@pytest.mark.parametrize("text", ["18GX", "18Gi", "-18G", "-18432", "lots", "9000000T"])
 def test_what_is_no_budget(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_budget(text)

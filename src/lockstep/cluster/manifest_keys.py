@@ -128,7 +128,7 @@ def size(low: int = 0, *, is_budget: bool = False) -> Reader:
     """Bytes, written with a unit.
 
     Args:
-        is_budget: what was written for NRT is read as NRT read it, and noted.
+        is_budget: accepts the other forms of `parse_budget`, each with a warning.
     """
 
     def read(place: Place) -> int:

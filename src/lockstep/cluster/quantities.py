@@ -24,7 +24,9 @@ _LOOSE_UNITS = {
     **{known.lower(): known for known in SIZE_UNITS},
     **{known[0].lower(): known for known in ("KB", "MB", "GB", "TB")},
 }
-"""What is meant by units in any case, by the first letter of one, and by none."""
+"""Units of budgets in any case, by their first letter, and none for bytes."""
+MIN_PLAIN_BYTES = 2**30
+"""From this number on, a budget without a unit is bytes: as MiB it would be a PiB or more, which no machine has."""
 DURATION_UNITS: Mapping[str, Fraction] = {
     "ms": Fraction(1, 1000),
     "s": Fraction(1),
@@ -57,22 +59,33 @@ def parse_size(text: str) -> int:
 
 
 def parse_budget(text: str) -> tuple[int, str]:
-    """Bytes of a size as it is written here, or as NRT, whose manifests are read, took it too: ``18gb`` and ``18G`` are
-    18GB, and a bare number is bytes.
+    """Bytes of a budget: a size as `parse_size` reads it, one with a short or lower-case unit such as ``18G`` or
+    ``18gb``, or a plain number that can only be bytes.
+
+    NRT, whose manifests are read here, means something else by some of these: its ``GB`` is 2^30 bytes, and its plain
+    numbers are MiB. So the first are read with a warning, and a plain number below `MIN_PLAIN_BYTES` is refused.
 
     Returns:
-        The bytes, and, where it is written in NRT's way, what it was taken for; else an empty text.
+        The bytes, and a warning where the size is not written with one of `SIZE_UNITS`; else an empty text.
 
     Raises:
-        ConfigError: as `parse_size`, but for those.
+        ConfigError: as `parse_size`, except for these forms.
     """
     number, unit = _split(text, _SIZE_EXAMPLES)
-    meant = _LOOSE_UNITS.get(unit.lower())
-    if unit in SIZE_UNITS or meant is None:
+    written = text.strip().removesuffix(unit).strip()
+    if not unit and 0 <= number < MIN_PLAIN_BYTES:
+        raise ConfigError(
+            f"is {text!r}, a size without a unit; write {written}MiB if it comes from NRT, which counts in MiB, or "
+            f"{written}B for bytes"
+        )
+    known = _LOOSE_UNITS.get(unit.lower())
+    if unit in SIZE_UNITS or known is None:
         return parse_size(text), ""
-    num_bytes = _whole_bytes(text, number, meant)
-    written = text.strip().removesuffix(unit).strip() + meant
-    return num_bytes, f"is {text!r}, and taken for {written} ({num_bytes:,} bytes); write {written}, or what is meant"
+    num_bytes = _whole_bytes(text, number, known)
+    read = f"{written}{known}"
+    in_nrt = f"{written}{known[0]}iB" if len(known) == 2 else ""
+    advice = f"NRT reads it as {in_nrt}; write {read} or {in_nrt}" if in_nrt else f"write {read}"
+    return num_bytes, f"is {text!r}, which is read as {read} ({num_bytes:,} bytes); {advice}"
 
 
 def _whole_bytes(text: str, number: Fraction, unit: str) -> int:
