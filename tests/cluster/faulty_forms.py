@@ -207,6 +207,27 @@ VALUES: dict[str, Case] = {
         "models.router.engine.chunking",
         ["true or false"],
     ),
+    "half a character in a prompt": (
+        "tier: resident",
+        'system_prompt: "be\\ud83dbrief"',
+        8,
+        "models.router.system_prompt",
+        ["'be\\ud83dbrief'", "half of a surrogate pair (\\ud83d)", "character 3"],
+    ),
+    "half a character in a template": (
+        "tier: resident",
+        'chat_template: "\\udc00"',
+        8,
+        "models.router.chat_template",
+        ["\\udc00"],
+    ),
+    "half a character in a key": (
+        "tier: resident",
+        '"ti\\ud800er": resident',
+        8,
+        "models.router",
+        ["has a key that is", "\\ud800"],
+    ),
     "engine limits that do not fit": (
         "tier: resident",
         "engine: {max_num_seqs: 64, max_num_batched_tokens: 8}",

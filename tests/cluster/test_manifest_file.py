@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -24,7 +25,7 @@ from lockstep.cluster.manifest import (
     SessionLimits,
     Tier,
 )
-from lockstep.cluster.manifest_file import ROUTING, dump, parse, top_keys
+from lockstep.cluster.manifest_file import ROUTING, dump, parse, plain, top_keys
 from lockstep.cluster.manifest_hosts import HOSTS, REPLICAS, TLS
 from lockstep.cluster.manifest_keys import RESOURCES, SAMPLING_KEYS, SESSIONS, engine_keys, entry_keys, remote_keys
 from lockstep.core.balancer import RoutingPolicy
@@ -259,6 +260,14 @@ def test_dollars_of_a_remote_are_not_expanded_twice() -> None:
     manifest = parse(text, environment={"HOST": "a.b", "NAME": "${HOST}$$"})
     assert manifest.entry("cloud").remote == Remote("https://a.b/v1", "${HOST}$$", "CLOUD_KEY", 2.5)
     assert parse(dump(manifest)) == manifest
+
+
+def test_a_manifest_in_json_may_write_a_character_as_a_surrogate_pair() -> None:
+    """As ``json.dumps`` does by default."""
+    entry = Entry("m", "pocket://", system_prompt="a 😀 b")
+    written = json.dumps(plain(Manifest("x", (entry,))))
+    assert "\\ud83d\\ude00" in written
+    assert parse(written).entry("m").system_prompt == "a 😀 b"
 
 
 def test_words_that_yaml_once_took_for_booleans_are_words() -> None:

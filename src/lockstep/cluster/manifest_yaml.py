@@ -192,7 +192,7 @@ class Place:
         if not isinstance(node, yaml.ScalarNode):
             raise ConfigError(f"is {self.kind}, where one value is expected")
         if kind == "str":
-            return node.value
+            return whole_characters(node.value)
         if kind == "null" and node.value in ("", "~", "null", "Null", "NULL"):
             return None
         try:
@@ -251,7 +251,11 @@ class Place:
             if not isinstance(key_node, yaml.ScalarNode) or not key_node.value:
                 self.reading.fault(self.where, "has a key that is not a name", line)
                 continue
-            key = key_node.value
+            try:
+                key = whole_characters(key_node.value)
+            except ConfigError as error:
+                self.reading.fault(self.where, f"has a key that {error}", line)
+                continue
             where = f"{self.where}.{key[:MAX_SHOWN_CHARS]}" if self.where else key[:MAX_SHOWN_CHARS]
             if key == "<<":
                 self.reading.fault(where, "is a merge of maps; write the keys out", line)
@@ -283,6 +287,28 @@ class Place:
         if self.is_map:
             return {key: place.plain() for key, place in self.entries().items()}
         return [place.plain() for place in self.items()] if self.is_list else self.scalar()
+
+
+def whole_characters(text: str) -> str:
+    r"""Join the surrogate pairs that JSON writes for one character (``\ud83d\ude00``).
+
+    Raises:
+        ConfigError: half of a pair stands alone. No UTF-8 holds it, so no prompt, reply or log line could.
+    """
+    if text.isascii() or not any(_is_surrogate(character) for character in text):
+        return text
+    joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    for index, character in enumerate(joined):
+        if _is_surrogate(character):
+            raise ConfigError(
+                f"is {shown(text)}, with half of a surrogate pair (\\u{ord(character):04x}) at character {index + 1}; "
+                "write the whole character"
+            )
+    return joined
+
+
+def _is_surrogate(character: str) -> bool:
+    return "\ud800" <= character <= "\udfff"
 
 
 def shown(value: object) -> str:
