@@ -207,6 +207,27 @@ VALUES: dict[str, Case] = {
         "models.router.engine.chunking",
         ["true or false"],
     ),
+    "sequences at once, negative": (
+        "tier: resident",
+        "engine: {max_num_seqs: -1}",
+        8,
+        "models.router.engine.max_num_seqs",
+        ["is -1", "at least 1"],
+    ),
+    "a chunk that no prompt moves on with": (
+        "tier: resident",
+        "engine: {max_chunk_tokens: 2}",
+        8,
+        "models.router.engine.max_chunk_tokens",
+        ["is 2", "at least 3"],
+    ),
+    "skips, negative": (
+        "tier: resident",
+        "engine: {max_skips: -1}",
+        8,
+        "models.router.engine.max_skips",
+        ["is -1", "at least 0"],
+    ),
     "half a character in a prompt": (
         "tier: resident",
         'system_prompt: "be\\ud83dbrief"',

@@ -16,7 +16,7 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli.flag_groups import SWITCH, Flag, OptionFlags, field_docs
 from lockstep.cli.manifests import BackendName
-from lockstep.core.policy import POSITIVE, SchedulerConfig
+from lockstep.core.policy import MIN_CHUNK_TOKENS, MIN_LIMITS, SchedulerConfig
 from lockstep.engine.options import DEFAULTS, EngineOptions
 from lockstep.errors import UsageError
 from lockstep.server.options import ServerOptions
@@ -121,8 +121,10 @@ _SPECIAL: Mapping[str, Flag] = {
     "num_blocks": Flag(also=("num-gpu-blocks-override",), low=1),
     "kv_cache_memory_bytes": Flag(),
     "host_kv_memory_bytes": Flag("swap_space_bytes", low=0),
-    "max_num_batched_tokens": Flag(low=1, shown="512, or what max-num-seqs needs"),
-    "max_chunk_tokens": Flag(also=("long-prefill-token-threshold",), low=0, default=DEFAULTS["max_chunk_tokens"]),
+    "max_num_batched_tokens": Flag(low=MIN_CHUNK_TOKENS, shown="512, or what max-num-seqs needs"),
+    "max_chunk_tokens": Flag(
+        also=("long-prefill-token-threshold",), low=MIN_CHUNK_TOKENS, default=DEFAULTS["max_chunk_tokens"]
+    ),
     "chunking": Flag(also=("enable-chunked-prefill",), default=DEFAULTS["chunking"]),
     "order": Flag(also=("scheduling-policy",), shown="fcfs; with --manifest by the models' priority"),
 }
@@ -132,7 +134,7 @@ _SPECIAL: Mapping[str, Flag] = {
 def _engine_flag(name: str) -> Flag:
     default = DEFAULTS.get(name)
     is_number = default is None or type(default) is int
-    return _SPECIAL.get(name) or Flag(low=int(name in POSITIVE) if is_number else None, default=default)
+    return _SPECIAL.get(name) or Flag(low=MIN_LIMITS.get(name, 0) if is_number else None, default=default)
 
 
 ENGINE = OptionFlags(

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from lockstep.cluster.manifest import PRIORITIES, Persona, Remote, Tier
 from lockstep.cluster.manifest_yaml import FAULTY, Place, Reader, shown
 from lockstep.cluster.quantities import duration_text, parse_budget, parse_duration, parse_size, size_text
+from lockstep.core.policy import MIN_LIMITS
 from lockstep.engine.options import EngineOptions, check_limits
 from lockstep.errors import ArtifactError, ConfigError, InvalidParameterError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
@@ -448,21 +449,18 @@ def _sampling_value(key: str) -> Reader:
 @cache
 def engine_keys() -> Mapping[str, Key]:
     """The keys of ``engine:``: the fields of EngineOptions, read by their types."""
-    special = {
-        "max_model_len": Key(whole(2)),
+    sizes = {
         "kv_cache_memory_bytes": Key(size(1), write=size_text),
         "host_kv_memory_bytes": Key(size(), write=size_text),
-        "num_blocks": Key(whole(1)),
-        "block_size": Key(whole(1)),
     }
-    return {name: special.get(name) or Key(_value(hint)) for name, hint in get_type_hints(EngineOptions).items()}
+    return {name: sizes.get(name) or Key(_value(name, hint)) for name, hint in get_type_hints(EngineOptions).items()}
 
 
-def _value(hint: Any) -> Reader:
+def _value(name: str, hint: Any) -> Reader:
     kind = get_args(hint)[0]  # without its None
     if get_origin(kind) is Literal:
         return one_of({word: word for word in get_args(kind)})
-    return flag if kind is bool else whole(0)
+    return flag if kind is bool else whole(MIN_LIMITS.get(name, 0))
 
 
 def flag(place: Place) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,6 +18,14 @@ POSITIVE = (
     *("max_num_step_seqs", "max_num_decode_seqs"),
 )
 """Fields of SchedulerConfig that are at least 1 where they are a number; the other counts may be 0."""
+MIN_LIMITS: Mapping[str, int] = {
+    **dict.fromkeys(POSITIVE, 1),
+    **dict.fromkeys(("max_chunk_tokens", "max_num_prefill_tokens", "max_num_batched_tokens"), MIN_CHUNK_TOKENS),
+    "max_model_len": 2,
+}
+"""Minimum of each field of SchedulerConfig that is a count, whatever the other fields are; 0 where it is not listed.
+
+`max_num_batched_tokens` needs more where many sequences decode at once (`least_batched_tokens`)."""
 
 Admission = Literal["optimistic", "reserve"]
 Order = Literal["fcfs", "priority", "fair"]
