@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.engine.chat_template import MAX_MESSAGES
+from lockstep.engine.loading import load_tokenizer
+from lockstep.engine.options import LoadOptions
 from lockstep.engine.template_budget import MAX_RENDERED_CHARS
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
@@ -191,6 +193,58 @@ def test_a_template_that_fails_says_so(name: str) -> None:
     with pytest.raises(ChatTemplateError, match=message):
         chat(template).encode_chat(user("x" * 1_000))
     assert MAX_RENDERED_CHARS < 10**8
+
+
+ALWAYS_FAILING = {
+    "refusal": ("{{ raise_exception('no') }}", "no conversation can be rendered: .*refused the messages: no"),
+    "filter": ("{{ messages | nosuchfilter }}", "cannot be read: No filter named 'nosuchfilter'"),
+    "filter in a branch": ("{% if messages %}{{ messages | nosuchfilter }}{% endif %}", "No filter named"),
+    "undefined": ("{{ message.content.strip() }}", "no conversation can be rendered: .*UndefinedError"),
+    "endless": ("{% for i in range(99999) %}{% for j in range(999) %}{% endfor %}{% endfor %}", "more work"),
+}
+
+
+@pytest.mark.parametrize("name", ALWAYS_FAILING)
+def test_a_template_that_fails_on_every_conversation_fails_its_check(name: str) -> None:
+    template, message = ALWAYS_FAILING[name]
+    with pytest.raises(ChatTemplateError, match=message):
+        chat(template).check_chat_template()
+
+
+PARTICULAR = {
+    "no system message": "{% if messages[0].role == 'system' %}{{ raise_exception('system') }}{% endif %}x",
+    "a system message": "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}x",
+    "an earlier answer": "{% if messages | length < 3 %}{{ raise_exception('short') }}{% endif %}x",
+    "alternating roles": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles') }}{% endif %}{% endfor %}x",
+    "tools": "{{ tools[0].function.name.upper() }}",
+    "documents": "{{ documents[0].title.upper() }}",
+    "a variable": "{% if not style %}{{ raise_exception('style') }}{% endif %}x",
+}
+
+
+@pytest.mark.parametrize("name", PARTICULAR)
+def test_a_template_that_only_some_conversations_fit_passes_its_check(name: str) -> None:
+    chat(PARTICULAR[name]).check_chat_template()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_templates_of_known_families_pass_their_check(family: str) -> None:
+    chat(FAMILIES[family]).check_chat_template()
+
+
+def test_a_template_of_the_artifact_that_always_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer(parts(byte_level(), "{{ raise_exception('no') }}"), LoadOptions())
+    (record,) = caplog.records
+    assert "only completions work" in record.getMessage()
+    assert "refused the messages: no" in record.getMessage()
+    assert tokenizer.encode("dog")
+
+
+def test_a_template_in_its_place_that_always_fails_ends_the_load() -> None:
+    given = LoadOptions(chat_template="{{ raise_exception('no') }}")
+    with pytest.raises(ChatTemplateError, match="no conversation can be rendered"):
+        load_tokenizer(parts(byte_level(), CHATML), given)
 
 
 def test_encoding_adds_the_artifacts_tokens_on_request() -> None:

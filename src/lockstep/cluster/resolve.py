@@ -72,7 +72,7 @@ def open_manifest(
     Raises:
         ArtifactError: a source cannot be served; the message names the model.
         ConfigError: a remote model says not where it is, or an ``engine`` cannot work with its model or this machine.
-        ChatTemplateError: a ``chat_template`` is not Jinja.
+        ChatTemplateError: a ``chat_template`` is not Jinja, or fails on every conversation.
     """
     for entry in manifest.entries:
         if entry.tier is Tier.REMOTE and entry.remote is None:
@@ -238,7 +238,7 @@ class Source:
             if not self.is_stub:
                 check_sizes(options.engine, machine_memory_bytes())
             if template is not None:
-                ChatTemplate(template, None, None)
+                ChatTemplate(template, None, None).check()
         except ConfigError as error:
             raise ConfigError(f"{entry.id}: {error}") from None
         except ChatTemplateError as error:

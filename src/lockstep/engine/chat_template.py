@@ -41,6 +41,20 @@ _CUTTING_METHODS = frozenset((
     "split", "startswith",
 ))  # fmt: skip
 """Of strings: what they are given is looked for."""
+_SYSTEM = {"role": "system", "content": "Answer briefly."}
+_USER = {"role": "user", "content": "Hello"}
+_TURN = (_USER, {"role": "assistant", "content": "Hello."}, _USER)
+_TRIED_MESSAGES: Sequence[Sequence[Mapping[str, object]]] = ((_USER,), (_SYSTEM, _USER), _TURN, (_SYSTEM, *_TURN))
+"""Conversations that `ChatTemplate.check` tries: some templates demand a system message, or an earlier answer."""
+_TRIED_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "now",
+        "description": "The time.",
+        "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+    },
+}
+_TRIED_DOCUMENT = {"title": "A title", "text": "A text."}
 
 
 class ChatTemplate:
@@ -130,6 +144,35 @@ class ChatTemplate:
 
     def _tree(self) -> Template:
         return self._environment.parse(self.source)
+
+    def check(self) -> None:
+        """Render the conversations of `_TRIED_MESSAGES`: plain, with tools and documents, and with the template's own
+        variables set. One that succeeds is enough.
+
+        Raises:
+            ChatTemplateError: all of them fail. The message has the reason for a single user message.
+        """
+        tools: dict[str, object] = {"tools": [_TRIED_TOOL], "documents": [_TRIED_DOCUMENT]}
+        own = {name: True for name in self._own_variables() if name not in tools}
+        reason = ""
+        for variables in ({}, tools, {**tools, **own}):
+            for messages in _TRIED_MESSAGES:
+                try:
+                    self.render(self.context(messages, True, variables), None)
+                except ChatTemplateError as error:
+                    if error.param is None:  # stopped for its cost, and so is the next one
+                        raise
+                    reason = reason or str(error)
+                else:
+                    return
+        raise ChatTemplateError(f"no conversation can be rendered: {reason}")
+
+    def _own_variables(self) -> list[str]:
+        """Names that requests set by ``chat_template_kwargs``, in alphabetical order."""
+        from jinja2.meta import find_undeclared_variables
+
+        names = find_undeclared_variables(self._tree()) - set(RESERVED) - self._environment.globals.keys()
+        return sorted(names)
 
     def context(
         self,

@@ -13,7 +13,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import namespace_of
 from lockstep.engine.options import LoadOptions, Progress, plan_config
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import UsageError
+from lockstep.errors import ChatTemplateError, UsageError
 from lockstep.executors.base import Executor
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.executors.machine import anonymous_memory_bytes, available_memory_bytes
@@ -75,7 +75,7 @@ def load_model(
 
     Raises:
         ArtifactError: the artifact cannot be served.
-        ChatTemplateError: ``options.chat_template`` is not Jinja.
+        ChatTemplateError: ``options.chat_template`` is not Jinja, or fails on every conversation.
         ConfigError: the limits cannot work with it.
         UsageError: an option names something that this machine does not have.
     """
@@ -95,7 +95,7 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
     before_bytes = anonymous_memory_bytes()  # with the libraries imported, which are no model's
     cache_dir = options.cache_dir or default_cache_dir()
     artifact = open_artifact(source, cache_dir=cache_dir, progress=download_stage(report))
-    tokenizer = _tokenizer(artifact.load_tokenizer(), options)
+    tokenizer = load_tokenizer(artifact.load_tokenizer(), options)
     executor = load_executor(artifact, replace(options.openvino, cache_dir=cache_dir), report)
     try:
         config = plan_config(options.engine, executor.geometry, available_memory_bytes())
@@ -123,7 +123,7 @@ def _load_stub(source: str, options: LoadOptions, report: Progress) -> tuple[Loa
     stub = StubOptions.parse(source)
     executor = StubExecutor(stub)
     config = plan_config(options.engine, executor.geometry, STUB_POOL_BYTES)
-    tokenizer = _tokenizer(stub_tokenizer_parts(stub.name), options)
+    tokenizer = load_tokenizer(stub_tokenizer_parts(stub.name), options)
     grammars = _grammars(tokenizer, executor)
     return LoadedModel(stub.name, source, f"stub-{stub.name}", executor, tokenizer, grammars, {}), config
 
@@ -168,12 +168,25 @@ def download_stage(report: Progress) -> DownloadProgress:
     return lambda name, have, total: report(f"download {name}", have / max(total, 1))
 
 
-def _tokenizer(parts: TokenizerParts, options: LoadOptions) -> Tokenizer:
-    """The tokenizer; a template that was given is compiled now, so that a fault in it is not every request's."""
-    if options.chat_template is None:
-        return Tokenizer(parts)
-    tokenizer = Tokenizer(replace(parts, chat_template=options.chat_template))
-    tokenizer.check_chat_template()
+def load_tokenizer(parts: TokenizerParts, options: LoadOptions) -> Tokenizer:
+    """The tokenizer, with a chat template that was tried.
+
+    A template of the options that fails ends the load. The artifact's own is a warning: completions do not need it.
+    """
+    if options.chat_template is not None:
+        tokenizer = Tokenizer(replace(parts, chat_template=options.chat_template))
+        tokenizer.check_chat_template()
+        return tokenizer
+    tokenizer = Tokenizer(parts)
+    if tokenizer.has_chat_template:
+        try:
+            tokenizer.check_chat_template()
+        except ChatTemplateError as error:
+            log.warning(
+                "the model's own chat template fails, so chats are refused and only completions work; "
+                "give another with --chat-template FILE (%s)",
+                error,
+            )
     return tokenizer
 
 

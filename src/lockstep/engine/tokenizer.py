@@ -238,8 +238,8 @@ class Tokenizer:
         return frozenset(i for i in ids if i in self.special_token_ids)
 
     def check_chat_template(self) -> None:
-        """Compile the template; ChatTemplateError where it cannot be read."""
-        self._chat_template()
+        """Compile and try the template; ChatTemplateError where it cannot be read or fails on every conversation."""
+        self._chat_template().check()
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
