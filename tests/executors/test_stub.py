@@ -109,11 +109,33 @@ def test_the_tokenizer_maps_bytes_and_specials_both_ways() -> None:
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("stub://x?colour=red", "unknown stub option 'colour'; known: field"), ("stub://x?step_ms=soon", "step_ms")],
+    [
+        ("stub://x?colour=red", "unknown stub option 'colour'; known: field"),
+        ("stub://x?step_mss=1", "unknown stub option 'step_mss' (did you mean 'step_ms'?)"),
+        ("stub://x?colour", "unknown stub option 'colour'"),
+        ("stub://x?step_ms=", "step_ms has no value"),
+        ("stub://x?step_ms=soon", "step_ms is 'soon' and must be a number, at least 0"),
+        ("stub://x?step_ms=-1", "step_ms is '-1' and must be a number, at least 0"),
+        ("stub://x?load_ms=nan", "load_ms is 'nan' and must be a number, at least 0"),
+        ("stub://x?fail_every=1.5", "fail_every is '1.5' and must be a whole number, at least 0"),
+        ("stub://x?block_size=0", "block_size is '0' and must be a whole number, at least 1"),
+        ("stub://x?decode_equals_prefill=perhaps", "decode_equals_prefill is 'perhaps' and must be true or false"),
+    ],
 )
 def test_a_wrong_option_is_named(source: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError) as caught:
         StubOptions.parse(source)
+    assert message in str(caught.value)
+
+
+def test_all_wrong_options_are_reported_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        StubOptions.parse("stub://x?typo=1&step_mss=2&load_ms=x")
+    assert str(caught.value).startswith(
+        "stub://x?typo=1&step_mss=2&load_ms=x: unknown stub option 'typo'; "
+        "unknown stub option 'step_mss' (did you mean 'step_ms'?); "
+        "load_ms is 'x' and must be a number, at least 0; known: field, ids, "
+    )
 
 
 def test_a_stub_says_of_itself_what_its_source_says() -> None:

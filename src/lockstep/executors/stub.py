@@ -9,6 +9,7 @@ too few, what it always says is a token each (`HEAD_ID`, `MAX_ID`), so that with
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ import numpy as np
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, ExecutorError, UsageError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
+from lockstep.spelling import MAX_LISTED, did_you_mean
 
 SCHEME = "stub://"
 SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -43,6 +45,8 @@ KEYWORDS: tuple[tuple[tuple[str, ...], str], ...] = (
 NONE_OF_THESE = "none"
 MAX_ANSWERS_BYTES = 16 << 20
 """Maximum size of a file of answers."""
+_LEAST: Mapping[str, int] = {"max_model_len": 2, "block_size": 1}
+"""Minimum of a stub's option; 0 where it is not listed."""
 _MAX = " max="
 _CHOSEN_LOGIT = 100.0
 
@@ -74,18 +78,48 @@ class StubOptions:
 
     @classmethod
     def parse(cls, source: str) -> StubOptions:
-        """Read a ``stub://`` source; UsageError names an unknown option or a value of the wrong type."""
+        """Read a ``stub://`` source.
+
+        Raises:
+            UsageError: it has unknown options or values of a wrong kind; the message lists all of them.
+        """
         parts = urlsplit(source)
+        known = [each.name for each in fields(cls) if each.name != "name"]
         values: dict[str, object] = {"name": parts.netloc or "stub"}
-        known = [f.name for f in fields(cls) if f.name != "name"]
-        for key, text in parse_qsl(parts.query):
+        faults: list[str] = []
+        for key, text in parse_qsl(parts.query, keep_blank_values=True):
+            value: object = text.split(",") if key == "ids" else text
             if key not in known:
-                raise UsageError(f"{source}: unknown stub option {key!r}; known: {', '.join(known)}")
-            values[key] = text.split(",") if key == "ids" else text
-        try:
-            return msgspec.convert(values, cls, strict=False)
-        except msgspec.ValidationError as error:
-            raise UsageError(f"{source}: {error}") from None
+                hint = did_you_mean(key, known)
+                faults.append(f"unknown stub option {key!r}{hint and f' ({hint})'}")
+            elif not text:
+                faults.append(f"{key} has no value")
+            elif not _can_be(cls, key, value):
+                faults.append(f"{key} is {text!r} and must be {_kind_of(cls, key)}")
+            values[key] = value
+        if faults:
+            shown = [*faults[:MAX_LISTED], "…"] if len(faults) > MAX_LISTED else faults
+            raise UsageError(f"{source}: {'; '.join(shown)}; known: {', '.join(known)}")
+        return msgspec.convert(values, cls, strict=False)
+
+
+def _can_be(owner: type[StubOptions], key: str, value: object) -> bool:
+    """True if an option's text is of its type, and within its range where it is a number."""
+    try:
+        read = getattr(msgspec.convert({"name": "", key: value}, owner, strict=False), key)
+    except msgspec.ValidationError:
+        return False
+    is_number = isinstance(read, int | float) and not isinstance(read, bool)
+    return not is_number or (math.isfinite(read) and read >= _LEAST.get(key, 0))
+
+
+def _kind_of(owner: type[StubOptions], key: str) -> str:
+    """An option's type and range in words."""
+    default = next(each.default for each in fields(owner) if each.name == key)
+    if isinstance(default, bool):
+        return "true or false"
+    kind = "a whole number" if isinstance(default, int) else "a number"
+    return f"{kind}, at least {_LEAST.get(key, 0)}"
 
 
 class ScriptedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
