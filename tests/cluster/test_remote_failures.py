@@ -10,6 +10,7 @@ from contextlib import aclosing
 import pytest
 
 from lockstep.cluster.breaker import BreakerState
+from lockstep.cluster.completion_chunks import MAX_REASON_CHARS
 from lockstep.cluster.remote_exchange import Patience
 from lockstep.core.request import FinishReason
 from lockstep.errors import (
@@ -22,6 +23,7 @@ from lockstep.errors import (
     UnavailableError,
 )
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker.logs import FIELDS
 from tests.cluster.remotes import (
     HEAD,
     KEY,
@@ -46,9 +48,9 @@ PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\n\r\
 CUT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9999\r\n\r\n"
 PINGS: list[bytes | float] = [b": ping\n\n", 0.2] * round(HANG_S / 0.2)
 FAILURES: dict[str, tuple[Reply, type[LockstepError], str]] = {
-    "500": (refuses(500, {"error": {"message": "boom"}}), RemoteFailedError, "answered 500: boom"),
-    "500, no JSON": (refuses(500), RemoteFailedError, "answered 500"),
-    "502": (refuses(502, "bad gateway"), RemoteFailedError, "502: bad gateway"),
+    "500": (refuses(500, {"error": {"message": "boom"}}), RemoteFailedError, "answered with status 500"),
+    "500, no JSON": (refuses(500), RemoteFailedError, "answered with status 500"),
+    "502": (refuses(502, "bad gateway"), RemoteFailedError, "answered with status 502"),
     "504": (refuses(504), DeadlineError, "504"),
     "redirect": (refuses(307, None, "Location: http://example.com/"), RemoteFailedError, "redirect"),
     "nothing": (says(), RemoteFailedError, "broke the connection"),
@@ -64,8 +66,12 @@ FAILURES: dict[str, tuple[Reply, type[LockstepError], str]] = {
     "choice 7": (says(BEGUN + chunk({"content": "a"}, index=7)), RemoteFailedError, "choice 7 of 1"),
     "a call": (says(BEGUN + chunk({"tool_calls": [{"index": 0}]})), RemoteFailedError, "a call of a function"),
     "content type": (says(PLAIN), RemoteFailedError, "text/html"),
-    "error frame": (says(BEGUN + event({"error": {"message": "boom"}})), RemoteFailedError, "ended its answer: boom"),
-    "error frame first": (says(HEAD + event({"error": "boom"})), RemoteFailedError, "ended its answer: boom"),
+    "error frame": (
+        says(BEGUN + event({"error": {"message": "boom"}})),
+        RemoteFailedError,
+        "ended its answer with an error",
+    ),
+    "error frame first": (says(HEAD + event({"error": "boom"})), RemoteFailedError, "ended its answer with an error"),
     "ending": (says(BEGUN + chunk({}, "abort")), RemoteFailedError, "'abort'"),
 }
 SILENCES = {
@@ -116,6 +122,48 @@ async def test_refusals_are_told_and_say_nothing_against_the_server(
         assert KEY not in str(caught.value)
         assert getattr(caught.value, "param", None) == error.get("param")
         assert model.state is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (refuses(402, {"error": {"message": "account acme-7 is out of credit"}}), RemoteFailedError),
+        (refuses(404, {"error": {"message": "account acme-7 has no such model"}}), RemoteFailedError),
+        (refuses(429, {"error": {"message": "quota of account acme-7"}}, "Retry-After: 9"), UnavailableError),
+        (refuses(500, {"error": {"message": f"at /srv/acme-7/app.py with {KEY}"}}), RemoteFailedError),
+        (refuses(503, "acme-7 is down"), UnavailableError),
+        (refuses(504, "acme-7 timed out"), DeadlineError),
+        (says(BEGUN + event({"error": {"message": "acme-7"}})), RemoteFailedError),
+        (says(BEGUN + event({"error": {"message": "acme-7", "type": "timeout_error"}})), DeadlineError),
+    ],
+)
+async def test_text_of_a_failure_goes_to_the_log_and_not_to_the_client(
+    reply: Reply, kind: type[LockstepError], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with crooked(reply) as server, remote(server.url) as model:
+        with pytest.raises(kind) as caught:
+            await events_of(model)
+    assert "acme-7" not in str(caught.value)
+    (line,) = [record for record in caplog.records if hasattr(record, FIELDS)]
+    assert "acme-7" in getattr(line, FIELDS)["reply"]
+    assert KEY not in getattr(line, FIELDS)["reply"]
+    assert getattr(caught.value, "retry_after_s", None) in (None, 1.0, 9.0)
+
+
+async def test_text_of_a_failure_is_cut_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with crooked(refuses(500, "x" * 10_000)) as server, remote(server.url) as model:
+        with pytest.raises(RemoteFailedError):
+            await events_of(model)
+    (line,) = [record for record in caplog.records if hasattr(record, FIELDS)]
+    assert getattr(line, FIELDS)["reply"] == "x" * MAX_REASON_CHARS
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_text_of_a_refused_request_goes_to_the_client(status: int) -> None:
+    error = {"message": "top_p: too high", "param": "top_p"}
+    async with crooked(refuses(status, {"error": error})) as server, remote(server.url) as model:
+        with pytest.raises(InvalidParameterError, match=rf"refused the request \({status}\): top_p: too high"):
+            await events_of(model)
 
 
 async def test_a_call_whose_time_is_up_may_be_ended_in_the_same_moment() -> None:

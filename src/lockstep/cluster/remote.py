@@ -29,6 +29,7 @@ from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, UnavailableError
 from lockstep.version import __version__
 from lockstep.worker.health import backoff_s
+from lockstep.worker.logs import FIELDS
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class RemoteModel:
         """For planning a call; without a vocabulary."""
         self._options = options or RemoteOptions()
         self._clock = clock
+        self._api_key = api_key
         self._model = remote.model or entry.id
         self._silence_s = remote.timeout_s
         self._server = ServerName(entry.id, remote.api_key_env)
@@ -215,6 +217,10 @@ class RemoteModel:
         return admission
 
     def _count(self, admission: Admission, refused: AttemptError) -> None:
+        if refused.reply:
+            reply = refused.reply.replace(self._api_key, "[key]") if self._api_key else refused.reply
+            extra = {FIELDS: {"reply": reply}}
+            log.warning("remote %s failed: %s", self.entry.id, refused.error, extra=extra)
         if not refused.is_fault:
             self._breaker.succeeded(admission)
             return

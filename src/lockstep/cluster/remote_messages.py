@@ -2,8 +2,9 @@
 another server as ours. Pure.
 
 Everything that a request says is sent, or refused by name here; what the other server refuses comes back as its answer.
-Priority, tenant and session are this cluster's own and are not sent. Clients are shown the entry's id and the other
-server's own words, but never its address, and nothing of what it says about our key.
+Priority, tenant and session are this cluster's own and are not sent. Clients are shown the entry's id and never the
+other server's address. They are shown its text only where it refuses their request (400, 413, 422): it contains what to
+change. The text of every other failure goes to the log, except what it says about our key.
 """
 
 from __future__ import annotations
@@ -63,8 +64,6 @@ RETRY_AFTER_S = 1.0
 """Where the other server does not say when."""
 MAX_RETRY_AFTER_S = 3_600.0
 NO_REASON = "no reason given"
-_OF_THE_REQUEST = ("invalid_request_error", "timeout_error")
-"""Types of errors that say nothing against the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,13 +320,15 @@ class AttemptError(Exception):
         error: for the caller.
         is_fault: whether it counts against the other server.
         may_retry: whether the same request may be sent again at once: nothing of an answer has come.
+        reply: text of the other server, for the log; clients are not shown it.
     """
 
-    def __init__(self, error: RequestError, *, is_fault: bool = True, may_retry: bool = False) -> None:
+    def __init__(self, error: RequestError, *, is_fault: bool = True, may_retry: bool = False, reply: str = "") -> None:
         super().__init__(str(error))
         self.error = error
         self.is_fault = is_fault
         self.may_retry = may_retry
+        self.reply = reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,41 +356,49 @@ def of_status(server: ServerName, status: int, retry_after: str | None, body: by
             RemoteFailedError(f"{server} refused our key ({status}); its entry has {given}"), is_fault=False
         )
     message, param, code = _error_of(body)
-    text = f"{server} answered {status}: {message}"
     if status in (400, 413, 422):
         kind = PromptTooLongError if code == "context_length_exceeded" else InvalidParameterError
+        text = f"{server} refused the request ({status}): {message or NO_REASON}"
         return AttemptError(kind(text, param=param), is_fault=False)
     if status in (408, 504):
-        return AttemptError(DeadlineError(text), is_fault=status == 504)
-    if status == 502:
-        return AttemptError(RemoteFailedError(text), may_retry=True)
+        error: RequestError = DeadlineError(f"{server} did not answer in time ({status})")
+        return AttemptError(error, is_fault=status == 504, reply=message)
     if status in (429, 503, 529):
-        error = UnavailableError(text, retry_after_s=_seconds(retry_after))
         is_overloaded = status in (429, 529)
-        return AttemptError(error, is_fault=not is_overloaded, may_retry=not is_overloaded and retry_after is None)
+        how = "takes no more requests now" if is_overloaded else "cannot answer now"
+        wait_s = _seconds(retry_after)
+        error = UnavailableError(f"{server} {how} ({status}); try again in {wait_s:g} s", retry_after_s=wait_s)
+        may_retry = not is_overloaded and retry_after is None
+        return AttemptError(error, is_fault=not is_overloaded, may_retry=may_retry, reply=message)
     if status == 404:
-        text += "; correct its remote.base_url (OpenAI's ends in /v1) or remote.model"
-    return AttemptError(RemoteFailedError(text), is_fault=status < 400 or status >= 500, may_retry=status >= 500)
+        how = "has no such model or path (404); correct its remote.base_url (OpenAI's ends in /v1) or remote.model"
+    else:
+        how = f"answered with status {status}; the server's log has the text of its answer"
+    is_fault = status < 400 or status >= 500
+    return AttemptError(RemoteFailedError(f"{server} {how}"), is_fault=is_fault, may_retry=status >= 500, reply=message)
 
 
 def of_frame(server: ServerName, error: Any) -> AttemptError:
     """The failure of an error in the middle of a stream."""
     type_ = error.get("type") if isinstance(error, dict) else None
-    text = f"{server} ended its answer: {error_message(error) or NO_REASON}"
-    kind = DeadlineError if type_ == "timeout_error" else RemoteFailedError
-    return AttemptError(kind(text), is_fault=type_ not in _OF_THE_REQUEST)
+    message = error_message(error)
+    if type_ == "invalid_request_error":
+        return AttemptError(RemoteFailedError(f"{server} ended its answer: {message or NO_REASON}"), is_fault=False)
+    if type_ == "timeout_error":
+        return AttemptError(DeadlineError(f"{server} did not answer in time"), is_fault=False, reply=message)
+    how = "ended its answer with an error; the server's log has its text"
+    return AttemptError(RemoteFailedError(f"{server} {how}"), reply=message)
 
 
 def _error_of(body: bytes) -> tuple[str, str | None, str | None]:
-    """Message, parameter and code of an error body of OpenAI's shape, or of any other."""
+    """Message (may be empty), parameter and code of an error body of OpenAI's shape, or of any other."""
     try:
         value: Any = msgspec.json.decode(body)
     except ValueError:
         value = body.decode("utf-8", "replace")
     error = value.get("error", value) if isinstance(value, dict) else value
     param, code = (error.get("param"), error.get("code")) if isinstance(error, dict) else (None, None)
-    message = error_message(error) or NO_REASON
-    return message, param if isinstance(param, str) else None, code if isinstance(code, str) else None
+    return error_message(error), param if isinstance(param, str) else None, code if isinstance(code, str) else None
 
 
 def _seconds(retry_after: str | None) -> float:
