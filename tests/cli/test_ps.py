@@ -46,7 +46,7 @@ def test_a_server_of_one_model_is_shown_without_bounds(capsys: pytest.CaptureFix
     shown = capsys.readouterr().out.splitlines()
     row = ["org/alpha", "resident", "resident", "800.0", "MB", "800.0", "MB", "0", "0", "0/-", "0", "-"]
     assert shown[1].split() == row
-    assert "gpu_budget: 800.0 MB in use, unbounded" in shown
+    assert "memory for models: 800.0 MB in use, no limit set" in shown
 
 
 def test_what_cannot_be_recorded_is_a_warning_and_the_server_is_ready_all_the_same(
@@ -80,11 +80,11 @@ def test_a_budget_that_was_cut_says_so() -> None:
     assert "far        remote    remote            -         -" in shown
 
 
-def test_what_nothing_bounds_is_unbounded() -> None:
+def test_a_budget_that_is_not_set_is_shown_as_memory_without_a_limit() -> None:
     from msgspec.structs import replace
 
     snapshot = replace(Managed().snapshot(), budgets=(BudgetSnapshot("ram_budget", None, None, 5_000),))
-    assert "ram_budget: 5.0 kB in use, unbounded" in text_of(snapshot)
+    assert "memory for standby models: 5.0 kB in use, no limit set" in text_of(snapshot)
 
 
 @pytest.mark.parametrize(

@@ -363,6 +363,7 @@ def test_with_keys_it_asks_for_one_and_keeps_it_to_itself(open_page: Open) -> No
         page.get_by_role("button", name="Use").click()
         expect(page.locator("#models tbody tr")).to_have_count(1)
         expect(page.locator("#key")).to_be_hidden()
+        expect(page.locator("#budgets .bar").first).to_have_text(re.compile("^memory for models.*, no limit set$"))
         assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
         page.reload()
         expect(page.locator("#key")).to_be_visible()

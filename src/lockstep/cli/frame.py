@@ -27,6 +27,7 @@ from lockstep.cli.grid import (
     plain,
 )
 from lockstep.cli.ps import size
+from lockstep.cluster.budget import NO_LIMIT, memory_of
 from lockstep.cluster.figures import EngineFigures
 from lockstep.cluster.snapshot import ModelSnapshot
 from lockstep.report.document import ABSENT
@@ -200,6 +201,10 @@ def _memory(view: View, width: int) -> list[Text]:
     for budget in view.reading.cluster.budgets:
         if budget.effective_bytes is None and not budget.used_bytes:
             continue
+        if budget.effective_bytes is None:
+            name = memory_of(plain(budget.name))
+            rows.append(Text.assemble((name, "cyan"), f"  {size(budget.used_bytes)} in use, {NO_LIMIT}"))
+            continue
         bar = _bar(budget.used_bytes, budget.effective_bytes, cells)
         rows.append(Text.assemble((f"{plain(budget.name):<12}", "cyan"), bar))
     for tier in view.reading.figures.tiers:
@@ -217,7 +222,7 @@ def _memory(view: View, width: int) -> list[Text]:
 
 def _bar(used: int, whole: int | None, cells: int) -> Text:
     if whole is None:
-        return Text.assemble((" " * cells, ""), f" {size(used):>8} in use, unbounded")
+        return Text.assemble((" " * cells, ""), f" {size(used):>8} in use, {NO_LIMIT}")
     share = min(1.0, used / whole) if whole else 0.0
     full = round(share * cells) or int(used > 0)
     style = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"

@@ -232,8 +232,10 @@ def _place_row(place: PlaceSnapshot) -> tuple[str, ...]:
 
 
 def _budget(budget: BudgetSnapshot) -> str:
+    from lockstep.cluster.budget import NO_LIMIT, memory_of
+
     if budget.effective_bytes is None:
-        return f"{budget.name}: {size(budget.used_bytes)} in use, unbounded"
+        return f"{memory_of(budget.name)}: {size(budget.used_bytes)} in use, {NO_LIMIT}"
     cut = ""
     if budget.declared_bytes is not None and budget.declared_bytes != budget.effective_bytes:
         cut = f", cut from {size(budget.declared_bytes)} to what the machine has"

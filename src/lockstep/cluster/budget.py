@@ -15,6 +15,7 @@ COLUMNS = ("resident", "in memory", "size", "verdict")
 """Of a table, after who it is about."""
 GPU_BUDGET = "gpu_budget"
 RAM_BUDGET = "ram_budget"
+NO_LIMIT = "no limit set"
 
 
 class Origin(StrEnum):
@@ -99,11 +100,16 @@ class Budget:
         """One line: what is needed of it, and whether the machine has it."""
         needed = f"{self.name}: {megabytes(self.needed_bytes)} needed"
         if self.effective_bytes is None:
-            return f"{needed}, no bound"
+            return f"{memory_of(self.name)}: {megabytes(self.needed_bytes)} needed, {NO_LIMIT}"
         text = f"{needed} of {megabytes(self.effective_bytes)}"
         if self.is_cut and self.declared_bytes is not None:
             text += f" (declared {megabytes(self.declared_bytes)}; the machine has no more)"
         return f"{text}, {megabytes(self.excess_bytes)} too much" if self.excess_bytes else text
+
+
+def memory_of(name: str) -> str:
+    """The memory that a budget would limit, in words; for budgets that are not set, also where there is no GPU."""
+    return {GPU_BUDGET: "memory for models", RAM_BUDGET: "memory for standby models"}.get(name, name)
 
 
 class Budgets(NamedTuple):

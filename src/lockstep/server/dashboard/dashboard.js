@@ -21,7 +21,6 @@ const count = (value) => value === null || value === undefined ? "–" : whole.f
 const rate = (value) => value === null || !isFinite(value) ? "–" : value >= 100 ? count(value) : value.toFixed(1);
 const percent = (value) => value === null || !isFinite(value) ? "–" : `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
 function bytes(value) {
-  if (value === null || value === undefined) return "no bound";
   const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
   while (value >= 1000 && at < units.length - 1) { value /= 1000; at += 1; }
@@ -257,7 +256,8 @@ function* showNow() {
   rates.push([[Date.now() / 1000, sum("tokens_per_s"), running, waiting]], NUM_POINTS);
 }
 function* showBudgets() {
-  const bars = cluster.budgets.map((each) => [each.name.replace("_", " "), each.used_bytes, each.effective_bytes, ""]);
+  const unlimited = { gpu_budget: "memory for models", ram_budget: "memory for standby models" };
+  const bars = cluster.budgets.map((each) => [each.effective_bytes === null && unlimited[each.name] || each.name.replace("_", " "), each.used_bytes, each.effective_bytes, ""]);
   for (const tier of figures.tiers)
     bars.push([`kept KV, ${tier.name}`, tier.num_bytes, tier.budget_bytes, `; ${count(tier.num_loaded)} blocks came back`]);
   const into = byId("budgets");
@@ -273,7 +273,7 @@ function* showBudgets() {
     const track = row.querySelector(".fill");
     track.style.width = `${100 * part}%`;
     track.className = part > 0.9 ? "fill full" : "fill";
-    setText(row.children[2], `${bytes(used)} of ${bytes(most)}${more}`);
+    setText(row.children[2], most === null ? `${bytes(used)}, no limit set${more}` : `${bytes(used)} of ${bytes(most)}${more}`);
   });
 }
 function* showCluster() {
