@@ -359,6 +359,7 @@ def test_with_keys_it_asks_for_one_and_keeps_it_to_itself(open_page: Open) -> No
         page = open_page(server)
         expect(page.locator("#key")).to_be_visible()
         expect(page.locator("#models tbody tr")).to_have_count(0)
+        expect(page.locator("#key")).to_contain_text("without a header name")
         page.fill("#key input", "secret-key")
         page.get_by_role("button", name="Use").click()
         expect(page.locator("#models tbody tr")).to_have_count(1)
@@ -367,6 +368,15 @@ def test_with_keys_it_asks_for_one_and_keeps_it_to_itself(open_page: Open) -> No
         assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
         page.reload()
         expect(page.locator("#key")).to_be_visible()
+
+
+@pytest.mark.parametrize("pasted", [" secret-key ", "Bearer secret-key", "Authorization: Bearer secret-key"])
+def test_a_key_may_be_pasted_as_a_header_has_it(open_page: Open, pasted: str) -> None:
+    with serve("stub://one", "--api-key", "secret-key", *IN_THREAD) as server:
+        page = open_page(server)
+        page.fill("#key input", pasted)
+        page.get_by_role("button", name="Use").click()
+        expect(page.locator("#models tbody tr")).to_have_count(1)
 
 
 @pytest.mark.slow

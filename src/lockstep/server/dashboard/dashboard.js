@@ -69,7 +69,7 @@ function live(text, kind) {
 byId("key").addEventListener("submit", (event) => {
   event.preventDefault();
   const field = byId("key").querySelector("input");
-  apiKey = field.value;
+  apiKey = field.value.trim().replace(/^(?:authorization\s*:\s*)?bearer\s+/i, "");
   field.value = "";
   byId("key").hidden = true;
   restart();
