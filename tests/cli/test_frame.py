@@ -13,6 +13,7 @@ from lockstep.cli.frame import SORTS, Look, frame
 from lockstep.cluster.figures import EngineFigures, StoreTier
 from lockstep.cluster.snapshot import BudgetSnapshot, SessionSnapshot
 from tests.cli.views import URL, snapshot_of, view_of
+from tests.server.managing import Hosted
 
 MANY = tuple(f"model-{at:02}" for at in range(50))
 HOSTILE = "x\x1b]0;owned\x07[bold]\n" + "宽" * 40
@@ -144,6 +145,30 @@ def test_memory_is_a_bar_for_each_budget_and_tier() -> None:
     assert ram == "memory for standby models  5.0 kB in use, no limit set"
     [host] = [line for line in lines if line.startswith("kv on host")]
     assert host.endswith("5.0 MB of 10.0 MB   50%  loaded 3  rejected 2  evicted 0  7 blocks")
+
+
+def test_hosts_and_replicas_are_shown_where_there_are_several_hosts() -> None:
+    lines = lines_of(view_of(Hosted().snapshot()), width=160)
+    at = next(index for index, line in enumerate(lines) if line.startswith("HOST "))
+    assert lines[at].split() == ["HOST", "ADDRESS", "STATE", "REPLICAS", "FREE"]
+    assert [line.split()[:4] for line in lines[at + 1 : at + 4]] == [
+        ["a", "10.0.0.1", "there", "1"],
+        ["b", "10.0.0.2", "there", "1"],
+        ["gone", "10.0.0.3", "lost", "0"],
+    ]
+    assert lines[at + 4].split()[:4] == ["REPLICA", "STATE", "HOST", "ADDRESS"]
+    assert [line.split()[:3] for line in lines[at + 5 : at + 8]] == [
+        ["router#0", "ready", "a"],
+        ["router#1", "loading", "b"],
+        ["org/legal#0", "waiting", "-"],
+    ]
+    assert any("org/legal#0 is waiting: no host has 4 CPU free" in line for line in lines[:6])
+
+
+def test_a_cluster_on_one_machine_has_no_hosts() -> None:
+    heads = [line.split()[0] for line in lines_of(view_of(snapshot_of())) if line]
+    assert "HOST" not in heads
+    assert "REPLICA" not in heads
 
 
 def test_sessions_and_requests_and_events_stand_newest_first() -> None:

@@ -26,7 +26,7 @@ from lockstep.cli.grid import (
     percent,
     plain,
 )
-from lockstep.cli.ps import size
+from lockstep.cli.ps import host_row, place_row, size
 from lockstep.cluster.budget import NO_LIMIT, memory_of
 from lockstep.cluster.figures import EngineFigures
 from lockstep.cluster.snapshot import ModelSnapshot
@@ -40,7 +40,7 @@ MIN_NAME = 14
 _STYLES = {
     **dict.fromkeys(("resident", "ready", "active", "running"), "green"),
     **dict.fromkeys(("loading", "unloading", "starting", "draining", "waiting"), "yellow"),
-    **dict.fromkeys(("failed", "dropped", "dead"), "bold red"),
+    **dict.fromkeys(("failed", "dropped", "dead", "lost", "unreachable"), "bold red"),
     **dict.fromkeys(("standby", "idle", "ended"), "dim"),
 }
 _TOP_BAR = 24
@@ -88,6 +88,26 @@ _REQUEST_COLUMNS = (
     Column("ENDED", 3, 6, True),
     Column("WHY IT WAITED", 9, 0, True),
 )
+_HOST_COLUMNS = (
+    Column("HOST", 0, MIN_NAME, True),
+    Column("ADDRESS", 3, 0, True),
+    Column("STATE", 1, 5, True),
+    Column("REPLICAS", 2),
+    Column("FREE", 4, 0, True),
+)
+_PLACE_COLUMNS = (
+    Column("REPLICA", 0, MIN_NAME, True),
+    Column("STATE", 1, 8, True),
+    Column("HOST", 2, 0, True),
+    Column("ADDRESS", 8, 0, True),
+    Column("RUNNING", 3),
+    Column("ROUTED", 4, 6),
+    Column("RETRIED", 6),
+    Column("CACHED", 7, 6),
+    Column("STARTS", 5),
+    Column("AWAY", 9, 0, True),
+    Column("PID", 10),
+)
 SORTS = ("", "MODEL", "STATE", "RUN", "WAIT", "TOK/S", "TTFT p50", "p95", "KV", "HITS", "SESSIONS", "REQUESTS", "IDLE")
 """Heads of columns that models are sorted by, in turn; empty: as the manifest has them."""
 
@@ -128,15 +148,14 @@ def frame(view: View, look: Look, width: int, height: int | None, keys: str = ""
     memory, models = Section(None, _memory(view, width)), _models(view, look, width)
     is_wide = width >= WIDE
     half = (width - len(GAP)) // 2 if is_wide else width
-    requests = _requests(view, width)
     sessions, events = _sessions(view, half), _events(view, half)
-    asked = [] if requests is None else [requests]
+    middle = [*_hosts(view, width), *_requests(view, width)]
     below = [max(sessions.height, events.height)] if is_wide else [sessions.height, events.height]
-    wants = [each.height for each in (models, memory, *asked)] + below
+    wants = [each.height for each in (models, memory, *middle)] + below
     heights = wants if height is None else allot(height - len(head) - len(foot), wants)
     lines = [*head, *memory.fit(heights[1]), *models.fit(heights[0])]
-    if requests is not None:
-        lines += requests.fit(heights[2])
+    for section, lines_of_it in zip(middle, heights[2:], strict=False):
+        lines += section.fit(lines_of_it)
     if is_wide:
         lines += beside(sessions.fit(heights[-1]), events.fit(heights[-1]), half)
     else:
@@ -176,6 +195,8 @@ def _header(view: View, width: int) -> list[Text]:
     ]
     told = [Text(plain(warning), "yellow") for warning in cluster.warnings]
     told += [Text(plain(f"{model.id}: {model.reason}"), "yellow") for model in cluster.models if model.reason]
+    sentences = [place.sentence for place in cluster.places if place.sentence not in ("", *cluster.warnings)]
+    told += [Text(plain(sentence), "yellow") for sentence in sentences]
     notes = [*told[:2], *([Text(f"… {len(told) - 2} more", "dim")] if len(told) > 2 else [])]
     trouble = [Text(f"trying again: {plain(view.trouble)}", "bold red")] if view.trouble else []
     return [joined(first, width), *trouble, joined(second, width), *notes]
@@ -301,10 +322,23 @@ def _model_cells(row: _ModelRow) -> list[Text]:
     ]
 
 
-def _requests(view: View, width: int) -> Section | None:
-    """Requests that are answered and were, the newest first; None: the server does not list them."""
+def _hosts(view: View, width: int) -> list[Section]:
+    """Hosts, and the replicas on them; none where everything runs on one machine."""
+    cluster = view.reading.cluster
+    hosts, places = [host_row(each) for each in cluster.hosts], [place_row(each) for each in cluster.places]
+    tables = [(columns, rows) for columns, rows in ((_HOST_COLUMNS, hosts), (_PLACE_COLUMNS, places)) if rows]
+    sections = []
+    for columns, rows in tables:
+        cells = [[Text(plain(text), _STYLES.get(text, "")) for text in row] for row in rows]
+        head, *lines = grid(columns, cells, width)
+        sections.append(Section(head, lines))
+    return sections
+
+
+def _requests(view: View, width: int) -> list[Section]:
+    """Requests that are answered and were, the newest first; none where the server does not list them."""
     if view.reading.requests is None:
-        return None
+        return []
     rows = []
     for each in view.reading.requests:
         ended = each.error or ",".join(each.finish_reasons)
@@ -319,7 +353,7 @@ def _requests(view: View, width: int) -> Section | None:
         )
         rows.append(cells)
     head, *lines = grid(_REQUEST_COLUMNS, rows, width)
-    return Section(head, lines + _replayed(view.reading.requests) or [Text("none yet", "dim")])
+    return [Section(head, lines + _replayed(view.reading.requests) or [Text("none yet", "dim")])]
 
 
 def _replayed(requests: Sequence[RequestRow]) -> list[Text]:

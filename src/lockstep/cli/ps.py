@@ -152,10 +152,10 @@ def text_of(snapshot: ClusterSnapshot) -> str:
     tables = [table]
     if snapshot.hosts or snapshot.places:
         hosts = Table("", (*words("HOST", "ADDRESS", "STATE"), *numbers("REPLICAS"), *words("FREE")))
-        hosts.rows += map(_host_row, snapshot.hosts)
+        hosts.rows += map(host_row, snapshot.hosts)
         columns = ("RUNNING", "ROUTED", "RETRIED", "CACHED", "STARTS", "AWAY", "PID")
         places = Table("", (*words("REPLICA", "STATE", "HOST", "ADDRESS"), *numbers(*columns)))
-        places.rows += map(_place_row, snapshot.places)
+        places.rows += map(place_row, snapshot.places)
         tables += [hosts, places]
     notes = [f"{model.id}: {model.reason}" for model in snapshot.models if model.reason]
     notes += [place.sentence for place in snapshot.places if place.sentence and place.sentence not in snapshot.warnings]
@@ -204,7 +204,8 @@ def _row(model: ModelSnapshot, replica: ReplicaSnapshot | None) -> tuple[str, ..
     )
 
 
-def _host_row(host: HostSnapshot) -> tuple[str, ...]:
+def host_row(host: HostSnapshot) -> tuple[str, ...]:
+    """Cells of a host: name, address, state, replicas and free resources."""
     is_so = (("lost", not host.is_there), ("drained", host.is_drained))
     states = ", ".join(state for state, is_it in is_so if is_it) or "there"
     free = ", ".join(_free(name, amount, host.free) for name, amount in host.resources.items()) if host.is_there else ""
@@ -218,7 +219,8 @@ def _free(name: str, amount: float, free: Mapping[str, float]) -> str:
     return f"{left:g} of {amount:g} {name}"
 
 
-def _place_row(place: PlaceSnapshot) -> tuple[str, ...]:
+def place_row(place: PlaceSnapshot) -> tuple[str, ...]:
+    """Cells of a replica: name, state, host, address, counts of requests, blocks, starts and losses, and its pid."""
     numbers = (place.num_running, place.num_routed, place.num_retried, place.num_cached_blocks)
     return (
         place.name,
