@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
 import select
 import signal
+import struct
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,15 +31,20 @@ class Person:
         home: where the state of this user's programs lies.
         words: what `lockstep` is called with.
         main: what is run in its place.
+        columns: width of the terminal; None: it has none, so that nothing is wrapped before 80 cells.
     """
 
-    def __init__(self, home: Path, *words: str, main: Callable[[], None] = lockstep) -> None:
+    def __init__(
+        self, home: Path, *words: str, main: Callable[[], None] = lockstep, columns: int | None = None
+    ) -> None:
         self._terminal, inner = pty.openpty()
+        if columns is not None:
+            fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm"}
         self._program = Program(words, (inner, inner, inner), environment, main=main, is_on_terminal=True)
         os.close(inner)
         self._unread = ""
-        self.sees("/bye or Ctrl-D leaves.")
+        self.greeting = self.sees("/bye or Ctrl-D leaves.")
 
     def types(self, text: str) -> None:
         """A line, and Enter."""

@@ -9,9 +9,11 @@ import stat
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.cli.main import invoke
-from lockstep.cli.terminal import MAX_HISTORY_BYTES, HistoryFile, is_open, unquoted
+from lockstep.cli.terminal import MAX_HISTORY_BYTES, HistoryFile, WordWrap, is_open, unquoted
 from tests.bench.standin import Behaviour
 from tests.cli import checked
 from tests.cli.person import CTRL_C, CTRL_D, Person, pause
@@ -241,3 +243,87 @@ def test_ctrl_c_at_random_moments_leaves_the_chat_usable(num_times: int, tmp_pat
     assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
     assert messages[-2]["content"] == "hello"
     assert all(message["content"] for message in messages)
+
+
+def wrapped(text: str, width: int, pieces: int = 1) -> list[str]:
+    wrap = WordWrap(lambda: width)
+    parts = [wrap.feed(text[at : at + pieces]) for at in range(0, len(text), pieces)]
+    return ("".join(parts) + wrap.flush()).split("\n")
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("one two three", ["one two ", "three"]),
+        ("exactly10! and", ["exactly10!", "and"]),
+        ("ab\n\n  indented code", ["ab", "", "  indented", "code"]),
+        ("a much_longer_word b", ["a ", "much_longe", "r_word b"]),
+        ("你好世界你好", ["你好世界你", "好"]),
+        ("", [""]),
+    ],
+)
+def test_lines_break_between_words(text: str, lines: list[str], pieces: int) -> None:
+    assert wrapped(text, 10, pieces) == lines
+
+
+@given(st.text("ab \n", max_size=80), st.integers(1, 12))
+def test_wrapping_changes_nothing_but_blanks_and_line_breaks(text: str, width: int) -> None:
+    lines = wrapped(text, width)
+    assert "".join("".join(lines).split()) == "".join(text.split())
+    assert all(len(line) <= width for line in lines if len(max(line.split(), default="", key=len)) < width)
+
+
+def test_an_answer_is_wrapped_at_a_terminal(tmp_path: Path) -> None:
+    answer = "several words that are wider than forty cells when they stand on one line"
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(json.dumps({"answer": answer}))
+    with Person(tmp_path, "run", f"stub://alpha?answers={answers}", columns=40) as person:
+        person.types("hello")
+        person.sees("several words that are wider than forty \r\ncells when they stand on one line\r\n")
+        assert person.leaves() == 0
+
+
+def test_an_answer_in_a_pipe_is_not_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(json.dumps({"answer": "word " * 60 + "end"}))
+    assert invoke(["run", f"stub://alpha?answers={answers}", "-p", "hello"]) == 0
+    assert capsys.readouterr().out == "word " * 60 + "end\n"
+
+
+def test_show_lists_the_model_and_the_parameters_in_force(tmp_path: Path) -> None:
+    with Person(tmp_path, "run", "stub://alpha?max_model_len=512", "--temperature", "0.5") as person:
+        assert "Chat with alpha." in person.greeting
+        person.types("/help")
+        assert "/show" in person.sees("ignore_eos.")
+        person.types("/show")
+        shown = person.sees("ignore_eos")
+        for name, value in (
+            ("model", "alpha"),
+            ("source", "stub://alpha?max_model_len=512"),
+            ("context", "512 tokens"),
+            ("chat template", "the model's own"),
+            ("temperature", "0.5"),
+            ("top_p", "1.0 (default)"),
+            ("seed", "default"),
+        ):
+            assert f"  {name:18}  {value}\r\n" in shown, shown
+        person.types("/set top_p 0.9")
+        person.types("/show")
+        person.sees(f"  {'top_p':18}  0.9\r\n")
+        assert person.leaves() == 0
+
+
+def test_show_of_a_server_names_it_and_its_models_context(tmp_path: Path, url: str) -> None:
+    with Person(tmp_path, "chat", "--base-url", url) as person:
+        person.types("/show")
+        shown = person.sees("ignore_eos")
+        assert f"  {'server':18}  {url}" in shown
+        assert f"  {'chat template':18}  the server's" in shown
+        assert person.leaves() == 0
+
+
+def test_show_works_in_a_pipe() -> None:
+    done = run("run", "stub://alpha", stdin="/show\n")
+    assert f"  {'model':18}  alpha\n" in done.stderr
+    assert done.stdout == ""

@@ -33,11 +33,20 @@ class Remote:
 
     def models(self) -> list[str]:
         """Names that the server answers to, in its order."""
+        return list(self._cards())
+
+    def context_of(self, model: str) -> int | None:
+        """Tokens of a model's context; None: the server does not report it."""
+        length = self._cards().get(model, {}).get("max_model_len")
+        return length if isinstance(length, int) else None
+
+    def _cards(self) -> dict[str, dict[str, Any]]:
+        """Entries of the server's list of models, by name."""
         answer = self.get("/v1/models")
         entries = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(entries, list):
             raise RemoteError(f"{self.target.url}/v1/models is no list of models; is this an OpenAI-compatible server?")
-        return [entry["id"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+        return {entry["id"]: entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)}
 
     def model_or_first(self, name: str | None) -> str:
         """The name that was given, or the first that the server has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,12 +15,12 @@ from lockstep.cli.conversation import (
     Answer,
     Conversation,
     Message,
-    Piece,
     answer_one,
     converse,
     system_of,
 )
-from lockstep.errors import UsageError
+from lockstep.cli.terminal import Piece
+from lockstep.errors import RemoteError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,9 +67,27 @@ class RemoteAnswerer:
     """A model of a server. What is said by parameters goes before what is said of the body."""
 
     def __init__(self, remote: Remote, model: str, extra: dict[str, Any], *, knows_roles: bool) -> None:
+        self.model = model
         self.knows_roles = knows_roles
         self._remote = remote
         self._fixed = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **extra}
+
+    @property
+    def defaults(self) -> Mapping[str, object]:
+        """Empty: the server does not report its defaults."""
+        return {}
+
+    def facts(self) -> Mapping[str, str]:
+        """Server, context and chat template of the model, as far as the server reports them."""
+        try:
+            context = self._remote.context_of(self.model)
+        except RemoteError:
+            context = None
+        return {
+            "server": self._remote.target.url,
+            "context": "unknown" if context is None else f"{context} tokens",
+            "chat template": "the server's" if self.knows_roles else "none; each message is completed on its own",
+        }
 
     def ask(self, messages: Sequence[Message], params: SamplingParams, answer: Answer) -> Generator[Piece]:
         """Stream the answer; leaving it closes the stream, which ends the generation there."""

@@ -10,35 +10,27 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from lockstep.cli.terminal import CtrlC, Pipe, Reader, Terminal, unquoted
+from lockstep.cli.terminal import AnswerWriter, CtrlC, Piece, Pipe, Reader, Terminal, unquoted
 from lockstep.errors import LockstepError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.spelling import nearest
 
-GREETING = "Type a message. /help lists the commands, Ctrl-C stops an answer, /bye or Ctrl-D leaves."
+GREETING = "Chat with {}. Type a message. /help lists the commands, Ctrl-C stops an answer, /bye or Ctrl-D leaves."
 MAX_LOADED_BYTES = 1 << 24
 """Of a conversation that is read from a file."""
 ANY_VOCABULARY = 1 << 31
 """For checks that need no model."""
 _UNSET = "default"
-_DIM, _NORMAL = "\x1b[2m", "\x1b[0m"
 
 Message = dict[str, str]
-
-
-class Piece(NamedTuple):
-    """New text of an answer, and new thoughts."""
-
-    text: str
-    thoughts: str = ""
 
 
 @dataclass(slots=True)
@@ -80,42 +72,27 @@ class Answerer(Protocol):
     """A model, here or elsewhere. It remembers no conversation."""
 
     @property
+    def model(self) -> str:
+        """Name of the model."""
+        ...
+
+    @property
     def knows_roles(self) -> bool:
         """False: the last message is completed as it is."""
+        ...
+
+    @property
+    def defaults(self) -> Mapping[str, object]:
+        """Sampling parameters in force where none is set, as far as they are known here."""
+        ...
+
+    def facts(self) -> Mapping[str, str]:
+        """Facts of the model that `/show` lists, by name."""
         ...
 
     def ask(self, messages: Sequence[Message], params: SamplingParams, answer: Answer) -> Generator[Piece]:
         """Give the answer to a conversation in pieces; closing it, or an interrupt in it, ends the generation."""
         ...
-
-
-class AnswerWriter:
-    """Writes one answer to standard output."""
-
-    def __init__(self) -> None:
-        self._shows_thoughts = sys.stdout.isatty()
-        self._is_dim = False
-
-    def write(self, piece: Piece) -> None:
-        """Write the new piece."""
-        text, thoughts = piece
-        if thoughts and self._shows_thoughts:
-            sys.stdout.write(thoughts if self._is_dim else _DIM + thoughts)
-            self._is_dim = True
-        if text:
-            self._undim("\n\n")
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-    def end(self) -> None:
-        """Leave the terminal as it was, wherever the answer ended."""
-        self._undim("")
-        sys.stdout.flush()
-
-    def _undim(self, then: str) -> None:
-        if self._is_dim:
-            sys.stdout.write(_NORMAL + then)
-            self._is_dim = False
 
 
 def write_answer(
@@ -175,9 +152,27 @@ class Conversation:
         self.system = system
 
     @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self._answerer.model
+
+    @property
     def knows_roles(self) -> bool:
         """False: each message is completed on its own."""
         return self._answerer.knows_roles
+
+    def facts(self) -> dict[str, str]:
+        """Lines of `/show`, by name: the model, the conversation and every parameter in force."""
+        facts = {"model": self.model, **self._answerer.facts()}
+        facts["system message"] = "none" if self._system is None else _shown(self._system)
+        facts["messages"] = str(len(self.messages))
+        defaults = self._answerer.defaults
+        for name in SETTINGS:
+            value = getattr(self.params, name)
+            is_default = value == getattr(SamplingParams(), name)
+            shown = _shown(defaults.get(name, value) if is_default else value)
+            facts[name] = f"{shown} ({_UNSET})" if is_default and shown != _UNSET else shown
+        return facts
 
     @property
     def system(self) -> str | None:
@@ -223,7 +218,7 @@ def converse(conversation: Conversation) -> None:
     """
     with _reader() as reader:
         if reader.is_terminal:
-            _print_note(GREETING)
+            _print_note(GREETING.format(conversation.model))
             if not conversation.knows_roles:
                 _print_note("There is no chat template: each message is completed on its own.")
         while True:
@@ -360,6 +355,13 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
 """How each parameter is read, and what it must be."""
 
 
+def _show(conversation: Conversation, rest: str) -> None:
+    facts = conversation.facts()
+    width = max(map(len, facts))
+    for name, text in facts.items():
+        _print_note(f"  {name:{width}}  {text}")
+
+
 def _set(conversation: Conversation, rest: str) -> None:
     name, _, value = rest.removeprefix("parameter ").partition(" ")
     if name == "system":
@@ -465,6 +467,7 @@ COMMANDS: dict[str, Command] = {
     "/clear": Command("/clear", "Forget the conversation, but not the system message.", _clear),
     "/system": Command("/system [TEXT]", f"Set the system message, or show it; {_UNSET} takes it away.", _system),
     "/set": Command("/set [NAME [VALUE]]", f"Set a parameter, or show all; {_UNSET} takes it back.", _set),
+    "/show": Command("/show", "Show the model, its context, its template and the parameters in force.", _show),
     "/save": Command("/save [--force] FILE", "Write the conversation as JSON: a request's messages.", _save),
     "/load": Command("/load FILE", "Go on with a conversation that was saved.", _load),
     "/bye": _LEAVE,

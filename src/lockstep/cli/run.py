@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec import to_builtins
 
 from lockstep.cli import options as flags
 from lockstep.cli.conversation import (
@@ -18,7 +19,6 @@ from lockstep.cli.conversation import (
     Answer,
     Conversation,
     Message,
-    Piece,
     answer_one,
     converse,
     prompt_of,
@@ -26,6 +26,7 @@ from lockstep.cli.conversation import (
 )
 from lockstep.cli.flag_groups import SWITCH, Flag, with_flags
 from lockstep.cli.progress import loading_progress
+from lockstep.cli.terminal import Piece
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
 from lockstep.executors.constraint import Constraint
@@ -133,7 +134,7 @@ def run(
 ) -> None:
     """Answer a prompt, or chat when there is none."""
     params = sampling.params(must_be.constraint())  # what is wrong is said before the model is loaded
-    answering = partial(LocalAnswerer, flags.template_kwargs(chat_template_kwargs), reasoning, raw)
+    answering = partial(LocalAnswerer, flags.template_kwargs(chat_template_kwargs), reasoning, raw, chat_template)
     conversing = partial(Conversation, params=params, system=system_of(system), is_verbose=verbose)
     load = LoadOptions(
         flags.checked(replace(pool, max_num_seqs=1)),
@@ -183,13 +184,31 @@ def _load(model: str, options: LoadOptions) -> LLM:
 class LocalAnswerer:
     """A model in this process."""
 
-    def __init__(self, template_kwargs: Mapping[str, Any], reasoning: str, raw: bool, llm: LLM) -> None:
+    def __init__(
+        self, template_kwargs: Mapping[str, Any], reasoning: str, raw: bool, template: Path | None, llm: LLM
+    ) -> None:
+        self.model = llm.model.name
         self.knows_roles = llm.model.tokenizer.has_chat_template and not raw
         self.output: RequestOutput | None = None
         """The last whole answer."""
         self._llm = llm
         self._template_kwargs = template_kwargs
         self._reasoning = reasoning
+        self._template = template
+
+    @property
+    def defaults(self) -> Mapping[str, object]:
+        """Sampling parameters of the artifact, and neutral ones where it has none."""
+        return to_builtins(SamplingParams().resolve(self._llm.model.sampling_defaults))
+
+    def facts(self) -> Mapping[str, str]:
+        """Source, context and chat template of the model."""
+        model = self._llm.model
+        template = "none; each message is completed on its own"
+        if self.knows_roles:
+            template = "the model's own" if self._template is None else str(self._template)
+        context = f"{self._llm.engine.config.max_model_len} tokens"
+        return {"source": model.source, "context": context, "chat template": template}
 
     def ask(self, messages: Sequence[Message], params: SamplingParams, answer: Answer) -> Generator[Piece]:
         """Stream the answer; leaving it aborts the request."""

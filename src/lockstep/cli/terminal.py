@@ -1,17 +1,18 @@
-"""Input of a chat: a person at a terminal, with history, editing and Ctrl-C, or a pipe, line by line."""
+"""Input and output of a chat: a terminal, with history, editing, Ctrl-C and wrapped lines, or a pipe, line by line."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lockstep.errors import UsageError
 
@@ -27,6 +28,8 @@ MAX_HISTORY_BYTES = 1 << 18
 MAX_ENTRY_BYTES = 1 << 14
 """Longer messages are not remembered for the next chat."""
 _PROMPT, _CONTINUED = "> ", "... "
+_DIM, _NORMAL = "\x1b[2m", "\x1b[0m"
+_TAB_CELLS = 8
 
 
 class Reader(Protocol):
@@ -76,6 +79,115 @@ class Pipe:
 
     def stoppable(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+
+class Piece(NamedTuple):
+    """New text of an answer, and new thoughts."""
+
+    text: str
+    thoughts: str = ""
+
+
+class AnswerWriter:
+    """Writes one answer to standard output: on a terminal with dimmed thoughts and lines that break between words."""
+
+    def __init__(self) -> None:
+        self._shows_thoughts = sys.stdout.isatty()
+        self._is_dim = False
+        self._wrap = WordWrap(_terminal_width) if sys.stdout.isatty() else None
+
+    def write(self, piece: Piece) -> None:
+        """Write the new piece."""
+        text, thoughts = piece
+        if thoughts and self._shows_thoughts:
+            sys.stdout.write("" if self._is_dim else _DIM)
+            self._is_dim = True
+            self._write(thoughts)
+        if text:
+            self._undim("\n\n")
+        self._write(text)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Leave the terminal as it was, wherever the answer ended."""
+        self._undim("")
+        self._flush()
+        sys.stdout.flush()
+
+    def _undim(self, then: str) -> None:
+        if self._is_dim:
+            self._flush()
+            sys.stdout.write(_NORMAL)
+            self._write(then)
+            self._is_dim = False
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text if self._wrap is None else self._wrap.feed(text))
+
+    def _flush(self) -> None:
+        sys.stdout.write("" if self._wrap is None else self._wrap.flush())
+
+
+def _terminal_width() -> int:
+    return shutil.get_terminal_size().columns
+
+
+class WordWrap:
+    """Lines that break between words, for text that comes in pieces.
+
+    The word at the end is held back until the next piece shows where it ends. A word wider than a line is broken.
+    A wide character, as Chinese has them, is a word.
+
+    Args:
+        width: cells of a line, asked for at each word because terminals change their size.
+    """
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._column = 0
+        self._word = ""
+
+    def feed(self, text: str) -> str:
+        """Take text in; returns what is to be written now."""
+        parts: list[str] = []
+        for character in text:
+            if character.isspace():
+                parts += [self.flush(), self._space(character)]
+            elif _cells(character) > 1:
+                parts.append(self.flush())
+                self._word = character
+                parts.append(self.flush())
+            else:
+                self._word += character
+                if len(self._word) >= self._width():
+                    parts.append(self.flush())
+        return "".join(parts)
+
+    def flush(self) -> str:
+        """The word that was held back, on a new line where it does not fit."""
+        word, self._word = self._word, ""
+        num_cells = _cells(word)
+        is_broken = self._column > 0 and self._column + num_cells > self._width()
+        self._column = num_cells if is_broken else self._column + num_cells
+        return f"\n{word}" if is_broken and word else word
+
+    def _space(self, character: str) -> str:
+        if character in "\r\n":
+            self._column = 0
+            return character
+        num_cells = _TAB_CELLS - self._column % _TAB_CELLS if character == "\t" else 1
+        if self._column + num_cells > self._width():  # the blank is at the end of a line, and the line break is it
+            return ""
+        self._column += num_cells
+        return character
+
+
+def _cells(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 class CtrlC:
