@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+from typing import Any, get_args
 
 import httpx2
 import pytest
 from fastapi import APIRouter
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic_core.core_schema import ErrorType
 
 from lockstep.server import app as app_module
 from lockstep.server.access_log import hashed_by
 from lockstep.server.body import body_fault, has_lone_surrogate, structure_fault
-from lockstep.server.errors import field_path
+from lockstep.server.errors import field_path, of_validation
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext
 from lockstep.server.tracing import span_attributes
@@ -94,7 +95,7 @@ BODIES: dict[str, tuple[bytes, int, str | None, str]] = {
     "too deep, closed": (b'{"prompt":' * 200 + b"1" + b"}" * 200, 400, None, "deeper than 128"),
     "half a pair": (b'{"prompt": "\\ud83d"}', 400, None, "surrogate"),
     "half a pair in a name": (b'{"prompt": "a", "session_id": "\\udc00"}', 400, None, "surrogate"),
-    "wrong type": (b'{"prompt": 7}', 400, "prompt", "it is 7"),
+    "wrong type": (b'{"prompt": 7}', 400, "prompt", "prompt is 7; it must be a string."),
     "a list": (b"[]", 400, None, "the body"),
     "a string": (b'"prompt"', 400, None, "the body"),
     "nothing": (b"", 400, None, "missing"),
@@ -116,6 +117,47 @@ def test_a_bad_body_is_refused_with_its_reason(server: ServerProcess, case: str)
     assert error["param"] == param
     assert words in error["message"]
     assert "x-request-id" in response.headers
+
+
+@pytest.mark.parametrize(
+    ("type_", "context", "value", "message"),
+    [
+        ("int_parsing", {}, "ten", "is 'ten'; it must be a whole number."),
+        ("float_type", {}, [], "is a list; it must be a number."),
+        ("greater_than", {"gt": 0.0}, -1.5, "is -1.5; it must be greater than 0."),
+        ("less_than_equal", {"le": 2**64 - 1}, 2**64, f"is {2**64}; it must be at most {2**64 - 1}."),
+        ("string_too_long", {"max_length": 1}, "ab", "is a string of 2 characters; it must have at most 1 character."),
+        ("too_short", {"min_length": 2}, {}, "is an empty object; it must have at least 2 entries."),
+        ("literal_error", {"expected": "'True', False or None"}, "no", "is 'no'; it must be 'True', false or null."),
+        ("none_required", {}, {}, "is an object; it must be null or left out."),
+        ("missing", {}, {}, "is missing."),
+        ("too_long", {}, [], "is an empty list; it must have the form that /openapi.json gives for it."),
+    ],
+)  # fmt: skip
+def test_faults_of_validation_are_sentences_of_ours(
+    type_: str, context: dict[str, object], value: object, message: str
+) -> None:
+    fault = {"type": type_, "loc": ("body", "x", 2), "msg": "Input should be other", "input": value, "ctx": context}
+    error = of_validation([fault])
+    assert (error.status, error.param, error.code) == (400, "x[2]", "invalid_parameter")
+    assert error.message == f"x[2] {message}"
+
+
+@pytest.mark.parametrize("type_", [each for each in get_args(ErrorType) if each not in ("value_error", "json_invalid")])
+def test_no_fault_shows_the_text_of_pydantic(type_: str) -> None:
+    """Neither of the faults that there are, nor of those that no body of ours has today."""
+    text = "Input should be other, see https://errors.pydantic.dev"
+    error = of_validation([{"type": type_, "loc": ("body", "x"), "msg": text, "input": "prose", "ctx": {}}])
+    assert error.message.startswith("x is ")
+    assert "should" not in error.message
+    assert "pydantic" not in error.message
+    assert "prose" not in error.message or type_ in (
+        "int_parsing",
+        "float_parsing",
+        "bool_parsing",
+        "literal_error",
+        "enum",
+    )
 
 
 def test_a_body_of_another_type_is_refused(server: ServerProcess) -> None:

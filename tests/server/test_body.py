@@ -166,6 +166,7 @@ def test_a_fault_in_a_long_list_is_named_by_its_place(stub: Living, index: int) 
     tokens[index] = -1
     error = error_of(stub.post("/v1/completions", {"prompt": tokens}))
     assert error["param"] == f"prompt[{index}]"
+    assert error["message"] == f"prompt[{index}] is -1; it must be at least 0."
     messages: list[Any] = [{"role": "user", "content": "a"}] * 3_000
     messages[index] = {"role": "user", "content": 5}
     error = error_of(stub.post("/v1/chat/completions", {"messages": messages}))

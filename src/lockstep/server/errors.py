@@ -5,6 +5,7 @@ The body is ``{"error": {"message", "type", "param", "code"}}``, also in a strea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
@@ -234,24 +235,91 @@ def _is_type_name(step: str) -> bool:
 
 
 def _fault(param: str | None, error: Mapping[str, Any]) -> str:
-    where = param or "the body"
-    if error["type"] == "missing":
+    """One sentence on a fault, without pydantic's own wording unless a validator of ours wrote it."""
+    where, kind = param or "the body", error["type"]
+    if kind == "missing":
         return f"{where} is missing."
-    if error["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return f"{where} is not a parameter that is known here."
     reason = str(error["msg"]).removeprefix("Value error, ")
-    return f"{where}: {reason}." if error["type"] == "value_error" else f"{where}: {reason}; it is {_described(error)}."
+    if kind == "value_error":
+        return f"{where}: {reason}."
+    if kind.endswith("_kind"):
+        return f"{where}: {reason}; it is {_described(error)}."
+    return f"{where} is {_described(error)}; it must {_demand(kind, error)}."
+
+
+_DEMANDS: Mapping[str, str] = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "be a number"),
+    "finite_number": "be a finite number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "be true or false"),
+    **dict.fromkeys(("string_type", "string_sub_type"), "be a string"),
+    "string_unicode": "be a string of whole characters",
+    **dict.fromkeys(("list_type", "tuple_type"), "be a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), "be an object"),
+    "none_required": "be null or left out",
+    "greater_than": "be greater than {gt}",
+    "greater_than_equal": "be at least {ge}",
+    "less_than": "be less than {lt}",
+    "less_than_equal": "be at most {le}",
+    "string_pattern_mismatch": "match the pattern {pattern}",
+    **dict.fromkeys(("literal_error", "enum"), "be {expected}"),
+}
+"""By pydantic's type of a fault, with the names of its context."""
+_LENGTH_DEMANDS: Mapping[str, str] = {
+    **dict.fromkeys(("string_too_short", "too_short"), "min_length"),
+    **dict.fromkeys(("string_too_long", "too_long"), "max_length"),
+}
+_OTHER_DEMAND = "have the form that /openapi.json gives for it"
+_CONSTANTS = re.compile(r"(?<!')\b(?:True|False|None)\b(?!')")
+_IN_JSON = {"True": "true", "False": "false", "None": "null"}
+
+
+def _demand(kind: str, error: Mapping[str, Any]) -> str:
+    """Ends the sentence that begins with "it must"."""
+    context = {name: _plain(value) for name, value in (error.get("ctx") or {}).items()}
+    try:
+        if kind in _LENGTH_DEMANDS:
+            bound = _LENGTH_DEMANDS[kind]
+            word = "least" if bound == "min_length" else "most"
+            return f"have at {word} {_counted(int(context[bound]), error.get('input'))}"
+        return _DEMANDS.get(kind, _OTHER_DEMAND).format(**context)
+    except KeyError:  # another version of pydantic
+        return _OTHER_DEMAND
+
+
+def _plain(value: object) -> str:
+    """A bound, a pattern or the words of a choice as JSON has them."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return _CONSTANTS.sub(lambda found: _IN_JSON[found[0]], str(value))
+
+
+def _counted(number: int, value: object) -> str:
+    """A length in the unit of a value: characters, items or entries."""
+    one, several = next((names for kind, names in _UNITS if isinstance(value, kind)), ("item", "items"))
+    return f"{number} {one if number == 1 else several}"
+
+
+_WORDS = ("literal_error", "enum", "int_parsing", "float_parsing", "bool_parsing")
+"""Faults of a single word: a choice, or a number or flag of a query."""
+_UNITS: Sequence[tuple[type, tuple[str, str]]] = ((str, ("character", "characters")), (dict, ("entry", "entries")))
 
 
 def _described(error: Mapping[str, Any]) -> str:
-    """The value at fault, as much of it as helps: numbers and wrong choices, never somebody's prose."""
-    value = error.get("input")
+    """The value at fault, as much of it as helps: numbers, lengths and wrong choices, never somebody's prose."""
+    value, kind = error.get("input"), error["type"]
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, int | float):
         return str(value)[:_SHOWN_CHARS]
-    if isinstance(value, str):
-        return repr(value[:_SHOWN_CHARS]) if error["type"] in ("literal_error", "enum") else "a string"
-    if isinstance(value, dict) and error["type"].endswith("_kind"):
+    if isinstance(value, str) and kind in _WORDS:
+        return repr(value[:_SHOWN_CHARS])
+    if isinstance(value, dict) and kind.endswith("_kind"):
         return repr(str(value.get("type"))[:_SHOWN_CHARS])
-    return "a list" if isinstance(value, list | tuple) else "an object" if isinstance(value, dict) else "something else"
+    names = ((str, "a string"), (list | tuple, "a list"), (dict, "an object"))
+    name = next((name for type_, name in names if isinstance(value, type_)), "something else")
+    if kind not in _LENGTH_DEMANDS or not isinstance(value, str | list | tuple | dict):
+        return name
+    return f"{name} of {_counted(len(value), value)}" if value else f"an empty {name.split()[-1]}"

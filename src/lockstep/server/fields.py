@@ -85,8 +85,9 @@ def _moved(error: ValidationError, first: int) -> InitErrorDetails:
     details = error.errors(include_url=False)[0]
     index, *inner = details["loc"]
     loc = (first + index if isinstance(index, int) else index, *inner)
+    context = {**details.get("ctx", {}), "told": details["msg"]}
     return InitErrorDetails(
-        type=PydanticCustomError(details["type"], "{told}", {"told": details["msg"]}), loc=loc, input=details["input"]
+        type=PydanticCustomError(details["type"], "{told}", context), loc=loc, input=details["input"]
     )
 
 
