@@ -11,6 +11,7 @@ import sys
 import httpx2
 import pytest
 
+from lockstep.cli.demo import judged_times
 from lockstep.cluster.backend import POCKET, Backend, served_by
 from lockstep.cluster.manifest_file import parse
 from lockstep.pocket import demo_path
@@ -45,6 +46,19 @@ def test_it_stays_up_when_it_is_asked_to_and_ends_its_server_with_itself() -> No
         httpx2.get(f"{url}/v1/models", trust_env=False)
 
 
+def test_a_verdict_lists_the_times_that_its_policy_judges_with_their_limits() -> None:
+    """Beside a prediction of another size, which no policy judges."""
+    figures = {
+        "ttft_p95_ms": {"baseline": 200.0, "candidate": 204.0, "ratio": 1.02},
+        "decode_p95_ms": {"baseline": 8.0, "candidate": 8.0, "ratio": 1.0},
+        "latency_p95_ms": {"baseline": None, "candidate": 900.0, "ratio": None},
+    }
+    policy = {"max_ttft_p95_ratio": 1.1, "max_decode_p95_ratio": None, "max_latency_p95_ratio": 1.1}
+    assert judged_times({"summary": {"figures": figures}, "policy": policy}) == (
+        "measured and judged: p95 first token 200.0 -> 204.0 ms (1.02 of at most 1.1 times)"
+    )
+
+
 @pytest.mark.slow
 def test_the_demo_routes_its_messages_judges_its_answers_and_ends() -> None:
     done = subprocess.run([*DEMO], capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -69,4 +83,6 @@ def test_the_demo_routes_its_messages_judges_its_answers_and_ends() -> None:
         "  12 of 12 answers are the same"
     ] * 2
     assert "  what changed: max_chunk_tokens, from 256 to 16" in verdicts
+    assert "measured and judged: p95 first token" in said
+    assert "not judged by the policy: a prediction" in said
     assert "p95 first token" in done.stdout

@@ -292,6 +292,8 @@ def _judge(console: Console, baseline: Path, candidate: Path) -> None:
     console.print(
         f"  {summary['same']} of {summary['pairs']} answers are the same; {verdict['evidence']}", highlight=False
     )
+    if times := judged_times(verdict):
+        console.print(f"  {times}", highlight=False)
     for name, (before, after) in engine["settings"].items():
         console.print(f"  what changed: {name}, from {before} to {after}", highlight=False)
     if "reasons" in engine["difference"]:
@@ -301,12 +303,23 @@ def _judge(console: Console, baseline: Path, candidate: Path) -> None:
         _show_prediction(console, engine["prediction"])
 
 
+def judged_times(verdict: dict[str, Any]) -> str:
+    """The measured times that the policy judges, each with its limit; empty: it judges none."""
+    parts = []
+    for stem, words in (("ttft", "first token"), ("decode", "time between tokens"), ("latency", "latency")):
+        figure, limit = verdict["summary"]["figures"][f"{stem}_p95_ms"], verdict["policy"][f"max_{stem}_p95_ratio"]
+        if figure["ratio"] is not None and limit is not None:
+            both = f"{figure['baseline']:.1f} -> {figure['candidate']:.1f} ms"
+            parts.append(f"p95 {words} {both} ({figure['ratio']:.2f} of at most {limit:g} times)")
+    return f"measured and judged: {', '.join(parts)}" if parts else ""
+
+
 def _show_prediction(console: Console, prediction: dict[str, Any]) -> None:
     """Show what the candidate's setting would do to the recorded conversations, by a replay of them."""
     from rich.table import Table
 
     table = Table("figure", "measured", "replayed", "on the candidate", "change", title_justify="left")
-    table.title = "what it would do to users, replayed from the first recording alone"
+    table.title = "not judged by the policy: a prediction from the first recording alone"
     for name, words in (
         ("ttft_p50_ms", "median first token, ms"),
         ("ttft_p95_ms", "p95 first token, ms"),
