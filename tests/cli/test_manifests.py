@@ -206,7 +206,10 @@ def test_over_budget_is_a_refusal_with_its_figures(check: Check) -> None:
         ("engine: {kv_cache_memory_bytes: 900TB}", "m: kv_cache_memory_bytes is 900,000.0 GB, and this machine has"),
         ("engine: {max_model_len: 4096}", "m: max_model_len is 4096; the model allows 2 to 2048"),
         ("chat_template: '{% for %}'", "m: the model's chat template cannot be read"),
-        ("chat_template: \"{{ raise_exception('no') }}\"", "m: no conversation can be rendered: the chat template ref"),
+        (
+            "chat_template: \"{{ raise_exception('no') }}\"",
+            "m: no conversation can be rendered: with a single user message, the chat template ref",
+        ),
     ],
 )
 def test_what_its_load_would_refuse_is_a_refusal(check: Check, key: str, words: str) -> None:

@@ -20,7 +20,7 @@ from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origi
 from lockstep.cluster.manifest import Entry, Manifest, Resources, Tier
 from lockstep.cluster.replica_state import ReplicaSpec
 from lockstep.engine.chat_template import ChatTemplate
-from lockstep.engine.loading import default_cache_dir, download_stage
+from lockstep.engine.loading import CORRECT_TEMPLATE, default_cache_dir, download_stage
 from lockstep.engine.options import EngineOptions, LoadOptions, Progress, check_limits, check_sizes
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, ConfigError
@@ -242,7 +242,7 @@ class Source:
         except ConfigError as error:
             raise ConfigError(f"{entry.id}: {error}") from None
         except ChatTemplateError as error:
-            raise ChatTemplateError(f"{entry.id}: {error}") from None
+            raise ChatTemplateError(f"{entry.id}: {error}; {CORRECT_TEMPLATE}") from None
         return options
 
     def footprint(self, entry: Entry, engine: EngineOptions) -> Footprint:

@@ -165,7 +165,7 @@ class ChatTemplate:
                     reason = reason or str(error)
                 else:
                     return
-        raise ChatTemplateError(f"no conversation can be rendered: {reason}")
+        raise ChatTemplateError(f"no conversation can be rendered: with a single user message, {reason}")
 
     def _own_variables(self) -> list[str]:
         """Names that requests set by ``chat_template_kwargs``, in alphabetical order."""

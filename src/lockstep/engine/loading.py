@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 STUB_POOL_BYTES = 1 << 32
 """More is no fiction that a stub's pool could be: its blocks hold nothing, but are counted one by one."""
+CORRECT_TEMPLATE = "correct the given template, or leave it out to use the model's own"
 MAX_PROBE_BLOCKS = 256
 """Enough for the largest batch of the probe with blocks of 32 tokens."""
 
@@ -175,7 +176,10 @@ def load_tokenizer(parts: TokenizerParts, options: LoadOptions) -> Tokenizer:
     """
     if options.chat_template is not None:
         tokenizer = Tokenizer(replace(parts, chat_template=options.chat_template))
-        tokenizer.check_chat_template()
+        try:
+            tokenizer.check_chat_template()
+        except ChatTemplateError as error:
+            raise ChatTemplateError(f"{error}; {CORRECT_TEMPLATE}") from None
         return tokenizer
     tokenizer = Tokenizer(parts)
     if tokenizer.has_chat_template:
