@@ -1,9 +1,15 @@
-"""Names as messages speak of them: the known name that was meant, lists of names, and letters in disguise."""
+"""Words of messages: the known name that was meant, lists of names, letters in disguise, and faults of values.
+
+A fault of a value is an item of pydantic's `ValidationError.errors()`. Its own text is never used: it names pydantic's
+classes and website, and another version has another one.
+"""
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 MAX_LISTED = 16
 """Names in one message."""
@@ -19,6 +25,37 @@ _LOOKS_LIKE = dict(
 is known to Unicode."""
 _UNSEEN = ("Cf", "Cc", "Zs", "Zl", "Zp", "Mn", "Me", "Co", "Cn")
 """Categories of characters that show nothing, or nothing of their own."""
+
+Fault = Mapping[str, Any]
+MAX_SHOWN_CHARS = 64
+"""A value that is repeated to its sender is cut after so many characters."""
+_DEMANDS: Mapping[str, str] = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "be a number"),
+    "finite_number": "be a finite number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "be true or false"),
+    **dict.fromkeys(("string_type", "string_sub_type"), "be a string"),
+    "string_unicode": "be a string of whole characters",
+    **dict.fromkeys(("list_type", "tuple_type"), "be a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), "be an object"),
+    "none_required": "be null or left out",
+    "greater_than": "be greater than {gt}",
+    "greater_than_equal": "be at least {ge}",
+    "less_than": "be less than {lt}",
+    "less_than_equal": "be at most {le}",
+    "string_pattern_mismatch": "match the pattern {pattern}",
+    **dict.fromkeys(("literal_error", "enum"), "be {expected}"),
+}
+"""By pydantic's type of a fault, with the names of its context."""
+_LENGTH_DEMANDS: Mapping[str, str] = {
+    **dict.fromkeys(("string_too_short", "too_short"), "min_length"),
+    **dict.fromkeys(("string_too_long", "too_long"), "max_length"),
+}
+_WORDS = ("literal_error", "enum", "int_parsing", "float_parsing", "bool_parsing")
+"""Faults of a single word: a choice, or a number or flag of a query."""
+_UNITS: Sequence[tuple[type, tuple[str, str]]] = ((str, ("character", "characters")), (dict, ("entry", "entries")))
+_CONSTANTS = re.compile(r"(?<!')\b(?:True|False|None)\b(?!')")
+_IN_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
 def nearest(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
@@ -67,3 +104,53 @@ def _plain_letters(text: str) -> str:
     """The text with the letters that its own look like, and without what cannot be seen."""
     shown_as = (_LOOKS_LIKE.get(each, unicodedata.normalize("NFKC", each)) for each in text)
     return "".join(each for each in shown_as if each.isascii() or unicodedata.category(each[0]) not in _UNSEEN)
+
+
+# -- faults of values -------------------------------------------------------------------------------------------------
+
+
+def demand(fault: Fault, otherwise: str) -> str:
+    """Demand that a value does not meet: a verb and its object, to follow "it must".
+
+    Args:
+        otherwise: for types of faults that are not known here.
+    """
+    kind = fault["type"]
+    context = {name: _plain(value) for name, value in (fault.get("ctx") or {}).items()}
+    try:
+        if kind in _LENGTH_DEMANDS:
+            bound = _LENGTH_DEMANDS[kind]
+            word = "least" if bound == "min_length" else "most"
+            return f"have at {word} {_counted(int(context[bound]), fault.get('input'))}"
+        return _DEMANDS.get(kind, otherwise).format(**context)
+    except KeyError:  # another version of pydantic
+        return otherwise
+
+
+def _plain(value: object) -> str:
+    """A bound, a pattern or the words of a choice as JSON has them."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return _CONSTANTS.sub(lambda found: _IN_JSON[found[0]], str(value))
+
+
+def _counted(number: int, value: object) -> str:
+    """A length in the unit of a value: characters, items or entries."""
+    one, several = next((names for kind, names in _UNITS if isinstance(value, kind)), ("item", "items"))
+    return f"{number} {one if number == 1 else several}"
+
+
+def described(fault: Fault) -> str:
+    """The value, as much of it as helps: numbers, lengths and single words, never somebody's prose."""
+    value, kind = fault.get("input"), fault["type"]
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int | float):
+        return str(value)[:MAX_SHOWN_CHARS]
+    if isinstance(value, str) and kind in _WORDS:
+        return repr(value[:MAX_SHOWN_CHARS])
+    names = ((str, "a string"), (list | tuple, "a list"), (dict, "an object"))
+    name = next((name for type_, name in names if isinstance(value, type_)), "something else")
+    if kind not in _LENGTH_DEMANDS or not isinstance(value, str | list | tuple | dict):
+        return name
+    return f"{name} of {_counted(len(value), value)}" if value else f"an empty {name.split()[-1]}"

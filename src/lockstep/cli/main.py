@@ -207,7 +207,7 @@ def invoke(argv: list[str]) -> int:
             return _exit_code(argv, code)
         return _flushed(code if isinstance(code, int) else 0)
     except typer.TyperException as error:
-        return _fail(f"{error.format_message()} (see --help)", argv)
+        return _fail(f"{_usage_text(error)} (see --help)", argv)
     except ManifestError as error:
         for problem in error.problems:
             _fail(f"{error.name}, {problem}", argv)
@@ -231,6 +231,21 @@ def invoke(argv: list[str]) -> int:
         return _defect(error, argv)
     except Exception as error:
         return _defect(error, argv)
+
+
+def _usage_text(error: typer.TyperException) -> str:
+    """The text of an error of the command line, with a reason of ours in the place of pydantic's."""
+    from pydantic import ValidationError
+
+    from lockstep.spelling import demand
+
+    if isinstance(error.__cause__, ValidationError):
+        fault = error.__cause__.errors(include_url=False)[0]
+        if fault["type"] == "value_error":
+            error.message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
+        else:
+            error.message = f"it is {fault['input']!r} and must {demand(fault, 'be as --help shows')}"
+    return error.format_message()
 
 
 def _flushed(code: int) -> int:

@@ -199,7 +199,8 @@ class LocalAnswerer:
     @property
     def defaults(self) -> Mapping[str, object]:
         """Sampling parameters of the artifact, and neutral ones where it has none."""
-        return to_builtins(SamplingParams().resolve(self._llm.model.sampling_defaults))
+        known: dict[str, object] = to_builtins(SamplingParams().resolve(self._llm.model.sampling_defaults))
+        return known
 
     def facts(self) -> Mapping[str, str]:
         """Source, context and chat template of the model."""

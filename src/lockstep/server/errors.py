@@ -5,7 +5,6 @@ The body is ``{"error": {"message", "type", "param", "code"}}``, also in a strea
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
@@ -42,6 +41,7 @@ from lockstep.errors import (
     StoredFileNotFoundError,
     UnavailableError,
 )
+from lockstep.spelling import MAX_SHOWN_CHARS, demand, described
 
 _TYPES = {
     401: "authentication_error",
@@ -52,8 +52,7 @@ _TYPES = {
     504: "timeout_error",
 }
 """By status; other refusals are of invalid requests, other failures the server's."""
-_SHOWN_CHARS = 64
-"""A value that is repeated to its sender is cut after so many characters."""
+_OTHER_DEMAND = "have the form that /openapi.json gives for it"
 _OF_BODY = ("body", "query", "path", "header")
 
 
@@ -190,10 +189,10 @@ def of_http_exception(error: HTTPException, method: str, path: str, allowed: Ite
     status, headers = error.status_code, error.headers or {}
     message, code = str(error.detail), None
     if status == 404 and message == HTTPStatus.NOT_FOUND.phrase:
-        message, code = f"There is nothing at {path[:_SHOWN_CHARS]}.", "unknown_path"
+        message, code = f"There is nothing at {path[:MAX_SHOWN_CHARS]}.", "unknown_path"
     elif status == 405:
         headers = {"Allow": ", ".join(sorted(allowed)) or headers.get("Allow", "")}
-        message = f"{method} is not what {path[:_SHOWN_CHARS]} takes; it takes {headers['Allow']}."
+        message = f"{method} is not what {path[:MAX_SHOWN_CHARS]} takes; it takes {headers['Allow']}."
         code = "method_not_allowed"
     elif status == 400:
         message, code = "The body could not be read as JSON.", "invalid_json"
@@ -221,7 +220,7 @@ def field_path(loc: Sequence[int | str]) -> str | None:
         if isinstance(step, int):
             path += f"[{step}]"
         elif not _is_type_name(step):
-            path += f".{step[:_SHOWN_CHARS]}" if path else step[:_SHOWN_CHARS]
+            path += f".{step[:MAX_SHOWN_CHARS]}" if path else step[:MAX_SHOWN_CHARS]
     return path or None
 
 
@@ -245,81 +244,11 @@ def _fault(param: str | None, error: Mapping[str, Any]) -> str:
     if kind == "value_error":
         return f"{where}: {reason}."
     if kind.endswith("_kind"):
-        return f"{where}: {reason}; it is {_described(error)}."
-    return f"{where} is {_described(error)}; it must {_demand(kind, error)}."
+        return f"{where}: {reason}; it is {_kind_of(error)}."
+    return f"{where} is {described(error)}; it must {demand(error, _OTHER_DEMAND)}."
 
 
-_DEMANDS: Mapping[str, str] = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "be a whole number"),
-    **dict.fromkeys(("float_type", "float_parsing"), "be a number"),
-    "finite_number": "be a finite number",
-    **dict.fromkeys(("bool_type", "bool_parsing"), "be true or false"),
-    **dict.fromkeys(("string_type", "string_sub_type"), "be a string"),
-    "string_unicode": "be a string of whole characters",
-    **dict.fromkeys(("list_type", "tuple_type"), "be a list"),
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), "be an object"),
-    "none_required": "be null or left out",
-    "greater_than": "be greater than {gt}",
-    "greater_than_equal": "be at least {ge}",
-    "less_than": "be less than {lt}",
-    "less_than_equal": "be at most {le}",
-    "string_pattern_mismatch": "match the pattern {pattern}",
-    **dict.fromkeys(("literal_error", "enum"), "be {expected}"),
-}
-"""By pydantic's type of a fault, with the names of its context."""
-_LENGTH_DEMANDS: Mapping[str, str] = {
-    **dict.fromkeys(("string_too_short", "too_short"), "min_length"),
-    **dict.fromkeys(("string_too_long", "too_long"), "max_length"),
-}
-_OTHER_DEMAND = "have the form that /openapi.json gives for it"
-_CONSTANTS = re.compile(r"(?<!')\b(?:True|False|None)\b(?!')")
-_IN_JSON = {"True": "true", "False": "false", "None": "null"}
-
-
-def _demand(kind: str, error: Mapping[str, Any]) -> str:
-    """Ends the sentence that begins with "it must"."""
-    context = {name: _plain(value) for name, value in (error.get("ctx") or {}).items()}
-    try:
-        if kind in _LENGTH_DEMANDS:
-            bound = _LENGTH_DEMANDS[kind]
-            word = "least" if bound == "min_length" else "most"
-            return f"have at {word} {_counted(int(context[bound]), error.get('input'))}"
-        return _DEMANDS.get(kind, _OTHER_DEMAND).format(**context)
-    except KeyError:  # another version of pydantic
-        return _OTHER_DEMAND
-
-
-def _plain(value: object) -> str:
-    """A bound, a pattern or the words of a choice as JSON has them."""
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return _CONSTANTS.sub(lambda found: _IN_JSON[found[0]], str(value))
-
-
-def _counted(number: int, value: object) -> str:
-    """A length in the unit of a value: characters, items or entries."""
-    one, several = next((names for kind, names in _UNITS if isinstance(value, kind)), ("item", "items"))
-    return f"{number} {one if number == 1 else several}"
-
-
-_WORDS = ("literal_error", "enum", "int_parsing", "float_parsing", "bool_parsing")
-"""Faults of a single word: a choice, or a number or flag of a query."""
-_UNITS: Sequence[tuple[type, tuple[str, str]]] = ((str, ("character", "characters")), (dict, ("entry", "entries")))
-
-
-def _described(error: Mapping[str, Any]) -> str:
-    """The value at fault, as much of it as helps: numbers, lengths and wrong choices, never somebody's prose."""
-    value, kind = error.get("input"), error["type"]
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, int | float):
-        return str(value)[:_SHOWN_CHARS]
-    if isinstance(value, str) and kind in _WORDS:
-        return repr(value[:_SHOWN_CHARS])
-    if isinstance(value, dict) and kind.endswith("_kind"):
-        return repr(str(value.get("type"))[:_SHOWN_CHARS])
-    names = ((str, "a string"), (list | tuple, "a list"), (dict, "an object"))
-    name = next((name for type_, name in names if isinstance(value, type_)), "something else")
-    if kind not in _LENGTH_DEMANDS or not isinstance(value, str | list | tuple | dict):
-        return name
-    return f"{name} of {_counted(len(value), value)}" if value else f"an empty {name.split()[-1]}"
+def _kind_of(error: Mapping[str, Any]) -> str:
+    """The type that an object gives for itself, where none of that type is known."""
+    value = error.get("input")
+    return repr(str(value.get("type"))[:MAX_SHOWN_CHARS]) if isinstance(value, dict) else described(error)
