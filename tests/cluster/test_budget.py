@@ -154,7 +154,7 @@ class TestText:
             "legal     standby   -            2.4 MB     predicted  fits",
             "fallback  remote    -            -          -          remote",
             "gpu_budget: 800 MB needed of 3,600 MB (declared 18,000 MB; the machine has no more)",
-            "ram_budget: 2.4 MB needed, no bound",
+            "memory for standby models: 2.4 MB needed, no limit set",
         ]
 
     def test_a_refusal_says_which_budget_and_what_would_help(self) -> None:
