@@ -48,9 +48,9 @@ PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\n\r\
 CUT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9999\r\n\r\n"
 PINGS: list[bytes | float] = [b": ping\n\n", 0.2] * round(HANG_S / 0.2)
 FAILURES: dict[str, tuple[Reply, type[LockstepError], str]] = {
-    "500": (refuses(500, {"error": {"message": "boom"}}), RemoteFailedError, "answered with status 500"),
-    "500, no JSON": (refuses(500), RemoteFailedError, "answered with status 500"),
-    "502": (refuses(502, "bad gateway"), RemoteFailedError, "answered with status 502"),
+    "500": (refuses(500, {"error": {"message": "boom"}}), RemoteFailedError, "failed with status 500"),
+    "500, no JSON": (refuses(500), RemoteFailedError, "failed with status 500"),
+    "502": (refuses(502, "bad gateway"), RemoteFailedError, "failed with status 502"),
     "504": (refuses(504), DeadlineError, "504"),
     "redirect": (refuses(307, None, "Location: http://example.com/"), RemoteFailedError, "redirect"),
     "nothing": (says(), RemoteFailedError, "broke the connection"),

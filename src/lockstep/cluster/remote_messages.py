@@ -373,7 +373,7 @@ def of_status(server: ServerName, status: int, retry_after: str | None, body: by
     if status == 404:
         how = "has no such model or path (404); correct its remote.base_url (OpenAI's ends in /v1) or remote.model"
     else:
-        how = f"answered with status {status}; the server's log has the text of its answer"
+        how = f"failed with status {status}"
     is_fault = status < 400 or status >= 500
     return AttemptError(RemoteFailedError(f"{server} {how}"), is_fault=is_fault, may_retry=status >= 500, reply=message)
 
@@ -386,8 +386,7 @@ def of_frame(server: ServerName, error: Any) -> AttemptError:
         return AttemptError(RemoteFailedError(f"{server} ended its answer: {message or NO_REASON}"), is_fault=False)
     if type_ == "timeout_error":
         return AttemptError(DeadlineError(f"{server} did not answer in time"), is_fault=False, reply=message)
-    how = "ended its answer with an error; the server's log has its text"
-    return AttemptError(RemoteFailedError(f"{server} {how}"), reply=message)
+    return AttemptError(RemoteFailedError(f"{server} ended its answer with an error"), reply=message)
 
 
 def _error_of(body: bytes) -> tuple[str, str | None, str | None]:
