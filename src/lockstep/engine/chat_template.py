@@ -152,10 +152,8 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: all of them fail. The message has the reason for a single user message.
         """
-        tools: dict[str, object] = {"tools": [_TRIED_TOOL], "documents": [_TRIED_DOCUMENT]}
-        own = {name: True for name in self._own_variables() if name not in tools}
         reason = ""
-        for variables in ({}, tools, {**tools, **own}):
+        for variables in self._tried_variables():
             for messages in _TRIED_MESSAGES:
                 try:
                     self.render(self.context(messages, True, variables), None)
@@ -167,12 +165,15 @@ class ChatTemplate:
                     return
         raise ChatTemplateError(f"no conversation can be rendered: with a single user message, {reason}")
 
-    def _own_variables(self) -> list[str]:
-        """Names that requests set by ``chat_template_kwargs``, in alphabetical order."""
+    def _tried_variables(self) -> Iterator[dict[str, object]]:
+        """Variables of `check`: none, then tools and documents, then all that ``chat_template_kwargs`` may set, too."""
         from jinja2.meta import find_undeclared_variables
 
+        yield {}
+        tools: dict[str, object] = {"tools": [_TRIED_TOOL], "documents": [_TRIED_DOCUMENT]}
+        yield tools
         names = find_undeclared_variables(self._tree()) - set(RESERVED) - self._environment.globals.keys()
-        return sorted(names)
+        yield dict.fromkeys(sorted(names), True) | tools
 
     def context(
         self,
