@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.policy import SchedulerConfig, output_limit, prefill_budget, prompt_chunk
+from lockstep.core.policy import MIN_LIMITS, SchedulerConfig, output_limit, prefill_budget, prompt_chunk
 from lockstep.core.request import Request
 from lockstep.errors import ConfigError, InvalidParameterError, PromptTooLongError
 from tests.core.drive import config
@@ -63,6 +63,15 @@ def test_what_cannot_work_is_refused_at_construction(limits: dict[str, Any], nam
 def test_the_smallest_token_budgets_are_accepted() -> None:
     config(max_num_batched_tokens=79)
     config(max_num_batched_tokens=11, max_num_seqs=9, max_forced_tokens=1)
+
+
+@pytest.mark.parametrize("name", MIN_LIMITS)
+def test_the_minimum_of_a_limit_is_accepted_and_one_less_is_not(name: str) -> None:
+    least = MIN_LIMITS[name]
+    small = {"max_num_seqs": 1, "max_forced_tokens": 1, "max_num_batched_tokens": 3}
+    config(**{**small, name: least})
+    with pytest.raises(ConfigError, match=f"{name} is {least - 1}"):
+        config(**{**small, name: least - 1})
 
 
 def test_a_chunk_and_its_remainder_are_never_one_token() -> None:

@@ -103,16 +103,16 @@ class SchedulerConfig:
         self._check_positive()
         if self.num_host_blocks < 0 or self.max_skips < 0 or self.priority_aging_steps < 0:
             raise ConfigError("num_host_blocks, max_skips and priority_aging_steps must not be negative")
-        limits = {"max_chunk_tokens": self.max_chunk_tokens, "max_num_prefill_tokens": self.prefill_limit}
-        for name, limit in limits.items():
-            if limit < MIN_CHUNK_TOKENS:
-                raise ConfigError(f"{name} is {limit}; a prompt needs at least {MIN_CHUNK_TOKENS} tokens to move on")
         needed = least_batched_tokens(self.decode_limit, self.max_forced_tokens)
         if self.max_num_batched_tokens < needed:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; {self.decode_limit} decoding sequences "
                 f"and a chunk beside them need at least {needed}"
             )
+        limits = {"max_chunk_tokens": self.max_chunk_tokens, "max_num_prefill_tokens": self.prefill_limit}
+        for name, limit in limits.items():
+            if limit < MIN_CHUNK_TOKENS:
+                raise ConfigError(f"{name} is {limit}; a prompt needs at least {MIN_CHUNK_TOKENS} tokens to move on")
         if self.prefill_share == "adaptive" and not self.chunking:
             raise ConfigError("prefill_share 'adaptive' cuts prompts to a share; turn chunking on or use 'fixed'")
 
