@@ -76,7 +76,7 @@ NRT: Mapping[str, Any] = {
     "sequential_request_throughput": (208, 217),
 }
 """Published of NRT on its own stub, whole calls one after the other; pairs are the least and the greatest of its three
-suites. Its counts are those of `SUITES`. Its machine was not published."""
+suites. Its counts are those of `SUITES`. Its machine was a MacBook, of which the model was not published."""
 
 
 @dataclass(frozen=True, slots=True)
