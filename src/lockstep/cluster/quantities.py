@@ -24,9 +24,9 @@ _LOOSE_UNITS = {
     **{known.lower(): known for known in SIZE_UNITS},
     **{known[0].lower(): known for known in ("KB", "MB", "GB", "TB")},
 }
-"""Units of budgets in any case, by their first letter, and none for bytes."""
+"""Exact unit for each unit of a budget in lower case, for its first letter, and for none, which is bytes."""
 MIN_PLAIN_BYTES = 2**30
-"""From this number on, a budget without a unit is bytes: as MiB it would be a PiB or more, which no machine has."""
+"""Least budget without a unit, in bytes: as MiB the number would be a PiB or more, which no machine has."""
 DURATION_UNITS: Mapping[str, Fraction] = {
     "ms": Fraction(1, 1000),
     "s": Fraction(1),
