@@ -208,7 +208,7 @@ def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
 
 
 def _after(observed: Observed, actions: Sequence[Action]) -> Observed:
-    """What is observed as soon as actions have begun."""
+    """Observed state as soon as these actions have begun."""
     by_key = {action.key: action for action in actions}
     return replace(observed, replicas=tuple(_begun(replica, by_key.get(replica.key)) for replica in observed.replicas))
 
