@@ -41,6 +41,7 @@ class Person:
         if columns is not None:
             fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm"}
+        environment.pop("COLUMNS", None)  # some shells export it, and it goes before the terminal's own width
         self._program = Program(words, (inner, inner, inner), environment, main=main, is_on_terminal=True)
         os.close(inner)
         self._unread = ""

@@ -166,8 +166,9 @@ class Proxy:
         if self.refuses:
             writer.transport.abort()
             return
+        self._writers.append(writer)
         other_reader, other_writer = await asyncio.open_connection(self._place.address, self._place.port)
-        self._writers += [writer, other_writer]
+        self._writers.append(other_writer)
         await asyncio.gather(self._pump(reader, other_writer), self._pump(other_reader, writer))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
