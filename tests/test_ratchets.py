@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 
 import pytest
 
@@ -28,6 +29,11 @@ SLACK, LEAST_SLACK = 0.05, 3
 """How much better than its ratchet a measure may be, as a part of it and in all."""
 
 
+@cache
+def measured() -> Mapping[str, float]:
+    return ratchets_of(House(ROOT))
+
+
 def worse(values: Mapping[str, float]) -> list[str]:
     """Measures that are on the wrong side of their ratchet."""
     return [
@@ -39,7 +45,7 @@ def worse(values: Mapping[str, float]) -> list[str]:
 
 def test_no_measure_of_the_code_is_worse_than_its_ratchet() -> None:
     """`python -m tools.measures --lists` says which modules and docstrings are counted."""
-    assert worse(ratchets_of(House(ROOT))) == []
+    assert worse(measured()) == []
 
 
 def test_no_more_modules_are_imported_than_were() -> None:
@@ -48,7 +54,7 @@ def test_no_more_modules_are_imported_than_were() -> None:
 
 def test_ratchets_follow_what_has_become_better() -> None:
     """`python -m tools.measures --tighten` sets them, so that what was won is not lost again."""
-    values = ratchets_of(House(ROOT))
+    values = measured()
     loose = [
         f"{name}: {values[name]:g}, the ratchet is {held:g}"
         for name, held in HELD.items()

@@ -127,7 +127,7 @@ def test_the_cost_is_measured_with_what_the_page_asks(server: ServerProcess, bro
     page.goto(f"{server.base_url}/")
     expect(page.locator("#logs li").first).to_be_visible()
     page.wait_for_timeout(1.5 * POLL_S * 1e3)
-    before, turns = len(asked), 6
+    before, turns = len(asked), 4
     page.wait_for_timeout(turns * POLL_S * 1e3)
     page.close()
     found = Counter(re.sub(r"(?<=after=)\d+$", "", path) for path in asked[before:])
