@@ -46,14 +46,14 @@ class BulkWork(Protocol):
 
 
 class Embeddings:
-    """Requests for vectors of as many inputs as one may have, one after the other, each with its own texts."""
+    """Requests for vectors of a thousand inputs, one after the other: about as many tokens as a body may hold."""
 
     unit = "prompt tokens"
-    MAX_INPUTS = 2_000
+    NUM_INPUTS = 1_000
 
     def __init__(self, url: str, model: str, num_tokens: int) -> None:
         self._url = url
-        self._body = {"model": model, "input": [[1 + index % 250] * num_tokens for index in range(self.MAX_INPUTS)]}
+        self._body = {"model": model, "input": [[1 + index % 250] * num_tokens for index in range(self.NUM_INPUTS)]}
 
     @contextmanager
     def running(self) -> Iterator[list[int]]:
@@ -63,15 +63,19 @@ class Embeddings:
         def work() -> None:
             while not stopping.is_set():
                 try:
-                    client.post("/v1/embeddings", json=self._body)
+                    client.post("/v1/embeddings", json=self._body).raise_for_status()
+                except httpx2.HTTPStatusError as error:
+                    failures.append(error.response.text)
+                    return
                 except httpx2.HTTPError:
                     return  # the block has ended
 
         done: list[int] = []
+        failures: list[str] = []
         before = self._prompt_tokens()
         worker = threading.Thread(target=work)
         worker.start()
-        while self._prompt_tokens() == before:
+        while self._prompt_tokens() == before and not failures:
             time.sleep(0.02)
         try:
             yield done
@@ -80,6 +84,8 @@ class Embeddings:
             stopping.set()
             client.close()
             worker.join()
+        if failures:
+            raise SystemExit(f"embeddings were refused: {failures[0]}")
 
     def _prompt_tokens(self) -> int:
         text = httpx2.get(f"{self._url}/metrics", trust_env=False).text
@@ -169,7 +175,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--batch-requests", type=int, default=20_000)
     parser.add_argument("--batch-output-len", type=int, default=64)
-    parser.add_argument("--embedding-len", type=int, default=500, help="tokens of one of 2,000 inputs")
+    parser.add_argument("--embedding-len", type=int, default=500, help="tokens of one of 1,000 inputs")
     arguments = parser.parse_args()
     server = start_server("served", own_server(arguments.model, available_cores(), SERVED))
     target = server.target
