@@ -1,0 +1,51 @@
+// Sixteen floats in one register of AVX-512 (its foundation alone). Operations: lanes_portable.hpp.
+#pragma once
+
+#include <immintrin.h>
+
+#include "bits.hpp"
+
+namespace lockstep::native {
+namespace {
+
+struct Avx512 {
+    using V = __m512;
+    using Mask = __mmask16;
+    static constexpr int REGISTERS = 32;
+    static V zero() { return _mm512_setzero_ps(); }
+    static V set(float x) { return _mm512_set1_ps(x); }
+    static V load(const float* at) { return _mm512_loadu_ps(at); }
+    static void store(float* at, V x) { _mm512_storeu_ps(at, x); }
+
+    static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+    static V add(V a, V b) { return _mm512_add_ps(a, b); }
+    static V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+    static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+    static V div(V a, V b) { return _mm512_div_ps(a, b); }
+    static V max(V a, V b) { return _mm512_max_ps(a, b); }
+    static V min(V a, V b) { return _mm512_min_ps(a, b); }
+
+    static Mask less(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+    static Mask is_nan(V x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
+    static V select(Mask mask, V yes, V no) { return _mm512_mask_blend_ps(mask, no, yes); }
+
+    static V power(V n) {
+        return _mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+    }
+
+    static V load_half(const std::uint16_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
+    static V load_brain(const std::uint16_t* at) {
+        return _mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16));
+    }
+    static V load_byte(const std::int8_t* at) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+    }
+    static void store_half(std::uint16_t* at, V x) {
+        _mm256_storeu_si256((__m256i*)at, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+};
+
+}  // namespace
+}  // namespace lockstep::native
