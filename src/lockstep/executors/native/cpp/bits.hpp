@@ -31,6 +31,8 @@ constexpr int LANES = 16;
 constexpr std::uint32_t NAN_BITS = 0x7fc00000;              // of a float
 constexpr std::uint64_t NAN_BITS_64 = 0x7ff8000000000000;  // of a double
 
+namespace {
+
 // The contract's modes while it lives: rounding to the nearest, denormals kept, no traps.
 class FloatMode {
 public:
@@ -54,8 +56,6 @@ private:
     std::fenv_t before;
 #endif
 };
-
-namespace {
 
 template <class To, class From>
 inline To with_bits(From x) {

@@ -1,0 +1,53 @@
+// Operations on rows between the products of a forward pass, and what a sampler needs of a row of logits.
+#pragma once
+
+#include "bits.hpp"
+
+namespace lockstep::native {
+
+enum class Gate : int { silu, gelu_tanh, gelu_erf };
+enum class FloatType : int { f32, f16, bf16 };
+
+// Each function takes one row of n numbers, n >= 1, and may write its result over a row that it reads. A row depends on
+// nothing but itself, so rows may be shared among threads in any way. All instruction sets give the same bits.
+struct Elements {
+    const char* name;
+
+    // out = x / sqrt(mean(x^2) + epsilon) * (weight + offset).
+    void (*norm)(const float* x, const float* weight, float offset, float epsilon, std::int64_t n, float* out);
+    // out = x + y * factor, both operations rounded.
+    void (*add)(const float* x, const float* y, float factor, std::int64_t n, float* out);
+    // out = function(gate) * up.
+    void (*gate)(Gate function, const float* gate, const float* up, std::int64_t n, float* out);
+    // out = cap * tanh(x / cap).
+    void (*cap)(const float* x, float cap, std::int64_t n, float* out);
+    void (*divide)(const float* x, float divisor, std::int64_t n, float* out);
+    // out = x * factor, of a row as it is stored.
+    void (*widen)(FloatType type, const void* x, float factor, std::int64_t n, float* out);
+    // Cosines of position * frequency times the factor, then their sines: out has 2 n numbers. As in the models'
+    // training code the angle is a float, the rounded product.
+    void (*rotation)(const float* frequencies, std::int64_t position, float factor, std::int64_t n, float* out);
+
+    // out = e^((x - peak) / temperature): in doubles; and in floats, with a rounded inverse of the temperature.
+    void (*weigh)(const float* x, double peak, double temperature, std::int64_t n, double* out);
+    void (*weigh_lightly)(const float* x, float peak, double temperature, std::int64_t n, float* out);
+    // Sums in doubles.
+    double (*total)(const float* x, std::int64_t n);
+    double (*total_64)(const double* x, std::int64_t n);
+    // log(sum(e^x)), with exponentials in floats and the sum in doubles; NaN for a row with NaN, inf or nothing but -inf.
+    double (*log_total)(const float* x, std::int64_t n);
+    // Probabilities e^((x - max) / temperature) / sum(...), and logarithms of those of temperature 1.
+    void (*softmax)(const float* x, double temperature, std::int64_t n, float* out);
+    void (*log_softmax)(const float* x, std::int64_t n, float* out);
+    // The inner product in doubles, in which each product of two floats is exact.
+    double (*dot)(const float* x, const float* y, std::int64_t n);
+    // out = x / length; a row of zeros stays.
+    void (*unit)(const float* x, std::int64_t n, float* out);
+};
+
+extern const Elements elements_portable, elements_avx2, elements_avx512;
+
+// The table of an instruction set by its name ("" for the best one); nullptr: this processor does not run it.
+const Elements* find_elements(const char* name);
+
+}  // namespace lockstep::native
