@@ -116,7 +116,8 @@ lock: $(STAMP)
 		--custom-compile-command "make lock" -o requirements/release.txt
 
 OPS := src/lockstep/executors/openvino/ops
-$(STAMP): requirements/dev.txt pyproject.toml hatch_build.py $(wildcard $(OPS)/*.?pp)
+NATIVE := src/lockstep/executors/native/cpp
+$(STAMP): requirements/dev.txt pyproject.toml hatch_build.py $(wildcard $(OPS)/*.?pp) $(wildcard $(NATIVE)/*.?pp)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/dev.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -1,7 +1,9 @@
-"""Build of the compiled parts: the attention operator's library, and the modules of the core that mypyc compiles.
+"""Build of the compiled parts: two libraries, and the modules of the core that mypyc compiles.
 
-    python hatch_build.py               the library, in the source tree, as an editable installation has it
-    python hatch_build.py build/compiled    a copy of the package there, with the library and the compiled modules
+One library is the attention operator for OpenVINO, the other one has the native executor's kernels.
+
+    python hatch_build.py               the libraries, in the source tree, as an editable installation has them
+    python hatch_build.py build/compiled    a copy of the package there, with the libraries and the compiled modules
 
 A wheel has both. Modules are never compiled beside their sources, where an old one would stand for an edited file.
 Without a compiler, or on another system than Linux, one line says so for each part that is not built: everything works
@@ -36,6 +38,14 @@ KERNEL_FLAGS = {
 }
 """Only these sources are compiled for more than the least processor; the library chooses among them when it runs."""
 
+NATIVE = Path("src/lockstep/executors/native")
+NATIVE_LIBRARY = "liblockstep_native.so"
+NATIVE_FLAGS = (*FLAGS, "-fno-trapping-math", "-pthread")
+"""Results never depend on floating-point exceptions, which nothing enables: compilers may vectorise comparisons."""
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
+ISA_FLAGS = {"avx2": AVX2, "avx512": (*AVX2, *_AVX512, "-Wno-maybe-uninitialized")}
+"""By the end of a native source's name; all others are compiled for the least processor."""
+
 PACKAGE = Path("src/lockstep")
 MODULES = (
     *("core/blocks", "core/decode_run", "core/decode_shares", "core/fingerprint", "core/kv", "core/planner"),
@@ -58,13 +68,15 @@ class CustomBuildHook(BuildHookInterface[Any]):
         root = Path(self.root)
         if version == "editable":
             build(root, root / OPS / LIBRARY, self.app.display_warning)
+            build_native(root, root / NATIVE / NATIVE_LIBRARY, self.app.display_warning)
             return
         folder, warn = Path(tempfile.mkdtemp()), self.app.display_warning
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        if build(root, folder / LIBRARY, warn):
-            build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{platform}"
-            build_data["force_include"][str(folder / LIBRARY)] = str((OPS / LIBRARY).relative_to("src"))
+        for make, place in ((build, OPS / LIBRARY), (build_native, NATIVE / NATIVE_LIBRARY)):
+            if make(root, folder / place.name, warn):
+                build_data["pure_python"] = False
+                build_data["tag"] = f"py3-none-{platform}"
+                build_data["force_include"][str(folder / place.name)] = str(place.relative_to("src"))
         compiled = build_core(root, folder / "core", warn)
         if compiled:
             python = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -74,7 +86,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
 
 
 def build(root: Path, target: Path, warn: Callable[[str], object]) -> bool:
-    """Compile and link the library; whether it is there now.
+    """Compile and link the attention operator; whether it is there now.
 
     Raises:
         subprocess.CalledProcessError: a compiler that is there did not compile it.
@@ -96,6 +108,33 @@ def build(root: Path, target: Path, warn: Callable[[str], object]) -> bool:
         # Both libraries are in every process that has imported OpenVINO, so no path to them is written down.
         subprocess.run([_compiler(), "-shared", "-s", *objects, *map(str, libraries), "-o", str(target)], check=True)
     return True
+
+
+def build_native(root: Path, target: Path, warn: Callable[[str], object]) -> bool:
+    """Compile and link the native executor's kernels, which need no OpenVINO; whether the library is there now.
+
+    Raises:
+        subprocess.CalledProcessError: a compiler that is there did not compile it.
+    """
+    target.unlink(missing_ok=True)
+    reason = _obstacle_to_all() or _obstacle_to_compiling()
+    if reason is not None:
+        warn(f"the native library is not built ({reason})")
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        commands = {}
+        for source in sorted((root / NATIVE / "cpp").glob("*.cpp")):
+            place = str(Path(folder) / f"{source.stem}.o")
+            commands[place] = [_compiler(), *native_flags(source), "-c", str(source), "-o", place]
+        objects = _run_all(commands)
+        subprocess.run([_compiler(), "-shared", "-s", "-pthread", *objects, "-o", str(target)], check=True)
+    return True
+
+
+def native_flags(source: Path) -> tuple[str, ...]:
+    """Flags of one native source."""
+    is_x86 = os.uname().machine.lower() in X86
+    return (*NATIVE_FLAGS, *(ISA_FLAGS.get(source.stem.rpartition("_")[2], ()) if is_x86 else ()))
 
 
 def build_core(root: Path, target: Path, warn: Callable[[str], object]) -> list[str]:
@@ -131,6 +170,8 @@ def build_copy(root: Path, target: Path) -> bool:
     shutil.copytree(root / PACKAGE, target / "lockstep", ignore=shutil.ignore_patterns("__pycache__"))
     if not (root / OPS / LIBRARY).exists():
         build(root, target / OPS.relative_to("src") / LIBRARY, print)
+    if not (root / NATIVE / NATIVE_LIBRARY).exists():
+        build_native(root, target / NATIVE.relative_to("src") / NATIVE_LIBRARY, print)
     return bool(build_core(root, target, print))
 
 
@@ -175,9 +216,16 @@ def _obstacle_to_core() -> str | None:
     return None
 
 
-def _obstacle_to_library() -> str | None:
+def _obstacle_to_compiling() -> str | None:
     if shutil.which(_compiler()) is None:
         return f"there is no C++ compiler {_compiler()!r}; on Debian: apt install g++"
+    return None
+
+
+def _obstacle_to_library() -> str | None:
+    reason = _obstacle_to_compiling()
+    if reason is not None:
+        return reason
     if find_spec("openvino") is None:
         return "the package openvino, whose headers it needs, is not installed"
     return None
@@ -208,3 +256,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.exit(not build_copy(here, Path(sys.argv[1]).resolve()))
     build(here, here / OPS / LIBRARY, print)
+    build_native(here, here / NATIVE / NATIVE_LIBRARY, print)

@@ -108,7 +108,7 @@ def binary(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 @pytest.fixture(scope="module")
 def pure(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     wheel, said = build(checkout, tmp_path_factory.mktemp("dist"), LOCKSTEP_PURE="1")
-    assert said.count("LOCKSTEP_PURE is set") == 2, "a line for each part"
+    assert said.count("LOCKSTEP_PURE is set") == 3, "a line for each part"
     return Installed(wheel, tmp_path_factory.mktemp("pure"))
 
 
@@ -170,9 +170,10 @@ def test_the_first_command_of_the_readme_shows_the_demo(pure: Installed, tmp_pat
 def test_sources_without_a_compiler_say_one_line_and_give_the_pure_wheel(checkout: Path, tmp_path: Path) -> None:
     wheel, said = build(checkout, tmp_path, CXX="no-compiler-here", CC="no-compiler-here")
     assert wheel.name.endswith("-py3-none-any.whl")
-    attention, core = [line for line in said.splitlines() if "no-compiler-here" in line]
+    attention, native, core = [line for line in said.splitlines() if "no-compiler-here" in line]
     assert "attention operator" in attention
     assert "there is no C++ compiler 'no-compiler-here'; on Debian: apt install g++" in attention
+    assert "the native library is not built (there is no C++ compiler 'no-compiler-here'" in native
     assert "the core is not compiled (there is no C compiler 'no-compiler-here'; on Debian: apt install gcc)" in core
 
 
@@ -191,6 +192,7 @@ def test_a_wheel_has_the_files_of_the_package_and_no_sources_of_the_library(
     assert not any(name.endswith((".cpp", ".hpp", ".pyc", ".o")) for name in names)
     is_binary = kind == "binary"
     assert (f"{OPS}/liblockstep_ops.so" in names) == is_binary
+    assert ("lockstep/executors/native/liblockstep_native.so" in names) == is_binary
     assert any(re.fullmatch(r"lockstep/core/scheduler\..+\.so", name) for name in names) == is_binary
 
 

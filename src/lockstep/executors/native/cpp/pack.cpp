@@ -1,0 +1,127 @@
+#include "pack.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace lockstep::native {
+namespace {
+
+// One group of one feature as a file has it. The formats are ggml's (ggml-common.h).
+struct Stored {
+    std::uint8_t code[GROUP];
+    std::uint8_t factors[2];        // of scale and offset, or of the scales of both halves
+    std::uint8_t scale[2], offset[2];  // f16
+};
+
+// Element i in the low half of byte i, element i + 16 in the high half.
+void nibbles(const std::uint8_t* at, std::uint8_t* code) {
+    for (int i = 0; i < 16; i++) code[i] = at[i] & 15, code[i + 16] = at[i] >> 4;
+}
+
+void fifth_bits(const std::uint8_t* at, std::uint8_t* code) {
+    for (int i = 0; i < GROUP; i++) code[i] |= (at[i / 8] >> i % 8 & 1) << 4;
+}
+
+// Q4_K and Q5_K: eight scales and eight minima of six bits in twelve bytes.
+void six_bits(const std::uint8_t* at, int group, std::uint8_t* factors) {
+    if (group < 4) {
+        factors[0] = at[group] & 63, factors[1] = at[group + 4] & 63;
+    } else {
+        factors[0] = (at[group + 4] & 15) | at[group - 4] >> 6 << 4;
+        factors[1] = at[group + 4] >> 4 | at[group] >> 6 << 4;
+    }
+}
+
+void read(Kind kind, const std::uint8_t* block, int group, Stored& to) {
+    const auto halves = [&](const std::uint8_t* at, bool has_offset) {
+        std::memcpy(to.scale, at, 2);
+        if (has_offset) std::memcpy(to.offset, at + 2, 2);
+    };
+    switch (kind) {
+        case Kind::q8_0:
+            halves(block, false);
+            for (int i = 0; i < GROUP; i++) to.code[i] = block[2 + i] ^ 0x80;
+            break;
+        case Kind::q4_0:
+        case Kind::q4_1:
+            halves(block, kind == Kind::q4_1);
+            nibbles(block + (kind == Kind::q4_1 ? 4 : 2), to.code);
+            break;
+        case Kind::q5_0:
+        case Kind::q5_1: {
+            const std::uint8_t* bits = block + (kind == Kind::q5_1 ? 4 : 2);
+            halves(block, kind == Kind::q5_1);
+            nibbles(bits + 4, to.code);
+            fifth_bits(bits, to.code);
+            break;
+        }
+        case Kind::q4_k:
+        case Kind::q5_k: {
+            halves(block, true);
+            to.offset[1] ^= 0x80;  // a minimum is subtracted
+            six_bits(block + 4, group, to.factors);
+            const std::uint8_t* low = block + (kind == Kind::q5_k ? 48 : 16) + group / 2 * 32;
+            for (int i = 0; i < GROUP; i++) to.code[i] = low[i] >> group % 2 * 4 & 15;
+            if (kind == Kind::q5_k)
+                for (int i = 0; i < GROUP; i++) to.code[i] |= (block[16 + i] >> group & 1) << 4;
+            break;
+        }
+        case Kind::q6_k: {
+            const int half = group / 4, run = group % 4;
+            const std::uint8_t *low = block + half * 64 + run % 2 * 32, *high = block + 128 + half * 32;
+            for (int i = 0; i < GROUP; i++)
+                to.code[i] = (low[i] >> run / 2 * 4 & 15) | (high[i] >> run * 2 & 3) << 4;
+            to.factors[0] = block[192 + group * 2], to.factors[1] = block[193 + group * 2];
+            std::memcpy(to.scale, block + 208, 2);
+            break;
+        }
+    }
+}
+
+// To place `feature` of a group, and of the scales before it where there are some.
+void write(const Layout& layout, const Stored& from, int feature, std::uint8_t* group, std::uint8_t* super) {
+    std::uint8_t* halves = layout.is_super ? super : group;  // of a block: once, before its first group
+    if (halves) {
+        std::memcpy(halves + feature * 2, from.scale, 2);
+        if (layout.has_offsets) std::memcpy(halves + 2 * PANEL + feature * 2, from.offset, 2);
+    }
+    if (layout.is_super) group[feature] = from.factors[0], group[PANEL + feature] = from.factors[1];
+    std::uint8_t* codes = group + layout.codes_at();
+    for (int column = 0; column < GROUP; column++) {
+        const int quad = column / 4, at = feature * 4 + column % 4, code = from.code[column];
+        if (layout.bits == 8) {
+            codes[quad * 128 + at] = std::uint8_t(code);
+            continue;
+        }
+        codes[quad % 4 * 128 + at] |= (code & 15) << quad / 4 * 4;
+        if (layout.high_bits() == 1) codes[512 + at] |= (code >> 4) << quad;
+        if (layout.high_bits() == 2) codes[512 + quad / 4 * 128 + at] |= (code >> 4) << quad % 4 * 2;
+    }
+}
+
+}  // namespace
+
+void pack(Kind kind, const std::uint8_t* blocks, std::int64_t features, std::int64_t columns, std::uint8_t* panels) {
+    const Layout& layout = layout_of(kind);
+    const std::int64_t groups = columns / GROUP, in_block = layout.block_columns / GROUP;
+    const std::int64_t row_bytes = columns / layout.block_columns * layout.block_bytes;
+    for (std::int64_t first = 0; first < features; first += PANEL) {
+        std::uint8_t* at = panels;
+        panels += layout.panel_bytes(groups);
+        std::memset(at, 0, std::size_t(layout.panel_bytes(groups)));
+        const int count = int(std::min<std::int64_t>(PANEL, features - first));
+        for (std::int64_t group = 0; group < groups; group++, at += layout.group_bytes()) {
+            std::uint8_t* super = layout.is_super && group % SUPER == 0 ? at : nullptr;
+            if (super) at += layout.super_bytes();
+            for (int feature = 0; feature < count; feature++) {
+                Stored stored;
+                const std::uint8_t* block =
+                    blocks + (first + feature) * row_bytes + group / in_block * layout.block_bytes;
+                read(kind, block, int(group % in_block), stored);
+                write(layout, stored, feature, at, super);
+            }
+        }
+    }
+}
+
+}  // namespace lockstep::native

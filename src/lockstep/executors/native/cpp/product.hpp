@@ -1,0 +1,109 @@
+// Products of weights with rows of activations. Both have a scale for each group of 32 columns, so that a group's sum is
+// one of integers, exact in any order. What remains of an output is a sum of floats over groups in ascending order:
+//
+//     acc = fma(float(sum of code * number), weight_scale * row_scale, acc)
+//     acc = fma(weight_offset, row_scale * float(sum of numbers), acc)        of weights with offsets
+//
+// An output is therefore a function of its row of activations and its row of weights, whatever the tile, the number of
+// rows, the thread and the instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace lockstep::native {
+
+constexpr int GROUP = 32;     // columns that share a scale
+constexpr int PANEL = 32;     // output features that lie side by side
+constexpr int SUPER = 8;      // groups of a block of Q4_K, Q5_K and Q6_K
+constexpr int MAX_TILE = 6;   // rows of activations that a kernel takes at once
+constexpr int MAX_PRODUCT_COLUMNS = 1 << 20;
+constexpr int MAX_PRODUCT_FEATURES = 1 << 24;
+
+enum class Kind : int { q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
+constexpr int KINDS = 8;
+
+// A group of one row of activations.
+struct Numbers {
+    float scale;
+    std::int16_t sums[2];  // of the first and the last sixteen numbers
+    std::int8_t number[GROUP];
+};
+static_assert(sizeof(Numbers) == 40, "quantised rows are arrays of these");
+
+// A panel has the groups of its 32 features one after the other. A group begins with its scales and then has the codes
+// of all features: byte 4 f + c of a quad of columns is column c of feature f.
+//
+//   q8_0          scales f16[32]; codes 8 quads [128], the stored ones plus 128
+//   q4_0, q4_1    scales f16[32] (offsets f16[32]); 4 x [128]: quad j in the low, quad j + 4 in the high half of a byte
+//   q5_0, q5_1    the same, then [128] fifth bits: bit q of a byte is quad q's
+//   q4_k, q5_k    factors u8[32] of scales, u8[32] of offsets, then as q4_1 and q5_1; before each eight groups the f16[32]
+//                 that multiply them, those of offsets with their sign turned
+//   q6_k          factors i8[32] of the first and i8[32] of the last sixteen columns; 4 x [128]; 2 x [128] upper bits: bits
+//                 2 j and 2 j + 1 are those of quads j and j + 4; before each eight groups f16[32] scales
+struct Layout {
+    int bits;  // of a code
+    int zero;  // the code of weight 0; 0 where there are offsets
+    bool has_offsets, is_super;
+    int block_columns, block_bytes;  // in a GGUF file
+
+    constexpr int high_bits() const { return bits == 8 ? 0 : bits - 4; }
+    constexpr int codes_at() const { return is_super || !has_offsets ? 64 : 128; }
+    constexpr int group_bytes() const { return codes_at() + (bits == 8 ? 1024 : 512 + 128 * high_bits()); }
+    constexpr int super_bytes() const { return is_super ? (has_offsets ? 128 : 64) : 0; }
+    constexpr std::int64_t panel_bytes(std::int64_t groups) const {
+        return groups * group_bytes() + (is_super ? groups / SUPER * super_bytes() : 0);
+    }
+};
+
+constexpr Layout LAYOUTS[KINDS] = {
+    {8, 128, false, false, 32, 34}, {4, 8, false, false, 32, 18}, {4, 0, true, false, 32, 20},
+    {5, 16, false, false, 32, 22},  {5, 0, true, false, 32, 24},  {4, 0, true, true, 256, 144},
+    {5, 0, true, true, 256, 176},   {6, 32, false, true, 256, 210},
+};
+constexpr const Layout& layout_of(Kind kind) { return LAYOUTS[int(kind)]; }
+constexpr int tile_rows(Kind kind) { return layout_of(kind).high_bits() ? 4 : MAX_TILE; }
+
+// The part of the next panel that a tile fetches on its way.
+struct Fetch {
+    const std::uint8_t* next;
+    int lines;  // of 64 bytes, for each group
+};
+
+struct Products {
+    const char* name;
+    // One row of n columns to its groups; the last group is filled with zeros.
+    void (*quantise)(const float* x, std::int64_t n, Numbers* out);
+    // One panel with `rows` rows, 1 to tile_rows(kind), whose groups begin `stride` apart, to out[rows][PANEL].
+    void (*tile)(Kind kind, const std::uint8_t* panel, std::int64_t groups, const Numbers* x, std::int64_t stride,
+                 int rows, float* out, Fetch fetch);
+    // Rows of float weights, type as in FloatType, stored one after the other: out[row * out_stride + feature].
+    void (*floats)(int type, const void* weights, std::int64_t features, std::int64_t columns, const float* x,
+                   std::int64_t x_stride, std::int64_t rows, float* out, std::int64_t out_stride);
+};
+
+const Products* products_portable();
+const Products* products_avx2();  // null where the source is not compiled for that instruction set
+const Products* products_avx512();
+
+class Pool;
+
+struct Matrix {
+    Kind kind;
+    std::int64_t features, columns;
+    const std::uint8_t* panels;
+
+    std::int64_t groups() const { return (columns + GROUP - 1) / GROUP; }
+    std::int64_t count() const { return (features + PANEL - 1) / PANEL; }
+    std::int64_t panel_bytes() const { return layout_of(kind).panel_bytes(groups()); }
+};
+
+void quantise(const Products& isa, Pool* pool, const float* x, std::int64_t stride, std::int64_t rows,
+              std::int64_t columns, Numbers* out);
+void multiply(const Products& isa, Pool* pool, const Matrix& weights, const Numbers* x, std::int64_t rows, float* out,
+              std::int64_t stride);
+void multiply_floats(const Products& isa, Pool* pool, int type, const void* weights, std::int64_t features,
+                     std::int64_t columns, const float* x, std::int64_t x_stride, std::int64_t rows, float* out,
+                     std::int64_t stride);
+
+}  // namespace lockstep::native

@@ -1,0 +1,74 @@
+"""The native library: loads it, and chooses one of the instruction sets that it has and this processor runs.
+
+``hatch_build.py`` compiles the library from the C++ sources in ``cpp``. All instruction sets give the same bits, so the
+choice is one of speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+LIBRARY = Path(__file__).with_name("liblockstep_native.so")
+BITS_VERSION = 1
+"""The library's version that this package is written for, as bits.hpp has it."""
+ISAS = ("avx512", "avx2", "portable")
+"""Instruction sets, the fastest first. ``avx512`` needs VNNI."""
+_BUILD = "on Linux with a C++ compiler, `python hatch_build.py` builds it"
+_IN_LIBRARY, _RUNS_HERE = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The loaded library with one instruction set."""
+
+    handle: ctypes.CDLL
+    bits_version: int
+    """Version of the bits of all results: results of two machines with the same one are equal."""
+    built: tuple[str, ...]
+    """Instruction sets that the library has."""
+    usable: tuple[str, ...]
+    """Those that this processor runs, the fastest first."""
+    isa: str
+    """The instruction set in use."""
+
+
+def native_library(isa: str | None = None, library: Path = LIBRARY) -> NativeLibrary | str:
+    """The library, or a sentence that describes why it cannot be used.
+
+    Args:
+        isa: instruction set to use in the place of the fastest one.
+    """
+    handle = _load(library)
+    if isinstance(handle, str):
+        return handle
+    version = int(handle.native_bits_version())
+    if version != BITS_VERSION:
+        return f"the native library was built from other sources (version {version}, not {BITS_VERSION}): {_BUILD}"
+    states = {name: int(handle.native_has_isa(name.encode())) for name in ISAS}
+    built = tuple(name for name in ISAS if states[name] >= _IN_LIBRARY)
+    usable = tuple(name for name in ISAS if states[name] >= _RUNS_HERE)
+    chosen = usable[0] if isa is None else isa
+    if chosen not in ISAS:
+        return f"there is no instruction set {chosen!r}; the known ones are {', '.join(ISAS)}"
+    if chosen not in usable:
+        reason = "this processor does not run" if chosen in built else "the native library does not have"
+        return f"{reason} the instruction set {chosen!r}; usable here: {', '.join(usable)}"
+    return NativeLibrary(handle, version, built, usable, chosen)
+
+
+@cache
+def _load(library: Path) -> ctypes.CDLL | str:
+    if not library.exists():
+        return f"the native library was not built: {_BUILD}"
+    try:
+        handle = ctypes.CDLL(str(library))
+        for name in ("pool_start", "pack", "quantise", "multiply", "multiply_floats"):
+            getattr(handle, f"native_{name}").restype = ctypes.c_char_p
+        handle.native_packed_bytes.restype = ctypes.c_int64
+        handle.native_pool_stop.restype = None
+    except (OSError, AttributeError) as error:
+        return f"the native library does not load ({error}): {_BUILD}"
+    return handle

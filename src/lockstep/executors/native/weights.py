@@ -1,0 +1,109 @@
+"""Weights as the panels that native products read (``product.hpp``): the numbers of the file in another order.
+
+Block encodings of GGUF files are packed as they are. Weights that were rounded to int8 with a scale per row, or to int4
+with a scale per group, are written as blocks of Q8_0 and Q4_0 first, which loses nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.artifacts.model import Encoding, Tensor
+from lockstep.artifacts.tensors import GROUP_SIZE
+from lockstep.errors import CorruptArtifactError
+from lockstep.executors.native.library import NativeLibrary
+
+Bytes = npt.NDArray[np.uint8]
+KINDS = (
+    Encoding.Q8_0,
+    Encoding.Q4_0,
+    Encoding.Q4_1,
+    Encoding.Q5_0,
+    Encoding.Q5_1,
+    Encoding.Q4_K,
+    Encoding.Q5_K,
+    Encoding.Q6_K,
+)
+"""Encodings by their numbers in ``product.hpp``."""
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """A matrix in panels."""
+
+    encoding: Encoding
+    features: int
+    columns: int
+    """Columns of the blocks: a multiple of 32, filled up with zeros where the weights have fewer."""
+    panels: Bytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of memory for each weight, with scales and with the unused places of the last panel."""
+        return 8 * self.panels.nbytes / (self.features * self.columns)
+
+
+def pack(library: NativeLibrary, tensor: Tensor) -> PackedWeights:
+    """Pack a matrix in a block encoding.
+
+    Raises:
+        CorruptArtifactError: the tensor cannot be packed; the message names it.
+    """
+    if tensor.encoding not in KINDS or len(tensor.shape) != 2:
+        raise CorruptArtifactError(
+            f"tensor {tensor.name} ({tensor.encoding.value} {list(tensor.shape)}) cannot be packed: "
+            f"a matrix of {', '.join(kind.value for kind in KINDS)} is expected"
+        )
+    kind, (features, columns) = KINDS.index(tensor.encoding), tensor.shape
+    blocks = np.ascontiguousarray(tensor.data).view(np.uint8)
+    num_bytes = library.handle.native_packed_bytes(kind, ctypes.c_int64(features), ctypes.c_int64(columns))
+    panels = aligned_bytes(max(num_bytes, 0))
+    wrong = library.handle.native_pack(
+        kind, pointer(blocks), *_int64s(blocks.nbytes, features, columns), pointer(panels), *_int64s(panels.nbytes)
+    )
+    if wrong is not None:
+        raise CorruptArtifactError(f"tensor {tensor.name} ({tensor.encoding.value}): {wrong.decode()}")
+    return PackedWeights(tensor.encoding, features, columns, panels)
+
+
+def int8_blocks(name: str, values: npt.NDArray[np.int8], scales: npt.NDArray[np.float16]) -> Tensor:
+    """Integers ``[features, columns]`` with a scale ``[features, 1]`` per row, or one per group of 32, as Q8_0."""
+    features, columns = values.shape
+    groups = -(-columns // GROUP_SIZE)
+    blocks = np.zeros((features, groups, 2 + GROUP_SIZE), np.uint8)
+    padded = np.zeros((features, groups * GROUP_SIZE), np.int8)
+    padded[:, :columns] = values
+    blocks[..., :2] = np.broadcast_to(scales, (features, groups)).astype("<f2")[..., None].view(np.uint8)
+    blocks[..., 2:] = padded.view(np.uint8).reshape(features, groups, GROUP_SIZE)
+    return Tensor(name, Encoding.Q8_0, (features, groups * GROUP_SIZE), blocks.reshape(features, -1))
+
+
+def int4_blocks(name: str, values: Bytes, scales: npt.NDArray[np.float16]) -> Tensor:
+    """Codes 0..15 with zero point 8 ``[features, groups, 32]`` and scales ``[features, groups]`` as Q4_0."""
+    features, groups, _ = values.shape
+    blocks = np.empty((features, groups, 2 + GROUP_SIZE // 2), np.uint8)
+    blocks[..., :2] = np.ascontiguousarray(scales.astype("<f2"))[..., None].view(np.uint8)
+    blocks[..., 2:] = values[..., : GROUP_SIZE // 2] | values[..., GROUP_SIZE // 2 :] << np.uint8(4)
+    return Tensor(name, Encoding.Q4_0, (features, groups * GROUP_SIZE), blocks.reshape(features, -1))
+
+
+def aligned_bytes(size: int) -> Bytes:
+    """Uninitialised memory that begins at a cache line."""
+    memory: Bytes = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size]
+
+
+def pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
+    """Address of an array's first element."""
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _int64s(*numbers: int) -> tuple[ctypes.c_int64, ...]:
+    return tuple(ctypes.c_int64(number) for number in numbers)

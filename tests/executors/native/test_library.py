@@ -1,0 +1,63 @@
+"""The native library: how it is built, and which instruction set is chosen."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hatch_build import NATIVE, NATIVE_LIBRARY, X86, build_native
+from lockstep.executors.native.library import BITS_VERSION, ISAS, native_library
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_fastest_instruction_set_is_chosen_unless_one_is_forced() -> None:
+    best = native_library()
+    if isinstance(best, str):
+        pytest.skip(best)
+    assert best.bits_version == BITS_VERSION
+    assert best.usable[-1] == "portable"
+    assert set(best.usable) <= set(best.built)
+    assert best.built == (ISAS if platform.machine().lower() in X86 else ("portable",))
+    assert best.isa == best.usable[0]
+    forced = native_library("portable")
+    assert not isinstance(forced, str)
+    assert forced.isa == "portable"
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    if isinstance(native_library(), str):
+        pytest.skip("the native library is not built")
+    assert native_library("avx1024") == (
+        "there is no instruction set 'avx1024'; the known ones are avx512, avx2, portable"
+    )
+
+
+def test_a_missing_or_broken_library_is_described_in_a_sentence(tmp_path: Path) -> None:
+    assert "was not built" in str(native_library(library=tmp_path / "none.so"))
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    assert "does not load" in str(native_library(library=tmp_path / "broken.so"))
+
+
+def test_a_machine_without_a_compiler_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setenv("CXX", "no-compiler-here")
+    assert not build_native(ROOT, tmp_path / NATIVE_LIBRARY, warnings.append)
+    monkeypatch.setenv("LOCKSTEP_PURE", "1")
+    assert not build_native(ROOT, tmp_path / NATIVE_LIBRARY, warnings.append)
+    assert warnings == [
+        "the native library is not built (there is no C++ compiler 'no-compiler-here'; on Debian: apt install g++)",
+        "the native library is not built (LOCKSTEP_PURE is set)",
+    ]
+
+
+def test_the_library_needs_no_library_of_openvino() -> None:
+    library = ROOT / NATIVE / NATIVE_LIBRARY
+    if not library.exists():
+        pytest.skip("the native library is not built")
+    needed = subprocess.run(["ldd", library], capture_output=True, text=True, check=True).stdout
+    assert "openvino" not in needed
+    assert "tbb" not in needed
