@@ -24,6 +24,7 @@ from lockstep.executors.openvino.weights import GroupSums, check_tensor, matrix,
 
 MASKED = np.float32(-65504)
 KNOWN_SCALINGS = ("linear", "llama3", "yarn", "factors")
+PlainFrequencies = Callable[[int, float], npt.NDArray[np.float32]]
 BUILDER_VERSION = "3"
 """Raised whenever the same artifact and options would build another graph."""
 
@@ -50,14 +51,26 @@ def build_decoder(
     return _DecoderBuilder(config, weights, quantize).build(progress)
 
 
-def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
+def plain_frequencies(rotary_dim: int, theta: float) -> npt.NDArray[np.float32]:
+    """[rotary_dim / 2]: unscaled frequencies theta ** -(2 i / rotary_dim), by numpy, whose bits differ by processor."""
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    return (np.float32(1.0) / np.float32(theta) ** exponents).astype(np.float32)
+
+
+def inverse_frequencies(
+    config: ModelConfig, plain: PlainFrequencies = plain_frequencies, log: Callable[[float], float] = math.log
+) -> npt.NDArray[np.float32]:
     """[rotary_dim / 2]: angle per position of each pair (i, i + rotary_dim / 2).
+
+    Args:
+        plain: unscaled frequencies of a number of dimensions and a base.
+        log: the natural logarithm. All other steps are basic arithmetic, which is the same everywhere.
 
     Raises:
         UnsupportedArtifactError: a scaling that is not known.
         CorruptArtifactError: explicit factors that are too few, too many, or not positive numbers.
     """
-    frequencies = _plain(config, config.rope_theta)
+    frequencies = plain(_rotary_dim(config), config.rope_theta)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
@@ -66,17 +79,17 @@ def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling)
     if scaling.kind == "yarn":
-        return _yarn(frequencies, scaling, config.rope_theta)
+        return _yarn(frequencies, scaling, config.rope_theta, log)
     if scaling.kind == "factors":
         return _divided(frequencies, scaling)
     known = ", ".join(KNOWN_SCALINGS)
     raise UnsupportedArtifactError(f"rope scaling {scaling.kind!r} is not known; known are: {known}")
 
 
-def local_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
+def local_frequencies(config: ModelConfig, plain: PlainFrequencies = plain_frequencies) -> npt.NDArray[np.float32]:
     """As `inverse_frequencies`, in layers with a window of a model that rotates those apart."""
     assert config.local_rope_theta is not None, "all layers are rotated alike"
-    return _plain(config, config.local_rope_theta)
+    return plain(_rotary_dim(config), config.local_rope_theta)
 
 
 def attention_name(layer: int) -> str:
@@ -280,7 +293,7 @@ class _DecoderBuilder:
         if name is None:
             return x
         cos, sin = self.rotary[name]
-        size = config.head_dim if config.rotary_dim is None else config.rotary_dim
+        size = _rotary_dim(config)
         part = x if size == config.head_dim else _columns(x, 0, size)
         turned = op.concat([op.multiply(_columns(part, size // 2, size), _float(-1)), _columns(part, 0, size // 2)], -1)
         rotated = op.add(op.multiply(part, cos), op.multiply(turned, sin))
@@ -337,10 +350,8 @@ def _float(value: float) -> Node:
     return op.constant(np.float32(value))
 
 
-def _plain(config: ModelConfig, theta: float) -> npt.NDArray[np.float32]:
-    rotary_dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
-    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
-    return (np.float32(1.0) / np.float32(theta) ** exponents).astype(np.float32)
+def _rotary_dim(config: ModelConfig) -> int:
+    return config.head_dim if config.rotary_dim is None else config.rotary_dim
 
 
 def _llama3(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray[np.float32]:
@@ -369,7 +380,9 @@ def _divided(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.
     return (frequencies / factors).astype(np.float32)
 
 
-def _yarn(frequencies: npt.NDArray[np.float32], scaling: RopeScaling, theta: float) -> npt.NDArray[np.float32]:
+def _yarn(
+    frequencies: npt.NDArray[np.float32], scaling: RopeScaling, theta: float, log: Callable[[float], float]
+) -> npt.NDArray[np.float32]:
     """YaRN (arXiv 2309.00071): pairs that turn often within the trained context are kept, slow ones are stretched.
 
     Between ``beta_fast`` and ``beta_slow`` turns the share rises linearly with the index of the pair. Source of the
@@ -380,7 +393,7 @@ def _yarn(frequencies: npt.NDArray[np.float32], scaling: RopeScaling, theta: flo
     trained, num_pairs = scaling.parameters["original_max_position_embeddings"], len(frequencies)
 
     def pair_that_turns(times: float) -> float:
-        return num_pairs * math.log(trained / (times * 2 * math.pi)) / math.log(theta)
+        return num_pairs * log(trained / (times * 2 * math.pi)) / log(theta)
 
     low, high = (pair_that_turns(scaling.parameters[key]) for key in ("beta_fast", "beta_slow"))
     if scaling.parameters["truncate"]:
