@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.conversation import AnswerWriter, Piece
+from lockstep.cli.main import invoke
+from lockstep.cli.terminal import AnswerWriter, Piece
 from lockstep.cli.main import invoke
 
 THINKING = "stub://a?field=%3Cthink%3Ewhy%3C/think%3Eroute"
