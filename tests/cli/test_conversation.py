@@ -10,7 +10,6 @@ import pytest
 
 from lockstep.cli.main import invoke
 from lockstep.cli.terminal import AnswerWriter, Piece
-from lockstep.cli.main import invoke
 
 THINKING = "stub://a?field=%3Cthink%3Ewhy%3C/think%3Eroute"
 TEMPLATE = "{% for m in messages %}<|user|>{{ greeting }}{{ m.content.split('</think>')[-1] }}{% endfor %}<|assistant|>"
