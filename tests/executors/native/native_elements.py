@@ -162,11 +162,11 @@ def isas_here(library: ctypes.CDLL) -> list[Elements]:
     return [Elements(library, isa) for isa in ISAS if library.native_has_elements(isa.encode())]
 
 
-def compile_library(target: Path, sources: Path = CPP, flags: tuple[str, ...] = ("-O3",)) -> ctypes.CDLL:
-    """Build and load the row operations of a folder of sources."""
+def compile_library(target: Path, sources: Path = CPP, flags: tuple[str, ...] = ("-O1",)) -> ctypes.CDLL:
+    """Build and load a library of the sources of a folder."""
     jobs = []
     objects = []
-    for source in [sources / "api_elements.cpp", *(sources / f"elements_{isa}.cpp" for isa in ISAS)]:
+    for source in sorted(sources.glob("*.cpp")):
         objects.append(str(target.parent / f"{target.stem}_{source.stem}.o"))
         own = FLAGS_OF.get(source.stem.rpartition("_")[2], ())
         jobs.append(subprocess.Popen(["g++", *FLAGS, *own, *flags, "-c", str(source), "-o", objects[-1]]))
@@ -176,9 +176,11 @@ def compile_library(target: Path, sources: Path = CPP, flags: tuple[str, ...] = 
 
 
 def changed_sources(folder: Path, changes: Mapping[str, Mapping[str, str]]) -> Path:
-    """A copy of the sources with pieces of text replaced, by file; each must be there once."""
+    """A copy of the sources of the row operations with pieces of text replaced, by file; each must be there once."""
     copy = folder / "cpp"
-    shutil.copytree(CPP, copy)
+    copy.mkdir()
+    for source in (*CPP.glob("*.hpp"), *CPP.glob("*elements*.cpp")):
+        shutil.copy(source, copy)
     for name, pieces in changes.items():
         text = (copy / name).read_text()
         for old, new in pieces.items():

@@ -53,8 +53,9 @@ class Heads:
 
     @property
     def block_bytes(self) -> int:
-        found = library().lockstep_block_bytes(self.kv_heads, self.head_dim, STORAGES.index(self.storage))
-        return int(found)
+        size = {"f32": 4, "f16": 2, "int8": 1}[self.storage]
+        scales = 2 * 4 * BLOCK_TOKENS if self.storage == "int8" else 0
+        return self.kv_heads * (2 * BLOCK_TOKENS * self.head_dim * size + scales)
 
     def cache(self, num_blocks: int) -> npt.NDArray[np.uint8]:
         return np.full((num_blocks, self.block_bytes), 0xFF, np.uint8)  # not a number in any precision
@@ -106,7 +107,19 @@ def attend(heads: Heads, cache: npt.NDArray[np.uint8], /, *chunks: Chunk, kernel
     Raises:
         ValueError: the operator refused the step, with its words.
     """
+    numbers, arrays = step_of(heads, cache, *chunks, **faults)
+    pointers = {name: array.ctypes.data for name, array in arrays.items()}
+    wrong = library().lockstep_attention(ctypes.byref(_Step(**numbers, **pointers)), kernel.encode())
+    if wrong is not None:
+        raise ValueError(wrong.decode())
+    out: Floats = arrays["out"]
+    return out
 
+
+def step_of(
+    heads: Heads, cache: npt.NDArray[np.uint8], /, *chunks: Chunk, **faults: Any
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Numbers and arrays of a step, by their names in attention.hpp; the output is not a number yet."""
     plan: dict[str, Any] = {
         "num_sequences": [len(chunks)],
         "past": [chunk.past for chunk in chunks],
@@ -116,14 +129,15 @@ def attend(heads: Heads, cache: npt.NDArray[np.uint8], /, *chunks: Chunk, kernel
     }
     plan |= {name: faults.pop(name) for name in plan if name in faults}
     positions = [chunk.past + np.arange(len(chunk.queries)) for chunk in chunks]
-    arrays: dict[str, Any] = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "projected": np.concatenate([np.concatenate([c.queries, c.keys, c.values], axis=1) for c in chunks]),
         "rotary": np.concatenate([heads.rotary(each) for each in positions]).astype(np.float32),
         "plan": np.concatenate(list(plan.values())).astype(np.int32),
+        "cache": cache,
     }
     if heads.is_normed:
         arrays["norms"] = heads.norms
-    out: Floats = np.full((len(arrays["projected"]), heads.heads, heads.head_dim), np.nan, np.float32)
+    arrays["out"] = np.full((len(arrays["projected"]), heads.heads, heads.head_dim), np.nan, np.float32)
     numbers: dict[str, Any] = {
         "kv_heads": heads.kv_heads,
         "head_dim": heads.head_dim,
@@ -133,16 +147,11 @@ def attend(heads: Heads, cache: npt.NDArray[np.uint8], /, *chunks: Chunk, kernel
         "rotary_dim": heads.rotary_dim,
         "scale": heads.head_dim**-0.5,
         "epsilon": EPSILON,
-        "num_tokens": len(out),
+        "num_tokens": len(arrays["out"]),
         "num_blocks": len(cache),
         "plan_size": len(arrays["plan"]),
     }
-    numbers |= faults
-    pointers = {name: array.ctypes.data for name, array in (arrays | {"cache": cache, "out": out}).items()}
-    wrong = library().lockstep_attention(ctypes.byref(_Step(**numbers, **pointers)), kernel.encode())
-    if wrong is not None:
-        raise ValueError(wrong.decode())
-    return out
+    return numbers | faults, arrays
 
 
 def reference(heads: Heads, chunk: Chunk) -> npt.NDArray[np.float64]:

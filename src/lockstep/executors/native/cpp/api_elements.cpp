@@ -1,5 +1,5 @@
-// What Python calls of elements.hpp: sizes are checked, then every row is computed under the contract's modes. Functions
-// return nullptr, or a sentence that describes what is wrong; then nothing was read or written.
+// What Python calls of elements.hpp: sizes are checked, then every row is computed under the contract's modes.
+// Functions return nullptr, or a sentence that describes what is wrong; then nothing was read or written.
 #include <string_view>
 
 #include "elements.hpp"
@@ -11,9 +11,13 @@ const Elements* find_elements(const char* name) {
     const std::string_view wanted = name;
     const auto is_wanted = [&](const char* each) { return wanted.empty() || wanted == each; };
 #if defined(__x86_64__)
+    __builtin_cpu_init();
     const bool has_avx2 =
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (is_wanted("avx512") && has_avx2 && __builtin_cpu_supports("avx512f")) return &elements_avx512;
+    // What the sources of avx512 are compiled for, products included.
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    if (is_wanted("avx512") && has_avx512) return &elements_avx512;
     if (is_wanted("avx2") && has_avx2) return &elements_avx2;
 #endif
     return is_wanted("portable") ? &elements_portable : nullptr;
@@ -42,10 +46,12 @@ struct Rows {
 using Floats = Rows<const float>;
 using FloatsOut = Rows<float>;
 
-constexpr const char* NO_ISA = "this processor does not run that instruction set, or the name is not one of "
-                               "portable, avx2 and avx512";
-constexpr const char* NO_FIT = "rows do not fit their memory: there must be 1 to 2^24 columns, a stride of no fewer, and "
-                               "room for all rows";
+constexpr const char* NO_ISA =
+    "this processor does not run that instruction set, or the name is not one of "
+    "portable, avx2 and avx512";
+constexpr const char* NO_FIT =
+    "rows do not fit their memory: there must be 1 to 2^24 columns, a stride of no fewer, and "
+    "room for all rows";
 constexpr const char* NO_SHAPE = "the shapes of inputs and outputs differ";
 
 // f(table, index) for each row, after the checks that all operations share.
@@ -94,7 +100,8 @@ EXPORTED int native_has_elements(const char* isa) { return find_elements(isa) !=
 EXPORTED const char* native_norm(const char* isa, const Floats* x, const Floats* weight, float offset, float epsilon,
                                  const FloatsOut* out) {
     if (!weight->fits()) return NO_FIT;
-    if (weight->rows != 1 || weight->columns != out->columns) return "the norm's weights are not one row of its columns";
+    if (weight->rows != 1 || weight->columns != out->columns)
+        return "the norm's weights are not one row of its columns";
     return each_row(
         isa, *out,
         [&](const Elements& table, std::int64_t i) {
@@ -126,8 +133,8 @@ EXPORTED const char* native_gate(const char* isa, int function, const Floats* ga
 EXPORTED const char* native_cap(const char* isa, const Floats* x, float cap, const FloatsOut* out) {
     if (!is_positive(cap)) return "the cap is not a positive number";
     return each_row(
-        isa, *out,
-        [&](const Elements& table, std::int64_t i) { table.cap(x->row(i), cap, out->columns, out->row(i)); }, *x);
+        isa, *out, [&](const Elements& table, std::int64_t i) { table.cap(x->row(i), cap, out->columns, out->row(i)); },
+        *x);
 }
 
 EXPORTED const char* native_divide(const char* isa, const Floats* x, float divisor, const FloatsOut* out) {
@@ -178,14 +185,14 @@ EXPORTED const char* native_powers(double base, const double* exponents, std::in
     if (!is_positive(base)) return "the base is not a positive number";
     if (n < 0 || (n && !(exponents && out))) return "no exponents or no room for powers are given";
     const FloatMode mode;
-    const double logarithm = log(base);
-    for (std::int64_t i = 0; i < n; i++) out[i] = canonical(exp(exponents[i] * logarithm));
+    const double logarithm = log_64(base);
+    for (std::int64_t i = 0; i < n; i++) out[i] = canonical(exp_64(exponents[i] * logarithm));
     return nullptr;
 }
 
 EXPORTED double native_log(double x) {
     const FloatMode mode;
-    return log(x);
+    return log_64(x);
 }
 
 EXPORTED const char* native_weigh(const char* isa, const float* x, std::int64_t n, double peak, double temperature,
@@ -216,7 +223,8 @@ EXPORTED const char* native_total(const char* isa, int bits, const void* x, std:
     if (!table) return NO_ISA;
     if (n < 0 || (n && !x) || !out) return "no numbers or no room for their sum are given";
     const FloatMode mode;
-    *out = bits == 64 ? table->total_64(static_cast<const double*>(x), n) : table->total(static_cast<const float*>(x), n);
+    *out =
+        bits == 64 ? table->total_64(static_cast<const double*>(x), n) : table->total(static_cast<const float*>(x), n);
     return nullptr;
 }
 
@@ -224,7 +232,9 @@ EXPORTED const char* native_softmax(const char* isa, const Floats* x, double tem
     if (!is_positive(temperature)) return "the temperature is not a positive number";
     return each_row(
         isa, *out,
-        [&](const Elements& table, std::int64_t i) { table.softmax(x->row(i), temperature, out->columns, out->row(i)); },
+        [&](const Elements& table, std::int64_t i) {
+            table.softmax(x->row(i), temperature, out->columns, out->row(i));
+        },
         *x);
 }
 

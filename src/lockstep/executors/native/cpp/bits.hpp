@@ -1,5 +1,5 @@
-// The bit contract: the rules by which a result has the same bits on every processor, with any number of threads, beside
-// any other rows. docs/native.md lists, for each operation, the order of its steps.
+// The bit contract: the rules by which a result has the same bits on every processor, with any number of threads,
+// beside any other rows. docs/native.md lists, for each operation, the order of its steps.
 //
 // 1. Each operation of floats is one IEEE operation, rounded to the nearest, ties to even, denormals kept. A fused
 //    multiply-add stands only where the source has `fma`: sources are compiled without contraction and fast arithmetic.
@@ -28,7 +28,7 @@ namespace lockstep::native {
 
 constexpr int BITS_VERSION = 1;  // raised with every change of a result's bits
 constexpr int LANES = 16;
-constexpr std::uint32_t NAN_BITS = 0x7fc00000;              // of a float
+constexpr std::uint32_t NAN_BITS = 0x7fc00000;             // of a float
 constexpr std::uint64_t NAN_BITS_64 = 0x7ff8000000000000;  // of a double
 
 namespace {

@@ -34,7 +34,8 @@ struct Elements {
     // Sums in doubles.
     double (*total)(const float* x, std::int64_t n);
     double (*total_64)(const double* x, std::int64_t n);
-    // log(sum(e^x)), with exponentials in floats and the sum in doubles; NaN for a row with NaN, inf or nothing but -inf.
+    // log(sum(e^x)), with exponentials in floats and the sum in doubles; NaN for a row with NaN, inf or nothing but
+    // -inf.
     double (*log_total)(const float* x, std::int64_t n);
     // Probabilities e^((x - max) / temperature) / sum(...), and logarithms of those of temperature 1.
     void (*softmax)(const float* x, double temperature, std::int64_t n, float* out);

@@ -110,8 +110,7 @@ struct Elementwise {
     }
 
     static void divide(const float* x, float divisor, std::int64_t n, float* out) {
-        Row<L>::map(n, out,
-                    [&](std::int64_t i, auto lanes) { return L::div(lanes.load(x + i), L::set(divisor)); });
+        Row<L>::map(n, out, [&](std::int64_t i, auto lanes) { return L::div(lanes.load(x + i), L::set(divisor)); });
     }
 
     template <FloatType T>

@@ -27,12 +27,8 @@ struct Avx2 {
     static V max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
     static V min(V x, V y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 
-    static Mask less(V x, V y) {
-        return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)};
-    }
-    static Mask is_nan(V x) {
-        return {_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)};
-    }
+    static Mask less(V x, V y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)}; }
+    static Mask is_nan(V x) { return {_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)}; }
     static V select(Mask mask, V yes, V no) {
         return {_mm256_blendv_ps(no.a, yes.a, mask.a), _mm256_blendv_ps(no.b, yes.b, mask.b)};
     }
@@ -48,8 +44,7 @@ struct Avx2 {
                 _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(at + 8)))};
     }
     static __m256 brain(const std::uint16_t* at) {
-        return _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16));
     }
     static V load_brain(const std::uint16_t* at) { return {brain(at), brain(at + 8)}; }
     static __m256 bytes(const std::int8_t* at) {

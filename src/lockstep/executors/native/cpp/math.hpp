@@ -6,7 +6,7 @@
 
 namespace lockstep::native {
 
-constexpr float SHIFT = 12582912.f;           // 1.5 * 2^23: adding and subtracting it rounds to an integer
+constexpr float SHIFT = 12582912.f;            // 1.5 * 2^23: adding and subtracting it rounds to an integer
 constexpr double SHIFT_64 = 6755399441055744;  // 1.5 * 2^52, for doubles
 
 template <class L>
@@ -52,7 +52,7 @@ struct Math {
     // Error below 2 ulp. An odd polynomial up to 1; above it 1 - e^p(|x|) with the sign of x, where p approximates the
     // logarithm of the complement; above 4 the float next to the result is 1.
     static V erf(V x) {
-        static constexpr float c[] = {0.128379166f,   -0.37612626f,     0.112835839f,  -0.0268537663f,
+        static constexpr float c[] = {0.128379166f,   -0.37612626f,     0.112835839f,   -0.0268537663f,
                                       0.00518823182f, -0.000800926704f, 7.85053053e-05f};
         static constexpr float d[] = {0.000188043574f, -1.12957847f,    -0.633219838f,   -0.108418606f,
                                       0.0252082758f,   -0.00420456845f, 0.000441337645f, -2.16869539e-05f};
@@ -67,8 +67,8 @@ struct Math {
     }
 };
 
-// Doubles: multiplications and additions without fma, so that a compiler may compute several side by side and processors
-// without it lose nothing.
+// Doubles: multiplications and additions without fma, so that a compiler may compute several side by side and
+// processors without it lose nothing.
 namespace {
 
 template <int N>
@@ -79,12 +79,10 @@ inline double polynomial(const double (&c)[N], double x) {
 }
 
 // 2^n of an integral n from -1022 to 1023, without a branch: SHIFT_64 puts n into the lowest bits.
-inline double power(double n) {
-    return with_bits<double>((with_bits<std::uint64_t>(n + SHIFT_64) + 1023) << 52);
-}
+inline double power_64(double n) { return with_bits<double>((with_bits<std::uint64_t>(n + SHIFT_64) + 1023) << 52); }
 
 // e^x: error below 1.1 ulp, denormal results included. Taylor's series of degree 13 on |r| <= log(2) / 2.
-inline double exp(double x) {
+inline double exp_64(double x) {
     constexpr double c[] = {1.0 / 2,       1.0 / 6,        1.0 / 24,        1.0 / 120,
                             1.0 / 720,     1.0 / 5040,     1.0 / 40320,     1.0 / 362880,
                             1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
@@ -94,12 +92,12 @@ inline double exp(double x) {
     const double r = (x - n * 0x1.62e42fefa38p-1) - n * 0x1.ef35793c7673p-45;
     const double y = 1.0 + (r + r * r * polynomial(c, r));
     const double half = (n * 0.5 + SHIFT_64) - SHIFT_64;
-    return y * power(half) * power(n - half);
+    return y * power_64(half) * power_64(n - half);
 }
 
 // The natural logarithm: error below 2 ulp. x = 2^e m with m from sqrt(1/2) to sqrt(2); the series of the inverse
 // hyperbolic tangent of (m - 1) / (m + 1).
-inline double log(double x) {
+inline double log_64(double x) {
     constexpr double c[] = {1.0 / 3,  1.0 / 5,  1.0 / 7,  1.0 / 9,  1.0 / 11,
                             1.0 / 13, 1.0 / 15, 1.0 / 17, 1.0 / 19, 1.0 / 21};
     if (!(x > 0.0)) return x == 0.0 ? with_bits<double>(std::uint64_t(0xfff) << 52) : with_bits<double>(NAN_BITS_64);
@@ -125,10 +123,10 @@ struct Turned {
 // Both functions of an angle up to MAX_ANGLE: absolute error below 2^-52. pi / 2 in three parts, of which the first two
 // times n are exact; Taylor's series on |r| <= pi / 4.
 inline Turned turned(double angle) {
-    constexpr double sines[] = {-1.0 / 6,           1.0 / 120,           -1.0 / 5040,           1.0 / 362880,
-                                -1.0 / 39916800,    1.0 / 6227020800,    -1.0 / 1307674368000,  1.0 / 355687428096000};
-    constexpr double cosines[] = {-1.0 / 2,         1.0 / 24,            -1.0 / 720,            1.0 / 40320,
-                                  -1.0 / 3628800,   1.0 / 479001600,     -1.0 / 87178291200,    1.0 / 20922789888000};
+    constexpr double sines[] = {-1.0 / 6,        1.0 / 120,        -1.0 / 5040,          1.0 / 362880,
+                                -1.0 / 39916800, 1.0 / 6227020800, -1.0 / 1307674368000, 1.0 / 355687428096000};
+    constexpr double cosines[] = {-1.0 / 2,       1.0 / 24,        -1.0 / 720,         1.0 / 40320,
+                                  -1.0 / 3628800, 1.0 / 479001600, -1.0 / 87178291200, 1.0 / 20922789888000};
     const double shifted = angle * 0x1.45f306dc9c883p-1 + SHIFT_64, n = shifted - SHIFT_64;
     const double r = ((angle - n * 0x1.921fb54p0) - n * 0x1.10b4612p-30) - n * -0x1.676733ae8fe48p-60;
     const double square = r * r;

@@ -37,7 +37,7 @@ struct Sample {
     }
 
     static void weigh(const float* x, double peak, double temperature, std::int64_t n, double* out) {
-        for (std::int64_t i = 0; i < n; i++) out[i] = canonical(exp((double(x[i]) - peak) / temperature));
+        for (std::int64_t i = 0; i < n; i++) out[i] = canonical(exp_64((double(x[i]) - peak) / temperature));
     }
 
     // One sixteen of float weights.
@@ -71,7 +71,7 @@ struct Sample {
             const int count = n - i < LANES ? int(n - i) : LANES;
             for (int l = 0; l < count; l++) lanes[l] += double(weights[l]);
         });
-        return canonical(log(sum_of(lanes)) + double(peak));
+        return canonical(log_64(sum_of(lanes)) + double(peak));
     }
 
     static void softmax(const float* x, double temperature, std::int64_t n, float* out) {
@@ -90,9 +90,9 @@ template <class L>
 constexpr Elements elements_of(const char* name) {
     using E = Elementwise<L>;
     using S = Sample<L>;
-    return {name,     E::norm,          E::add,   E::gate,     E::cap,       E::divide,  E::widen,       E::rotation,
-            S::weigh, S::weigh_lightly, S::total, S::total_64, S::log_total, S::softmax, S::log_softmax, S::dot,
-            S::unit};
+    return {name,         E::norm,     E::add,         E::gate,          E::cap,   E::divide,
+            E::widen,     E::rotation, S::weigh,       S::weigh_lightly, S::total, S::total_64,
+            S::log_total, S::softmax,  S::log_softmax, S::dot,           S::unit};
 }
 
 }  // namespace lockstep::native

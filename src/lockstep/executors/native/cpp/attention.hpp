@@ -1,0 +1,113 @@
+// Attention over paged KV blocks: what a step of one layer is, how a block lies in memory, and what a kernel offers.
+//
+// The promise: a row (one query head of one token) is a function of its query and of the keys and values before it, bit
+// for bit, whatever else is computed beside it, in whatever tile, on however many threads. So the order of every sum is
+// fixed by positions alone: a score sums over the head's dimensions, ascending; keys are taken in segments that begin
+// at multiples of SEGMENT_TOKENS; within one, values are summed by ascending position; segments are folded in that
+// order.
+#pragma once
+
+#include "bits.hpp"
+
+namespace lockstep::native {
+
+constexpr int BLOCK_TOKENS = 32;     // tokens of a KV block
+constexpr int SEGMENT_TOKENS = 128;  // changes bits: raising it raises BITS_VERSION
+constexpr int SEGMENT_BLOCKS = SEGMENT_TOKENS / BLOCK_TOKENS;
+constexpr int MAX_ROWS = 12;  // rows of a tile
+constexpr int MAX_HEAD_DIM = 512;
+constexpr int HEAD_DIM_UNIT = 8;  // head sizes are multiples of it
+
+// A head's size as the kernels' own arrays have it: a multiple of the lanes.
+constexpr int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
+
+enum class Storage : int { f32, f16, int8 };
+
+// A block holds its KV heads one after the other; a head its keys [BLOCK_TOKENS / LANES][head_dim][LANES], its values
+// [BLOCK_TOKENS][head_dim] and, in int8, their scales: keys' [BLOCK_TOKENS] and values' [BLOCK_TOKENS], f32.
+struct Layout {
+    int kv_heads, head_dim;
+    Storage storage;
+
+    std::size_t element_bytes() const { return storage == Storage::f32 ? 4 : storage == Storage::f16 ? 2 : 1; }
+    std::size_t values() const { return std::size_t(BLOCK_TOKENS) * head_dim * element_bytes(); }
+    std::size_t scales() const { return 2 * values(); }
+    std::size_t head_bytes() const {
+        return scales() + (storage == Storage::int8 ? 2 * BLOCK_TOKENS * sizeof(float) : 0);
+    }
+    std::size_t block_bytes() const { return kv_heads * head_bytes(); }
+};
+
+// A query or a key as the product gave it, and what is done to it first: its RMS norm, then its rotation.
+struct Raw {
+    const float* x;       // [head_dim]
+    const float* norm;    // [head_dim]: the norm's weights; nullptr: it has none
+    const float* rotary;  // [rotary_dim]: cosines of the pairs (i, i + rotary_dim / 2), then their sines
+    int rotary_dim;       // leading dimensions that are rotated
+    float epsilon;        // of the norm
+};
+
+// Rows of one sequence and one KV head. Row r sees the keys at positions begin[r] to end[r] - 1.
+struct Tile {
+    Layout layout;
+    const std::uint8_t* cache;   // the head's part of block 0
+    const std::int32_t* blocks;  // the sequence's table
+    int num_blocks;
+    const std::uint8_t* next[SEGMENT_BLOCKS];  // the keys to be fetched while the last segment is computed
+    float scale;
+    int num_rows;
+    Raw queries[MAX_ROWS];
+    int begin[MAX_ROWS], end[MAX_ROWS];
+};
+
+// A row's softmax over some segments: the sum of its weights 2^(score - peak), and of values times weights. A weight
+// below zero: no segment yet, and whatever is in the others means nothing.
+struct Share {
+    float peak, weight;
+    float* values;  // [padded(head_dim)]
+};
+
+// What an instruction set implements. Every implementation gives the same bits.
+struct AttentionKernel {
+    const char* name;
+    int max_rows;  // of a tile, for which there are registers
+    void (*store)(const Layout&, const Raw& key, const float* value, std::uint8_t* head, int slot);
+    void (*attend)(const Tile&, int first_segment, int last_segment, Share* rows);
+    void (*fold)(Share& total, const Share& next, int head_dim);
+};
+
+extern const AttentionKernel attention_portable, attention_avx2, attention_avx512;
+
+// The kernel of an instruction set by its name ("" for the best one); nullptr: this processor does not run it.
+const AttentionKernel* find_attention(const char* name);
+
+// How a step's items are shared: `run` calls item(work, i) for each i below count, in any order, on any threads, and
+// returns when all have returned. Results do not depend on it.
+struct Workers {
+    int threads;
+    void (*run)(void* pool, std::int64_t count, void (*item)(void* work, std::int64_t i), void* work);
+    void* pool;
+};
+
+// One layer of a step: T tokens of S sequences.
+struct Step {
+    Layout layout;
+    int heads, window, rotary_dim;  // window: keys that a row sees at most, itself included; 0: all
+    float scale, epsilon;
+    std::int64_t num_tokens, num_blocks, plan_size;
+    const float* projected;  // [T][heads + 2 * kv_heads][head_dim]: queries, keys, values
+    const float* rotary;     // [T][rotary_dim]
+    const float* norms;      // [2][head_dim], of queries and of keys; nullptr: none
+    // S; [S] tokens already in the blocks; [S + 1] where each sequence's tokens begin; [S + 1] where its block table
+    // begins; all tables, one after the other.
+    const std::int32_t* plan;
+    std::uint8_t* cache;                                                          // [num_blocks][block_bytes]
+    float* out;                                                                   // [T][heads][head_dim]
+    std::int64_t projected_size, rotary_size, norms_size, cache_bytes, out_size;  // what memory holds
+};
+
+// Write the step's keys and values to their blocks, and attend. Returns nullptr, or what is wrong with the step; then
+// nothing was read or written.
+const char* attention(const Step&, const AttentionKernel&, const Workers&);
+
+}  // namespace lockstep::native

@@ -1,0 +1,188 @@
+"""Attention without OpenVINO has the bits of the operator's library, and takes the head sizes that it does not take.
+
+Bits are the same with every instruction set and in every division among workers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.executors.native.native_elements import Elements
+from tests.executors.openvino import attention_step
+from tests.executors.openvino.attention_step import Chunk, Floats, Heads, random_chunk, reference, step_of, table_for
+from tests.executors.openvino.support import needs_operator
+
+OF_THE_OPERATOR = (
+    *(Heads(6, 2, 64, storage, rotary_dim=64) for storage in ("f32", "f16", "int8")),
+    Heads(4, 4, 16, rotary_dim=16),
+    Heads(16, 8, 128, window=40, rotary_dim=128, is_normed=True),
+    Heads(32, 2, 80, "int8", rotary_dim=24),
+    Heads(8, 1, 256, window=1),
+)
+OF_OTHER_SIZES = (
+    *(Heads(6, 2, 72, storage, rotary_dim=36, is_normed=True) for storage in ("f32", "f16", "int8")),
+    Heads(3, 1, 8, rotary_dim=8),
+    Heads(4, 2, 40, "int8", window=17, rotary_dim=40),
+    Heads(13, 1, 512, "f16", rotary_dim=512),
+    Heads(2, 1, 504, "f32", rotary_dim=128),
+)
+ERRORS = {"f32": 2e-6, "f16": 2e-3, "int8": 3e-2}
+ITEM = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ITEM, ctypes.c_void_p)
+SIZES = ("projected", "rotary", "norms", "cache", "out")
+
+
+class Step(ctypes.Structure):
+    """``Step`` of attention.hpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("kv_heads", "head_dim", "storage", "heads", "window", "rotary_dim")),
+        *((name, ctypes.c_float) for name in ("scale", "epsilon")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_blocks", "plan_size")),
+        *((name, ctypes.c_void_p) for name in ("projected", "rotary", "norms", "plan", "cache", "out")),
+        *((f"{name}_size", ctypes.c_int64) for name in SIZES),
+    )
+
+
+class Workers(ctypes.Structure):
+    """``Workers`` of attention.hpp."""
+
+    _fields_ = (("threads", ctypes.c_int), ("run", RUN), ("pool", ctypes.c_void_p))
+
+
+@dataclass
+class Reversed:
+    """Workers of one thread that does the last item first, and counts them."""
+
+    threads: int
+    num_items: int = 0
+
+    def run(self, _pool: int, count: int, item: Any, work: int) -> None:
+        self.num_items += count
+        for index in reversed(range(count)):
+            item(work, index)
+
+
+def attend(
+    native: Elements,
+    heads: Heads,
+    cache: npt.NDArray[np.uint8],
+    chunks: Sequence[Chunk],
+    /,
+    workers: Reversed | None = None,
+    **faults: Any,
+) -> Floats:
+    numbers, arrays = step_of(heads, cache, *chunks, **{k: v for k, v in faults.items() if not k.endswith("_size")})
+    sizes = {f"{name}_size": arrays[name].size if name in arrays else 0 for name in SIZES}
+    sizes |= {name: size for name, size in faults.items() if name.endswith("_size")}
+    pointers = {name: array.ctypes.data for name, array in arrays.items()}
+    step = Step(**{**numbers, **pointers, **sizes})
+    function = native.library.native_attention
+    function.restype = ctypes.c_char_p
+    pool = None if workers is None else Workers(workers.threads, RUN(workers.run), None)
+    wrong = function(native.isa.encode(), ctypes.byref(step), None if pool is None else ctypes.byref(pool))
+    if wrong is not None:
+        raise ValueError(wrong.decode())
+    out: Floats = arrays["out"]
+    return out
+
+
+@needs_operator
+@pytest.mark.parametrize("heads", OF_THE_OPERATOR, ids=str)
+def test_it_has_the_bits_of_the_operators_library(isas: list[Elements], heads: Heads) -> None:
+    whole = random_chunk(np.random.default_rng(1), heads, 300, table_for(300))
+    expected_cache = heads.cache(12)
+    expected = attention_step.attend(heads, expected_cache, whole)
+    for native in isas:
+        cache = heads.cache(12)
+        assert np.array_equal(attend(native, heads, cache, [whole]), expected)
+        assert np.array_equal(cache, expected_cache)
+    for storage in range(3):
+        sizes = heads.kv_heads, heads.head_dim, storage
+        assert isas[0].library.native_block_bytes(*sizes) == attention_step.library().lockstep_block_bytes(*sizes)
+
+
+@pytest.mark.parametrize("heads", OF_OTHER_SIZES, ids=str)
+def test_other_head_sizes_are_right_and_alike_with_every_instruction_set(isas: list[Elements], heads: Heads) -> None:
+    whole = random_chunk(np.random.default_rng(2), heads, 150, table_for(150))
+    answers, caches = [], []
+    for native in isas:
+        caches.append(heads.cache(6))
+        answers.append(attend(native, heads, caches[-1], [whole]))
+    assert np.abs(answers[0] - reference(heads, whole)).max() < ERRORS[heads.storage]
+    assert all(np.array_equal(answer, answers[0]) for answer in answers)
+    assert all(np.array_equal(cache, caches[0]) for cache in caches)
+
+
+@pytest.mark.parametrize("heads", [OF_THE_OPERATOR[0], OF_OTHER_SIZES[0], OF_OTHER_SIZES[4]], ids=str)
+def test_a_row_has_its_bits_alone_in_a_prompt_and_however_work_is_shared(best: Elements, heads: Heads) -> None:
+    """With many threads a row's segments are separate items; here the last item comes first."""
+    length = 300
+    whole = random_chunk(np.random.default_rng(3), heads, length, table_for(length))
+    expected = attend(best, heads, heads.cache(12), [whole])
+    cache = heads.cache(12)
+    attend(best, heads, cache, [whole.part(0, length - 1)])
+    last = whole.part(length - 1, length)
+    assert np.array_equal(attend(best, heads, cache, [last])[0], expected[-1])
+    for threads in (2, 64, 10_000):
+        workers = Reversed(threads)
+        assert np.array_equal(attend(best, heads, heads.cache(12), [whole], workers), expected)
+        assert workers.num_items > length
+
+
+@pytest.mark.parametrize("storage", ERRORS)
+def test_a_sequence_that_is_not_a_number_spoils_no_other_and_is_canonical(isas: list[Elements], storage: str) -> None:
+    heads, rng = Heads(6, 2, 72, storage), np.random.default_rng(4)
+    good, bad = random_chunk(rng, heads, 50, (1, 2)), random_chunk(rng, heads, 50, (3, 4))
+    expected = attend(isas[0], heads, heads.cache(5), [good, bad])
+    bad.keys.view(np.uint32)[20] = 0xFFC12345
+    bad.values[30] = np.inf
+    caches, answers = [], []
+    for native in isas:
+        caches.append(heads.cache(5))
+        answers.append(attend(native, heads, caches[-1], [good, bad]))
+        assert np.array_equal(answers[-1][:70], expected[:70]), "neither the other nor what came before"
+        assert (answers[-1].view(np.uint32)[70:] == 0x7FC00000).all()
+        assert np.array_equal(caches[-1], caches[0])
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "a block is not of this pool": {"blocks": [1, 5]},
+    "a block table is too short": {"table_begins": [0, 1]},
+    "a past length is negative": {"past": [-1]},
+    "longer than 2^31 - 1": {"past": [2**31 - 1]},
+    "the sequences' beginnings do not cover the tokens": {"begins": [0, 39]},
+    "the tables' beginnings do not cover the tables": {"table_begins": [0, 3]},
+    "the plan is too short for its sequences": {"num_sequences": [2**31 - 1]},
+    "no multiple of the KV heads": {"heads": 5},
+    "no multiple of the KV heads ": {"heads": 0},
+    "not a multiple of 8 up to 512": {"head_dim": 68},
+    "not a multiple of 8 up to 512 ": {"head_dim": 520},
+    "no such precision": {"storage": 3},
+    "no even number up to a head's size": {"rotary_dim": 66},
+    "window is negative": {"window": -1},
+    "queries, keys and values are too short": {"projected_size": 40 * 10 * 64 - 1},
+    "the rotations are too short": {"rotary_size": 40 * 64 - 1},
+    "the norms' weights are too short": {"norms_size": 127},
+    "the cache is too short": {"cache_size": 5 * 2 * 2 * 32 * 64 * 2 - 1},
+    "the output is too short": {"out_size": 40 * 6 * 64 - 1},
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_step_that_would_leave_its_memory_is_refused_untouched(best: Elements, message: str) -> None:
+    heads = Heads(rotary_dim=64, is_normed=True)
+    cache = heads.cache(5)
+    chunk = random_chunk(np.random.default_rng(5), heads, 40, (1, 2))
+    before = cache.copy()
+    with pytest.raises(ValueError, match=message.strip().replace("^", r"\^")):
+        attend(best, heads, cache, [chunk], **FAULTS[message])
+    assert np.array_equal(cache, before)
+    assert np.isfinite(attend(best, heads, cache, [chunk])).all()
