@@ -49,21 +49,39 @@ class PackedWeights:
         return 8 * self.panels.nbytes / (self.features * self.columns)
 
 
-def pack(library: NativeLibrary, tensor: Tensor) -> PackedWeights:
-    """Pack a matrix in a block encoding.
+def packed_bytes(library: NativeLibrary, tensor: Tensor) -> int:
+    """Bytes of a matrix once it is packed.
 
     Raises:
-        CorruptArtifactError: the tensor cannot be packed; the message names it.
+        CorruptArtifactError: see `pack`.
     """
     if tensor.encoding not in KINDS or len(tensor.shape) != 2:
         raise CorruptArtifactError(
             f"tensor {tensor.name} ({tensor.encoding.value} {list(tensor.shape)}) cannot be packed: "
             f"a matrix of {', '.join(kind.value for kind in KINDS)} is expected"
         )
-    kind, (features, columns) = KINDS.index(tensor.encoding), tensor.shape
+    size = int(library.handle.native_packed_bytes(KINDS.index(tensor.encoding), *_int64s(*tensor.shape)))
+    if size < 0:
+        raise CorruptArtifactError(
+            f"tensor {tensor.name} ({tensor.encoding.value} {list(tensor.shape)}) cannot be packed: "
+            "1 to 2^24 features and whole blocks of up to 2^20 columns are expected"
+        )
+    return size
+
+
+def pack(library: NativeLibrary, tensor: Tensor, memory: Bytes | None = None) -> PackedWeights:
+    """Pack a matrix in a block encoding.
+
+    Args:
+        memory: where to; new memory without it. Products are fastest where it has huge pages.
+
+    Raises:
+        CorruptArtifactError: the tensor cannot be packed; the message names it.
+    """
+    size, kind, (features, columns) = packed_bytes(library, tensor), KINDS.index(tensor.encoding), tensor.shape
     blocks = np.ascontiguousarray(tensor.data).view(np.uint8)
-    num_bytes = library.handle.native_packed_bytes(kind, ctypes.c_int64(features), ctypes.c_int64(columns))
-    panels = aligned_bytes(max(num_bytes, 0))
+    panels = aligned_bytes(size) if memory is None else memory[:size]
+    assert panels.flags.c_contiguous
     wrong = library.handle.native_pack(
         kind, pointer(blocks), *_int64s(blocks.nbytes, features, columns), pointer(panels), *_int64s(panels.nbytes)
     )
