@@ -145,6 +145,6 @@ def test_a_full_disk_costs_what_is_kept_and_no_answer(
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
         assert kept.blocks == []
-        assert ask(server, "s") == (text, 0)
+        assert ask(server, "s")[0] == text, "whatever could be written since there is room"
         until(lambda: len(kept.blocks) == num_tokens // BLOCK, "there is room again")
         assert faults_of(server) == []
