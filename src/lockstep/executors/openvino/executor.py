@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -15,12 +13,14 @@ import numpy.typing as npt
 from lockstep.artifacts.model import Artifact
 from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
+from lockstep.executors.kv_pool import KVPool
 from lockstep.executors.openvino import paged
-from lockstep.executors.openvino.inputs import ForwardInputs, Limits, TableRows, build_inputs, check_moves, split_inputs
+from lockstep.executors.openvino.inputs import ForwardInputs, build_inputs, split_inputs
 from lockstep.executors.openvino.loading import Compiled, compile_artifact
 from lockstep.executors.openvino.ops import BLOCK_TOKENS
-from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.runtime import CompiledModel, ElementType, InferRequest, Port, ov
+from lockstep.executors.options import ExecutorOptions
+from lockstep.executors.step_inputs import Limits, TableRows, check_moves
 
 Progress = Callable[[str, float], None]
 _FEEDS: Mapping[str, Callable[[ForwardInputs], npt.NDArray[Any]]] = {
@@ -39,7 +39,7 @@ _FEEDS: Mapping[str, Callable[[ForwardInputs], npt.NDArray[Any]]] = {
 
 
 def load_executor(
-    artifact: Artifact, options: OpenVINOOptions | None = None, progress: Progress | None = None
+    artifact: Artifact, options: ExecutorOptions | None = None, progress: Progress | None = None
 ) -> OpenVINOExecutor:
     """Build or read the graph, compile it, and measure its geometry; ``allocate`` then makes the pool.
 
@@ -51,7 +51,7 @@ def load_executor(
         ArtifactError: the artifact is corrupt or of an unknown kind.
         ExecutorError: OpenVINO refused the graph.
     """
-    options = OpenVINOOptions() if options is None else options
+    options = ExecutorOptions() if options is None else options
     report = progress or (lambda stage, fraction: None)
     return OpenVINOExecutor(artifact, compile_artifact(artifact, options, report))
 
@@ -90,17 +90,14 @@ class OpenVINOExecutor:
         """Create the pool; an earlier one is dropped with its contents."""
         if self._compiled is None:
             raise ExecutorError("the executor is closed")
-        if num_blocks < 1 or num_host_blocks < 0:
-            raise ExecutorError(f"a pool of {num_blocks} blocks and {num_host_blocks} host blocks; at least 1 and 0")
         self._request = self._pool = None
-        try:
-            self._pool = KVPool(self._block_shapes, num_blocks, num_host_blocks)
-        except (MemoryError, OSError, OverflowError, RuntimeError) as error:
-            gigabytes = (num_blocks + 1 + num_host_blocks) * self.geometry.bytes_per_block / 1e9
-            raise ExecutorError(f"a KV pool of {gigabytes:.1f} GB cannot be allocated: {error}") from error
+        self._pool = KVPool(
+            [int(kind.size) * int(np.prod(shape)) for kind, shape in self._block_shapes], num_blocks, num_host_blocks
+        )
         self._request = self._compiled.create_infer_request()
-        for name, tensor in zip(self._cache_names, self._pool.tensors, strict=True):
-            self._request.set_tensor(name, tensor)
+        for name, (kind, shape), cache in zip(self._cache_names, self._block_shapes, self._pool.caches, strict=True):
+            blocks = cache.view(kind.to_dtype()).reshape(num_blocks + 1, *shape)
+            self._request.set_tensor(name, ov.Tensor(blocks, shared_memory=True))
         geometry = self.geometry
         self._limits = Limits(
             geometry.block_size, num_blocks, num_host_blocks, geometry.max_model_len, geometry.vocab_size
@@ -108,44 +105,30 @@ class OpenVINOExecutor:
 
     def execute(self, batch: StepBatch) -> Logits:
         """See the protocol. Any rows may be asked for; an empty plan (only moves, or nothing) gives no rows."""
-        if self._pool is None or self._limits is None:
-            raise ExecutorError("the executor has no pool: it is closed, or allocate() was not called")
-        plan = batch.plan
+        pool, plan = self._allocated(), batch.plan
+        assert self._limits is not None, "it is set with the pool"
         check_moves(plan, self._limits)
         inputs = None
         if plan.has_work:
             inputs = build_inputs(batch, self._limits, self._table_rows)
         elif len(batch.rows) or len(batch.token_ids):
             raise InvalidPlanError(f"step {plan.step}: rows or token ids without a chunk")
-        if plan.swap_out:
-            self._pool.swap_out(plan.swap_out)
-        if plan.swap_in:
-            self._pool.swap_in(plan.swap_in)
-        if plan.copies:
-            self._pool.copy(plan.copies)
+        pool.move(plan)
         if inputs is None:
             return np.empty((0, self.geometry.vocab_size), np.float32)
         return self._forward_all(inputs)[: len(batch.rows)]
 
     def read_blocks(self, blocks: Sequence[int]) -> Blocks:
         """See the protocol."""
-        return self._pool_of(blocks).read(blocks)
+        return self._allocated().read(blocks)
 
     def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
         """See the protocol."""
-        pool = self._pool_of(blocks)
-        expected = (len(blocks), self.geometry.bytes_per_block)
-        if content.dtype != np.uint8 or content.shape != expected:
-            raise InvalidPlanError(f"content of {len(blocks)} blocks is {content.shape}, not {expected} bytes")
-        pool.write(blocks, content)
+        self._allocated().write(blocks, content)
 
-    def _pool_of(self, blocks: Sequence[int]) -> KVPool:
-        if self._pool is None or self._limits is None:
+    def _allocated(self) -> KVPool:
+        if self._pool is None:
             raise ExecutorError("the executor has no pool: it is closed, or allocate() was not called")
-        last = self._limits.num_blocks
-        outside = [block for block in blocks if not 1 <= block <= last]
-        if outside:
-            raise InvalidPlanError(f"block {outside[0]} is not of this pool, which has 1 to {last}")
         return self._pool
 
     def _forward_all(self, inputs: ForwardInputs) -> Logits:
@@ -193,85 +176,7 @@ class OpenVINOExecutor:
         self._request = self._pool = self._limits = self._compiled = None
 
 
-class KVPool:
-    """One tensor of keys and one of values per layer on the device, and host blocks to swap to.
-
-    Blocks 0..num_blocks (0 is the null block) and host blocks 0..num_host_blocks - 1 are all zero at first. They are
-    moved as bytes, so a block comes back bit for bit whatever its precision. A host block holds all layers of one
-    device block, one after the other.
-    """
-
-    def __init__(
-        self, shapes: Sequence[tuple[ElementType, tuple[int, ...]]], num_blocks: int, num_host_blocks: int
-    ) -> None:
-        """Allocate.
-
-        Args:
-            shapes: per cache input in plan order (keys, values of layer 0, ...): its element type and the shape of one
-                block.
-        """
-        self.tensors: list[Any] = []
-        self._rows: list[Blocks] = []
-        for element_type, shape in shapes:
-            size = int(element_type.size) * int(np.prod(shape))
-            rows = _zeros(num_blocks + 1, size)
-            blocks = rows.view(element_type.to_dtype()).reshape(num_blocks + 1, *shape)
-            self.tensors.append(ov.Tensor(blocks, shared_memory=True))
-            self._rows.append(rows)
-        edges = np.cumsum([0, *(rows.shape[1] for rows in self._rows)])
-        self._spans = list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
-        self._host: Blocks = np.zeros((num_host_blocks, int(edges[-1])), np.uint8)
-
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (device block, host block) pairs to host memory."""
-        device, host = _columns(pairs)
-        for rows, (begin, end) in zip(self._rows, self._spans, strict=True):
-            self._host[host, begin:end] = rows[device]
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (host block, device block) pairs back."""
-        host, device = _columns(pairs)
-        for rows, (begin, end) in zip(self._rows, self._spans, strict=True):
-            rows[device] = self._host[host, begin:end]
-
-    def read(self, blocks: Sequence[int]) -> Blocks:
-        """Copy device blocks, one a row."""
-        content = np.empty((len(blocks), self._spans[-1][1]), np.uint8)
-        for rows, (begin, end) in zip(self._rows, self._spans, strict=True):
-            content[:, begin:end] = rows[list(blocks)]
-        return content
-
-    def write(self, blocks: Sequence[int], content: Blocks) -> None:
-        """Overwrite device blocks, one a row."""
-        for rows, (begin, end) in zip(self._rows, self._spans, strict=True):
-            rows[list(blocks)] = content[:, begin:end]
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, destination) device blocks, one pair after the other: a later pair sees what an earlier did."""
-        for source, destination in pairs:
-            for rows in self._rows:
-                rows[destination] = rows[source]
-
-
-def _zeros(num_rows: int, size: int) -> Blocks:
-    """Memory of ``num_rows`` times ``size`` bytes, in huge pages where the system has them; it is taken as it is used.
-
-    A block's layers lie far apart, and with small pages each access would miss the processor's table of pages.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return np.zeros((num_rows, size), np.uint8)
-    memory = mmap.mmap(-1, num_rows * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8).reshape(num_rows, size)
-
-
 def _block_shape(port: Port) -> tuple[ElementType, tuple[int, ...]]:
     """Element type and shape of one block of a cache input; the first axis, the number of blocks, is open."""
     dimensions = list(port.get_partial_shape())[1:]
     return port.get_element_type(), tuple(int(dimension.get_length()) for dimension in dimensions)
-
-
-def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    table = np.array(pairs, np.int64)
-    return table[:, 0], table[:, 1]
