@@ -22,8 +22,9 @@ from lockstep.artifacts.source import open_artifact
 from lockstep.core.step import StepPlan
 from lockstep.executors.base import Executor, StepBatch
 from lockstep.executors.openvino.executor import load_executor
-from lockstep.executors.openvino.inputs import Limits, TableRows, build_inputs
-from lockstep.executors.openvino.options import INFERENCE_PRECISIONS, KV_CACHE_PRECISIONS, OpenVINOOptions
+from lockstep.executors.openvino.inputs import build_inputs
+from lockstep.executors.options import INFERENCE_PRECISIONS, KV_CACHE_PRECISIONS, ExecutorOptions
+from lockstep.executors.step_inputs import Limits, TableRows
 
 
 def step(num_seqs: int, past: int, length: int, blocks_per_seq: int, block_size: int, vocab_size: int) -> StepBatch:
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--dynamic-quantization-group-size", type=int, choices=(0, 32), default=32)
     parser.add_argument("--cache-dir", type=Path, help="where the built graph is kept; default: nowhere")
     args = parser.parse_args()
-    options = OpenVINOOptions(
+    options = ExecutorOptions(
         threads=args.threads,
         kv_cache_precision=args.kv_cache_precision,
         inference_precision=args.inference_precision,

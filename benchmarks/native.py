@@ -24,10 +24,10 @@ from lockstep.executors.native.library import ISAS, NativeLibrary, native_librar
 from lockstep.executors.native.products import multiply, quantise
 from lockstep.executors.native.weights import pack, packed_bytes
 from lockstep.executors.openvino.loading import compile_properties
-from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.precision import precision_of
 from lockstep.executors.openvino.runtime import op, ov, the_core
 from lockstep.executors.openvino.weights import GroupSums, product
+from lockstep.executors.options import ExecutorOptions
 from tools.random_blocks import random_blocks
 
 SHAPES = ((576, 3072), (1536, 576), (1024, 4096), (3072, 1024))
@@ -78,7 +78,7 @@ def openvinos(tensors: Sequence[Tensor]) -> Run:
         shape = (tensor.shape[0], tensor.shape[1])
         precision = precision_of(tensor.name, tensor.encoding, shape[1], None).precision
         results.append(op.result(product(x, tensor, shape, precision, GroupSums())))
-    compiled = the_core().compile_model(ov.Model(results, [x]), "CPU", compile_properties(OpenVINOOptions(threads=1)))
+    compiled = the_core().compile_model(ov.Model(results, [x]), "CPU", compile_properties(ExecutorOptions(threads=1)))
     request = compiled.create_infer_request()
     return lambda rows: request.infer([rows[:, None, :]], share_inputs=True, share_outputs=True)
 

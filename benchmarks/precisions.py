@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.executor import step
 from lockstep.artifacts.source import open_artifact
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from tools.random_models import FLOATS, SHAPES, write_gguf
 
 PAST, _FILL = 128, 32
@@ -42,7 +42,7 @@ _SILENT = _LOG(lambda level, text, data: None)
 
 
 def load(path: Path, quantize: str | None, cache_dir: Path) -> OpenVINOExecutor:
-    options = OpenVINOOptions(threads=1, quantize=quantize, cache_dir=cache_dir)
+    options = ExecutorOptions(threads=1, quantize=quantize, cache_dir=cache_dir)
     executor = load_executor(open_artifact(str(path), cache_dir=cache_dir), options)
     executor.allocate(32 * _BLOCKS_PER_SEQ, 0)
     return executor

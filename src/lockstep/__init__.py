@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep.engine.request import GenerationRequest
     from lockstep.errors import LockstepError
     from lockstep.executors.constraint import Constraint
-    from lockstep.executors.openvino.options import OpenVINOOptions
+    from lockstep.executors.options import ExecutorOptions
     from lockstep.executors.sampling_params import SamplingParams
 
 __all__ = [
@@ -36,11 +36,11 @@ __all__ = [
     "Constraint",
     "Engine",
     "EngineOptions",
+    "ExecutorOptions",
     "FinishReason",
     "GenerationRequest",
     "LoadOptions",
     "LockstepError",
-    "OpenVINOOptions",
     "RequestOutput",
     "SamplingParams",
     "StepOutputs",
@@ -60,7 +60,7 @@ _HOMES = {
     "GenerationRequest": "lockstep.engine.request",
     "LoadOptions": "lockstep.engine.options",
     "LockstepError": "lockstep.errors",
-    "OpenVINOOptions": "lockstep.executors.openvino.options",
+    "ExecutorOptions": "lockstep.executors.options",
     "RequestOutput": "lockstep.engine.outputs",
     "SamplingParams": "lockstep.executors.sampling_params",
     "StepOutputs": "lockstep.engine.outputs",

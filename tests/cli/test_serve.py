@@ -18,7 +18,7 @@ import pytest
 
 from lockstep.cli.config_file import read_config
 from lockstep.cli.main import command_of, invoke
-from lockstep.cli.options import OPENVINO
+from lockstep.cli.options import EXECUTOR
 from lockstep.cli.serve import server_options, split_address, split_keys
 from lockstep.cli.serve_flags import (
     ENGINE,
@@ -311,7 +311,7 @@ def known_flags() -> set[str]:
         f.name
         for group in (ListenFlags, ModelFlags, ClusterFlags, WorkerFlags, ReportFlags, RecordFlags)
         for f in fields(group)
-    } | {flag.name for group in (ENGINE, LIMITS, OPENVINO) for flag in group.parameters()}
+    } | {flag.name for group in (ENGINE, LIMITS, EXECUTOR) for flag in group.parameters()}
 
 
 def test_defaults_are_the_options_own() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import EngineOptions, GenerationRequest, LoadOptions, OpenVINOOptions
+from lockstep import EngineOptions, ExecutorOptions, GenerationRequest, LoadOptions
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
 from tests.determinism.harness import SEEDED, Answer, Subject, answer_of
@@ -31,8 +31,8 @@ class Talk:
 
 @pytest.fixture(scope="module", params=["f16", pytest.param("int8", marks=needs_operator)])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    openvino = OpenVINOOptions(kv_cache_precision=request.param)
-    options = LoadOptions(POOL, openvino, cache_dir=_folder(tmp_path_factory), probe=False)
+    executor = ExecutorOptions(kv_cache_precision=request.param)
+    options = LoadOptions(POOL, executor, cache_dir=_folder(tmp_path_factory), probe=False)
     loaded = Subject(*load_model("pocket://", options))
     yield loaded
     loaded.model.close()

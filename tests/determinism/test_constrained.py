@@ -16,10 +16,10 @@ from msgspec import structs
 from lockstep import (
     Constraint,
     EngineOptions,
+    ExecutorOptions,
     FinishReason,
     GenerationRequest,
     LoadOptions,
-    OpenVINOOptions,
     SamplingParams,
 )
 from lockstep.core.sequence import Sequence
@@ -75,8 +75,8 @@ class Run:
 
 def load(cache_dir: Path, attention: str = "auto", kv_cache_precision: str = "f16") -> Subject:
     pool = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, max_num_seqs=40)
-    openvino = OpenVINOOptions(attention=attention, kv_cache_precision=kv_cache_precision)
-    options = LoadOptions(pool, openvino, cache_dir=cache_dir, probe=False)
+    executor = ExecutorOptions(attention=attention, kv_cache_precision=kv_cache_precision)
+    options = LoadOptions(pool, executor, cache_dir=cache_dir, probe=False)
     return Subject(*load_model("pocket://", options))
 
 

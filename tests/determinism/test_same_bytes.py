@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep import EngineOptions, LoadOptions, OpenVINOOptions
+from lockstep import EngineOptions, ExecutorOptions, LoadOptions
 from lockstep.core import step_builder
 from lockstep.engine.loading import load_model
 from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
@@ -26,8 +26,8 @@ MODELS = (
 
 
 def load(source: str, cache_dir: Path, attention: str = "auto", kv_cache_precision: str = "f16") -> Subject:
-    openvino = OpenVINOOptions(attention=attention, kv_cache_precision=kv_cache_precision)
-    options = LoadOptions(POOL, openvino, cache_dir=cache_dir, probe=False)
+    executor = ExecutorOptions(attention=attention, kv_cache_precision=kv_cache_precision)
+    options = LoadOptions(POOL, executor, cache_dir=cache_dir, probe=False)
     return Subject(*load_model(source, options))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import EngineOptions, LoadOptions, OpenVINOOptions
+from lockstep import EngineOptions, ExecutorOptions, LoadOptions
 from lockstep.engine.loading import load_model
 from lockstep.executors.machine import available_cores
 from tests.determinism.harness import ALONE, CASES, SAMPLINGS, Answer, Case, Subject
@@ -31,8 +31,8 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=SUBJECTS)
 def subject(request: pytest.FixtureRequest, cache_dir: Path) -> Iterator[Subject]:
     threads, kv = request.param
-    openvino = OpenVINOOptions(threads=threads, kv_cache_precision=kv)
-    loaded = Subject(*load_model("pocket://", LoadOptions(POOL, openvino, cache_dir=cache_dir, probe=False)))
+    executor = ExecutorOptions(threads=threads, kv_cache_precision=kv)
+    loaded = Subject(*load_model("pocket://", LoadOptions(POOL, executor, cache_dir=cache_dir, probe=False)))
     assert loaded.model.executor.environment["threads"] == str(threads)
     yield loaded
     loaded.model.close()

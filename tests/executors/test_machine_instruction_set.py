@@ -135,7 +135,7 @@ from lockstep.executors.base import environment_digest
 from lockstep.executors.machine import instruction_set
 from lockstep.executors.openvino.executor import OpenVINOExecutor
 from lockstep.executors.openvino.loading import compile_artifact, graph_key
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.openvino.runtime import ov
 from lockstep.executors.probe import quick_probe
 from tests.executors.openvino.support import TINY_LLAMA, random_artifact
@@ -143,7 +143,7 @@ from tests.executors.openvino.support import TINY_LLAMA, random_artifact
 [library] = pathlib.Path(ov.__file__).parent.glob("libs/libopenvino.so*")
 getters = ctypes.CDLL(str(library))
 shape = replace(TINY_LLAMA, num_layers=1, hidden_size=544, intermediate_size=1056)
-artifact, options, found = random_artifact(shape, "Q8_0"), OpenVINOOptions(), instruction_set()
+artifact, options, found = random_artifact(shape, "Q8_0"), ExecutorOptions(), instruction_set()
 compiled = compile_artifact(artifact, options, lambda stage, fraction: None)
 executor = OpenVINOExecutor(artifact, compiled)
 executor.allocate(120, 0)

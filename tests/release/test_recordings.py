@@ -21,7 +21,7 @@ from lockstep.cli.main import invoke
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import EvidenceError
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.release.observation import SIDES
 from lockstep.release.recordings import is_recording, read_recordings
@@ -147,7 +147,7 @@ def test_another_precision_is_as_other_weights_and_no_other_environment(
     folder: Path, flipped: tuple[Path, Path]
 ) -> None:
     rounded = answered(
-        folder / "whole.gguf", "rounded", dataclasses.replace(SMALL, openvino=OpenVINOOptions(quantize="int8"))
+        folder / "whole.gguf", "rounded", dataclasses.replace(SMALL, executor=ExecutorOptions(quantize="int8"))
     )
     unsaid, exact = judged(flipped[0], rounded), judged(flipped[0], rounded, outputs="exact")
     assert {each.name for each in unsaid.signals} == {"outputs-policy"}

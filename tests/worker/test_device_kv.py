@@ -16,7 +16,7 @@ from lockstep.engine.kv_store import KVStore
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.messages import OpenStore, Prioritise, SessionsSwept, Stop, Submit, Sweep
 from tests.waiting import HANG_S, until
@@ -43,7 +43,7 @@ class Crowd:
 
     def load(self, name: str, precision: str, priority: int) -> int:
         """Load the embedded model with KV of its own where the precision is; returns the bytes of a block."""
-        options = LoadOptions(EngineOptions(num_blocks=96), OpenVINOOptions(kv_cache_precision=precision), probe=False)
+        options = LoadOptions(EngineOptions(num_blocks=96), ExecutorOptions(kv_cache_precision=precision), probe=False)
         return self.bench.ready(name, "pocket://", options, priority).geometry.bytes_per_block
 
     @property

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactError, CorruptArtifactError, UsageError
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from lockstep.pocket import pocket_path
 from lockstep.worker.messages import Load, TrialOptions
 from lockstep.worker.preflight import COMMAND, run_trial, try_unknown
@@ -31,7 +31,7 @@ def load(tmp_path: Path) -> Callable[..., Load]:
     shutil.copy(pocket_path(), model)
 
     def make(source: str = str(model), trial: TrialOptions = TrialOptions(), threads: int | None = None) -> Load:  # noqa: B008  # frozen
-        options = LoadOptions(cache_dir=tmp_path / "cache", openvino=OpenVINOOptions(threads=threads))
+        options = LoadOptions(cache_dir=tmp_path / "cache", executor=ExecutorOptions(threads=threads))
         return Load("model", source, options, trial)
 
     return make
@@ -93,7 +93,7 @@ def test_a_real_trial_says_what_is_wrong_as_loading_would(load: Callable[..., Lo
     damaged.write_bytes(pocket_path().read_bytes()[:100_000])
     with pytest.raises(CorruptArtifactError, match=r"damaged\.gguf"):
         run_trial(load(str(damaged)), COMMAND)
-    options = LoadOptions(openvino=OpenVINOOptions(device="gpu"), cache_dir=tmp_path / "cache")
+    options = LoadOptions(executor=ExecutorOptions(device="gpu"), cache_dir=tmp_path / "cache")
     with pytest.raises(UsageError, match="device 'gpu'"):
         run_trial(Load("model", load().source, options, TrialOptions()), COMMAND)
 

@@ -26,7 +26,7 @@ from lockstep.errors import (
 )
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.logits import TokenLogprobs
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.messages import Command, Load, Loading, Outputs, Refused, Submit, TrialOptions
 from lockstep.worker.wire import (
@@ -131,7 +131,7 @@ def test_a_request_comes_out_as_it_went_in(request: GenerationRequest) -> None:
 def test_how_to_load_comes_out_as_it_went_in() -> None:
     options = LoadOptions(
         EngineOptions(num_blocks=7, order="fair", max_num_seqs=3),
-        OpenVINOOptions(threads=1, cache_dir=Path("/a/b")),
+        ExecutorOptions(threads=1, cache_dir=Path("/a/b")),
         cache_dir=Path("/c"),
         probe=False,
         chat_template="{{ messages }}",

@@ -215,11 +215,11 @@ class Lockstep:
     def __init__(self, model: str, threads: int, max_seqs: int, max_tokens: int) -> None:
         from lockstep.engine.llm import LLM
         from lockstep.engine.options import EngineOptions, LoadOptions
-        from lockstep.executors.openvino.options import OpenVINOOptions
+        from lockstep.executors.options import ExecutorOptions
         from lockstep.version import __version__
 
         engine = EngineOptions(max_num_seqs=max_seqs)
-        self._llm = LLM(model, LoadOptions(engine, OpenVINOOptions(threads=threads), probe=False))
+        self._llm = LLM(model, LoadOptions(engine, ExecutorOptions(threads=threads), probe=False))
         self.version = f"Lockstep {__version__}"
         self.vocabulary = self._llm.model.vocab_size
 

@@ -223,7 +223,7 @@ def throughput(
     save_result: SaveResult = False,
     result_filename: ResultFile = None,
     pool: flags.Pool,
-    openvino: flags.OpenVINO,
+    executor: flags.Executor,
     cache_dir: flags.CacheDir = None,
     probe: flags.Probe = False,
     as_json: flags.Json = False,
@@ -235,7 +235,7 @@ def throughput(
 
     options = ThroughputOptions(**asdict(load))
     engine = flags.checked(replace(pool, max_num_seqs=load.concurrency))
-    loading = LoadOptions(engine, openvino, cache_dir, probe)
+    loading = LoadOptions(engine, executor, cache_dir, probe)
     with loading_progress(model) as progress:
         llm = LLM(model, loading, progress=progress)
     with llm, loading_progress(model) as progress:

@@ -42,7 +42,7 @@ def _models(context: typer.Context) -> None:
 def info(
     model: flags.Model,
     *,
-    openvino: flags.Quantize,
+    executor: flags.Quantize,
     cache_dir: flags.CacheDir = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
@@ -54,7 +54,7 @@ def info(
         artifact = open_artifact(
             model, cache_dir=cache_dir, progress=lambda name, have, total: progress(name, have / max(total, 1))
         )
-    facts = _facts(artifact, openvino.quantize)
+    facts = _facts(artifact, executor.quantize)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False, indent=2))
         return
@@ -68,7 +68,7 @@ def info(
 def verify(
     model: flags.Model,
     *,
-    openvino: flags.OpenVINO,
+    executor: flags.Executor,
     cache_dir: flags.CacheDir = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
@@ -76,7 +76,7 @@ def verify(
     """Check on this machine that batching, chunking, swapping and reloading change no bit; exit code 1 if one does."""
     from lockstep.engine.loading import verify_model
 
-    options = LoadOptions(EngineOptions(max_num_seqs=1), openvino, cache_dir, probe=False)
+    options = LoadOptions(EngineOptions(max_num_seqs=1), executor, cache_dir, probe=False)
     with loading_progress(model) as progress:
         report = verify_model(model, options, progress)
     if as_json:

@@ -11,7 +11,7 @@ import typer
 from lockstep.cli.flag_groups import Flag, OptionFlags
 from lockstep.engine.options import EngineOptions, check_limits, check_sizes
 from lockstep.errors import UsageError
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 
 SIZE_FLAGS = {"kv_cache_memory_bytes": "--kv-cache-memory-bytes", "host_kv_memory_bytes": "--swap-space-bytes"}
 MODEL_HELP = (
@@ -19,9 +19,11 @@ MODEL_HELP = (
 )
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 POOL = OptionFlags(EngineOptions, {"max_model_len": Flag(), "kv_cache_memory_bytes": Flag()})
-OPENVINO = OptionFlags(
-    OpenVINOOptions,
+EXECUTOR = OptionFlags(
+    ExecutorOptions,
     {
+        "name": Flag("executor"),
+        "isa": Flag(),
         "threads": Flag(),
         "device": Flag(),
         "kv_cache_precision": Flag("kv_cache_dtype"),
@@ -30,8 +32,8 @@ OPENVINO = OptionFlags(
     },
 )
 Pool = Annotated[EngineOptions, POOL]
-OpenVINO = Annotated[OpenVINOOptions, OPENVINO]
-Quantize = Annotated[OpenVINOOptions, OptionFlags(OpenVINOOptions, {"quantize": Flag()})]
+Executor = Annotated[ExecutorOptions, EXECUTOR]
+Quantize = Annotated[ExecutorOptions, OptionFlags(ExecutorOptions, {"quantize": Flag()})]
 CacheDir = Annotated[
     Path | None,
     typer.Option(envvar="LOCKSTEP_CACHE_DIR", help="Where built graphs are kept.", show_default="the user's cache"),

@@ -125,7 +125,7 @@ def run(
     chat_template_kwargs: flags.ChatTemplateKwargs = None,
     reasoning: flags.Reasoning = "auto",
     pool: flags.Pool,
-    openvino: flags.OpenVINO,
+    executor: flags.Executor,
     cache_dir: flags.CacheDir = None,
     probe: flags.Probe = True,
     as_json: flags.Json = False,
@@ -138,7 +138,7 @@ def run(
     conversing = partial(Conversation, params=params, system=system_of(system), is_verbose=verbose)
     load = LoadOptions(
         flags.checked(replace(pool, max_num_seqs=1)),
-        openvino,
+        executor,
         cache_dir,
         probe,
         flags.read_template(chat_template),

@@ -86,7 +86,7 @@ def run_batch(
     chat_template_kwargs: flags.ChatTemplateKwargs = None,
     reasoning: flags.Reasoning = "auto",
     pool: flags.Pool,
-    openvino: flags.OpenVINO,
+    executor: flags.Executor,
     cache_dir: flags.CacheDir = None,
     probe: flags.Probe = True,
     debug: flags.Debug = False,
@@ -98,7 +98,7 @@ def run_batch(
     names = tuple(run.served_model_name or names_of_source(name))
     kwargs, template = flags.template_kwargs(chat_template_kwargs), flags.read_template(chat_template)
     engine = flags.checked(replace(pool, max_num_seqs=run.max_num_seqs))
-    load = LoadOptions(engine, openvino, cache_dir, probe, template)
+    load = LoadOptions(engine, executor, cache_dir, probe, template)
     if target != PIPE:
         check_places([(Path(target).expanduser(), OUTPUT)], [None if source == PIPE else source])
     with _input(source) as path:

@@ -74,7 +74,7 @@ def serve(
     *,
     listen: ListenFlags,
     model_flags: ModelFlags,
-    openvino: flags.OpenVINO,
+    executor: flags.Executor,
     worker_flags: WorkerFlags,
     cluster_flags: ClusterFlags,
     engine: Annotated[EngineOptions, ENGINE],
@@ -95,7 +95,7 @@ def serve(
         )
         progress = ServingProgress.for_this(report.log_format)
         decided = decided_options(engine, "fcfs" if cluster_flags.manifest is None else "priority")
-        load = LoadOptions(decided, openvino, worker_flags.cache_dir, worker_flags.probe)
+        load = LoadOptions(decided, executor, worker_flags.cache_dir, worker_flags.probe)
         kv = kv_options(worker_flags)
         cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, kv, progress.update)
         warnings = answers_to(foreign)
@@ -209,10 +209,10 @@ def _cluster(
     from lockstep.server.reload import ManifestReload, stamp_of
 
     _check_together(model, model_flags, cluster_flags)
-    if load.openvino.device == "gpu":  # the one that may not be there
+    if load.executor.device == "gpu":  # the one that may not be there
         from lockstep.executors.openvino.loading import check_device
 
-        check_device(load.openvino.device)
+        check_device(load.executor.device)
     options = ClusterOptions(
         backend_of(cluster_flags.backend),
         load,

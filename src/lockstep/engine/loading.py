@@ -91,13 +91,13 @@ def load_model(
 def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple[LoadedModel, SchedulerConfig]:
     report("open", 0.0)
     from lockstep.artifacts.source import open_artifact
-    from lockstep.executors.openvino.executor import load_executor
+    from lockstep.executors.loading import load_executor
 
     before_bytes = anonymous_memory_bytes()  # with the libraries imported, which are no model's
     cache_dir = options.cache_dir or default_cache_dir()
     artifact = open_artifact(source, cache_dir=cache_dir, progress=download_stage(report))
     tokenizer = load_tokenizer(artifact.load_tokenizer(), options)
-    executor = load_executor(artifact, replace(options.openvino, cache_dir=cache_dir), report)
+    executor = load_executor(artifact, replace(options.executor, cache_dir=cache_dir), report)
     try:
         config = plan_config(options.engine, executor.geometry, available_memory_bytes())
         executor.allocate(config.num_blocks, config.num_host_blocks)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.policy import Admission, DecodeOrder, Order, Preemption, PrefillShare, SchedulerConfig
 from lockstep.errors import ConfigError
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 
 if TYPE_CHECKING:
     from lockstep.executors.base import Geometry
@@ -93,7 +93,7 @@ class LoadOptions:
     """Options of loading a model."""
 
     engine: EngineOptions = field(default_factory=EngineOptions)
-    openvino: OpenVINOOptions = field(default_factory=OpenVINOOptions)
+    executor: ExecutorOptions = field(default_factory=ExecutorOptions)
     cache_dir: Path | None = None
     """Where fingerprints and built graphs are kept; the user's cache directory by default."""
     probe: bool = True

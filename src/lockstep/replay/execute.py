@@ -24,7 +24,7 @@ from lockstep.engine.options import SCHEDULER_FIELDS, EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, TraceError
 from lockstep.executors.base import Blocks
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
 from lockstep.replay.playback import Arrived, Event, Playback
@@ -397,10 +397,15 @@ def _load_options(engine: EngineEntry, cache_dir: Path | None) -> LoadOptions:
         host_kv_memory_bytes=config.num_host_blocks * engine.bytes_per_block,
         **scheduler,
     )
-    openvino = OpenVINOOptions()
-    if environment.get("executor") == "openvino":
-        quantize = environment["quantize"]
-        openvino = OpenVINOOptions(
+    executor, quantize = ExecutorOptions(), environment.get("quantize", "none")
+    if environment.get("executor") == "native":
+        executor = ExecutorOptions(
+            name="native",
+            kv_cache_precision=environment["kv_cache_precision"],
+            quantize=None if quantize == "none" else quantize,
+        )
+    elif environment.get("executor") == "openvino":
+        executor = ExecutorOptions(
             threads=int(environment["threads"]),
             kv_cache_precision=environment["kv_cache_precision"],
             attention=environment.get("attention", "openvino").split()[0],
@@ -408,7 +413,7 @@ def _load_options(engine: EngineEntry, cache_dir: Path | None) -> LoadOptions:
             dynamic_quantization_group_size=int(environment["dynamic_quantization_group_size"]),
             quantize=None if quantize == "none" else quantize,
         )
-    return LoadOptions(options, openvino, cache_dir, probe=False)
+    return LoadOptions(options, executor, cache_dir, probe=False)
 
 
 def _first_difference(plan: StepPlan, recorded: Rows, computed: Rows) -> str:

@@ -96,12 +96,12 @@ def _record(load: Load, progress: Progress) -> Path:
     """The file that remembers the success of this trial, whatever the artifact is called."""
     from lockstep.artifacts.source import open_artifact
     from lockstep.executors.base import environment_digest
-    from lockstep.executors.openvino.loading import expected_environment
+    from lockstep.executors.loading import expected_environment
 
     options = load.options
     cache_dir = options.cache_dir or default_cache_dir()
     artifact = open_artifact(load.source, cache_dir=cache_dir, progress=download_stage(progress))
-    environment = expected_environment(artifact, options.openvino)
+    environment = expected_environment(artifact, options.executor)
     return cache_dir / "trials" / environment_digest(environment | {"lockstep": __version__})
 
 

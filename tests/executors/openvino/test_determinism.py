@@ -11,12 +11,13 @@ import pytest
 
 from lockstep.executors.machine import instruction_set
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
-from lockstep.executors.openvino.inputs import Limits, build_inputs
+from lockstep.executors.openvino.inputs import build_inputs
 from lockstep.executors.openvino.loading import compile_artifact
 from lockstep.executors.openvino.ops import STORAGES
-from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.products import MAX_PASS_TOKENS
+from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.probe import Scenario, play, quick_probe, thorough_probe
+from lockstep.executors.step_inputs import Limits
 from tests.executors.openvino.support import (
     OPERATORS,
     SMALL_LLAMA,
@@ -38,7 +39,7 @@ WIDE = replace(TINY_LLAMA, num_layers=1, hidden_size=544, intermediate_size=1056
 
 @contextmanager
 def loaded(
-    shape: Shape = TINY_LLAMA, encoding: str = "Q8_0", options: OpenVINOOptions | None = None
+    shape: Shape = TINY_LLAMA, encoding: str = "Q8_0", options: ExecutorOptions | None = None
 ) -> Iterator[OpenVINOExecutor]:
     executor = load_executor(random_artifact(shape, encoding), options)
     executor.allocate(NUM_BLOCKS, NUM_HOST_BLOCKS)
@@ -50,7 +51,7 @@ def loaded(
 @pytest.mark.parametrize("encoding", ["F32", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("attention", OPERATORS)
 def test_logits_are_bitwise_the_same_alone_batched_and_chunked(shape: Shape, encoding: str, attention: str) -> None:
-    with loaded(shape, encoding, OpenVINOOptions(attention=attention)) as executor:
+    with loaded(shape, encoding, ExecutorOptions(attention=attention)) as executor:
         report = quick_probe(executor, NUM_BLOCKS)
     assert report.deterministic, [case for case in report.cases if not case.passed]
 
@@ -91,7 +92,7 @@ def test_there_they_are_so_in_every_circumstance(encoding: str) -> None:
 @pytest.mark.skipif(not instruction_set().has_row_dependent_kernels, reason="this processor's kernels do not need it")
 def test_passes_of_any_length_would_break_it_and_the_quick_probe_sees_that() -> None:
     artifact = random_artifact(WIDE, "Q8_0")
-    compiled = compile_artifact(artifact, OpenVINOOptions(), lambda stage, fraction: None)
+    compiled = compile_artifact(artifact, ExecutorOptions(), lambda stage, fraction: None)
     assert compiled.max_pass_tokens == MAX_PASS_TOKENS
     executor = OpenVINOExecutor(artifact, replace(compiled, max_pass_tokens=None))
     executor.allocate(NUM_BLOCKS, 0)
@@ -113,7 +114,7 @@ def test_passes_of_any_length_would_break_it_and_the_quick_probe_sees_that() -> 
 def test_they_are_so_in_every_circumstance(
     shape: Shape, encoding: str, group_size: int, attention: str, kv_cache_precision: str
 ) -> None:
-    options = OpenVINOOptions(
+    options = ExecutorOptions(
         kv_cache_precision=kv_cache_precision, attention=attention, dynamic_quantization_group_size=group_size
     )
     artifact = random_artifact(shape, encoding)
@@ -130,7 +131,7 @@ def test_they_are_so_in_every_circumstance(
 
 
 def test_a_compressed_kv_cache_breaks_it_and_the_quick_probe_sees_that() -> None:
-    options = OpenVINOOptions(kv_cache_precision="u8")
+    options = ExecutorOptions(kv_cache_precision="u8")
     assert not options.is_batch_invariant
     with loaded(options=options) as executor:
         assert not quick_probe(executor, NUM_BLOCKS).deterministic
@@ -138,7 +139,7 @@ def test_a_compressed_kv_cache_breaks_it_and_the_quick_probe_sees_that() -> None
 
 def test_a_prompt_chunk_of_one_token_breaks_it_with_openvinos_attention() -> None:
     """Which is why the scheduler makes none there (determinism rule 1 of the core)."""
-    with loaded(options=OpenVINOOptions(attention="openvino")) as executor:
+    with loaded(options=ExecutorOptions(attention="openvino")) as executor:
         assert not executor.geometry.decode_equals_prefill
         assert not np.array_equal(
             play(executor, NUM_BLOCKS, replace(ALONE, chunks=(44, 1))), play(executor, NUM_BLOCKS, ALONE)
@@ -152,7 +153,7 @@ def test_with_ours_a_token_computed_alone_has_the_bits_that_it_has_among_others(
     encoding: str, kv_cache_precision: str
 ) -> None:
     """Decoded one by one, as a prompt, in chunks of one, and up to eight at once (what lossless speculation needs)."""
-    options = OpenVINOOptions(kv_cache_precision=kv_cache_precision, attention="lockstep")
+    options = ExecutorOptions(kv_cache_precision=kv_cache_precision, attention="lockstep")
     with loaded(TINY_QWEN3, encoding, options) as executor:
         assert executor.geometry.decode_equals_prefill
         decoded = play(executor, NUM_BLOCKS, Scenario((45,), decodes=9))
@@ -167,7 +168,7 @@ def test_with_ours_a_token_computed_alone_has_the_bits_that_it_has_among_others(
 def test_without_padding_a_pass_over_one_token_would_differ() -> None:
     """With OpenVINO's attention; with ours it was not seen, and the padding is left for what products may yet do."""
     prompt, chunk = list(range(40)), ([7], 40, (1, 2))
-    with loaded(options=OpenVINOOptions(attention="openvino")) as executor:
+    with loaded(options=ExecutorOptions(attention="openvino")) as executor:
         run(executor, (prompt, 0, (1, 2)))
         geometry = executor.geometry
         limits = Limits(geometry.block_size, NUM_BLOCKS, 0, geometry.max_model_len, geometry.vocab_size)
@@ -202,7 +203,7 @@ def test_what_lies_beyond_a_sequence_in_its_blocks_is_never_read() -> None:
 @pytest.mark.parametrize("precision", ["f16", "f32", "u8", pytest.param("int8", marks=needs_operator)])
 def test_swapping_and_copying_move_blocks_bit_for_bit(precision: str) -> None:
     prompt = list(range(70))
-    with loaded(TINY_QWEN3, "Q4_0", OpenVINOOptions(kv_cache_precision=precision)) as executor:
+    with loaded(TINY_QWEN3, "Q4_0", ExecutorOptions(kv_cache_precision=precision)) as executor:
         run(executor, (prompt, 0, (1, 2, 3)))
         expected = run(executor, ([5], 70, (1, 2, 3)))
         run(executor, (prompt, 0, (1, 2, 3)))

@@ -17,7 +17,7 @@ import pytest
 from lockstep.executors.base import Logits
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
 from lockstep.executors.openvino.ops import STORAGES
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from tests.executors.openvino.support import TINY, Item, needs_operator, random_artifact, run
 from tools.random_models import Shape
 
@@ -32,7 +32,7 @@ STARTS = (0, 1, 13, 27, 31, 32, 60, 96, 119, 121, 127, 128, 140)
 
 @contextmanager
 def loaded(shape: Shape, storage: str, encoding: str = "Q8_0") -> Iterator[OpenVINOExecutor]:
-    options = OpenVINOOptions(attention="lockstep", kv_cache_precision=storage)
+    options = ExecutorOptions(attention="lockstep", kv_cache_precision=storage)
     executor = load_executor(random_artifact(shape, encoding), options)
     executor.allocate(NUM_BLOCKS, 0)
     assert executor.geometry.decode_equals_prefill

@@ -22,13 +22,13 @@ from lockstep.artifacts.model import Artifact, Encoding, Tensor
 from lockstep.artifacts.tensors import dequantise
 from lockstep.executors.base import Logits
 from lockstep.executors.openvino.executor import load_executor
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.probe import quick_probe
 from tests.executors.openvino.support import TINY, MemoryWeights, random_artifact, run
 
 NUM_BLOCKS = 120
 PROMPT = [int(token) for token in np.random.default_rng(8).integers(0, 300, 50)]
-EXACT = OpenVINOOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
+EXACT = ExecutorOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
 MAX_RELATIVE_ERROR = {"F16": 1e-5, "BF16": 1e-5, "Q8_0": 1e-5, "Q5_0": 1e-5, "Q4_0": 1e-5, "Q4_1": 1e-4, "Q5_1": 6e-2}
 """Q4_1 sums its offsets apart; Q5_1 is requantised."""
 

@@ -13,11 +13,11 @@ from lockstep.artifacts.source import open_artifact
 from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.base import Executor
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from tests.executors.openvino.support import TINY_LLAMA, TINY_QWEN3, batch_of, random_artifact, reference_logits, run
 from tools.random_models import Shape, write_huggingface
 
-EXACT = OpenVINOOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
+EXACT = ExecutorOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
 PROMPT = np.random.default_rng(0).integers(0, 512, 70).tolist()
 
 

@@ -19,14 +19,14 @@ from lockstep.errors import (
 )
 from lockstep.executors.base import Logits
 from lockstep.executors.openvino.executor import load_executor
-from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.runtime import Model, op, ov
+from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.probe import quick_probe
 from tests.executors.openvino.exported import export, with_ops_after_the_head
 from tests.executors.openvino.support import SMALL_LLAMA, TINY_LLAMA, reference_logits, run
 from tools.random_models import write_huggingface
 
-EXACT = OpenVINOOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
+EXACT = ExecutorOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
 IDS = list(range(40, 110))
 
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def logits_of(path: Path, options: OpenVINOOptions = EXACT) -> Logits:
+def logits_of(path: Path, options: ExecutorOptions = EXACT) -> Logits:
     executor = load_executor(open_artifact(str(path), cache_dir=path.parent), options)
     executor.allocate(40, 2)
     logits = run(executor, (IDS, 0, (1, 2, 3)), all_rows=True)
@@ -70,7 +70,7 @@ def test_it_keeps_the_promise_of_the_same_bytes(folder: Path, name: str) -> None
 
 
 def test_it_is_its_own_cache(folder: Path, tmp_path: Path) -> None:
-    logits_of(folder / "plain", OpenVINOOptions(cache_dir=tmp_path))
+    logits_of(folder / "plain", ExecutorOptions(cache_dir=tmp_path))
     assert not (tmp_path / "ir").exists()
 
 
@@ -89,7 +89,7 @@ def test_its_fingerprint_is_its_content(folder: Path, tmp_path: Path) -> None:
 
 def test_its_weights_cannot_be_quantised_again(folder: Path) -> None:
     with pytest.raises(UsageError, match="no float weights to quantise"):
-        logits_of(folder / "plain", OpenVINOOptions(quantize="int8"))
+        logits_of(folder / "plain", ExecutorOptions(quantize="int8"))
 
 
 def saved(directory: Path, model: Model) -> Path:

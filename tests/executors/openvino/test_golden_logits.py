@@ -13,7 +13,7 @@ from lockstep.artifacts.source import open_artifact
 from lockstep.executors.base import Logits
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.graph import inverse_frequencies
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from tests.executors.openvino.support import artifact_of, config_of, needs_operator, run
 from tools.golden.logit_cases import (
     CASES,
@@ -28,8 +28,8 @@ from tools.golden.logit_cases import (
 from tools.random_models import interleaved_rows, write_gguf
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-EXACT = OpenVINOOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
-SERVED = OpenVINOOptions()
+EXACT = ExecutorOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
+SERVED = ExecutorOptions()
 
 # Relative error of a row of logits, |ours - theirs| / |theirs|, at most. Ours multiplies the stored weights in float32
 # (EXACT); llama.cpp rounds the activations too: to F16 and BF16 beside such weights, to int8 in groups of 32 beside
@@ -49,7 +49,7 @@ KV_SERVED_BOUNDS = {"f16": 2e-3, "int8": 3e-2}
 KV_PRECISIONS = ["f16", pytest.param("int8", marks=needs_operator)]
 
 
-def golden_prompt_logits(artifact: Artifact, options: OpenVINOOptions) -> Logits:
+def golden_prompt_logits(artifact: Artifact, options: ExecutorOptions) -> Logits:
     executor = load_executor(artifact, options)
     executor.allocate(8, 0)
     ids = token_ids(artifact.config.vocab_size).tolist()

@@ -12,7 +12,7 @@ import pytest
 from lockstep.artifacts.model import Artifact
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.loading import compile_artifact
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from tests.executors.openvino.support import (
     OPERATORS,
     TINY,
@@ -28,7 +28,7 @@ from tools.random_models import tensor_shapes
 SHAPES = {**TINY, "partial rope": replace(TINY["tiny-phi3"], rotary_dim=24)}
 
 
-def nodes_of(artifact: Artifact, options: OpenVINOOptions) -> list[tuple[str, Any]]:
+def nodes_of(artifact: Artifact, options: ExecutorOptions) -> list[tuple[str, Any]]:
     """What the compiled graph executes, each with its kind."""
     compiled = compile_artifact(artifact, options, lambda stage, fraction: None)
     nodes = compiled.model.get_runtime_model().get_ops()
@@ -40,7 +40,7 @@ def nodes_of(artifact: Artifact, options: OpenVINOOptions) -> list[tuple[str, An
 )
 @pytest.mark.parametrize("attention", OPERATORS)
 def test_norms_rotations_attention_and_compressed_weights_are_fused(name: str, encoding: str, attention: str) -> None:
-    shape, options = SHAPES[name], OpenVINOOptions(attention=attention)
+    shape, options = SHAPES[name], ExecutorOptions(attention=attention)
     nodes = nodes_of(random_artifact(shape, encoding), options)
     kinds = Counter(kind for kind, _ in nodes)
     products = [node for kind, node in nodes if kind == "FullyConnected"]
@@ -70,7 +70,7 @@ def test_values_stored_otherwise_have_a_product_of_their_own_and_our_operator_al
     mixed = plain
     for layer in range(SHAPES[name].num_layers):
         mixed = with_tensor(mixed, others.weights[f"model.layers.{layer}.self_attn.v_proj.weight"])
-    options = OpenVINOOptions(attention="lockstep", kv_cache_precision="f32", dynamic_quantization_group_size=0)
+    options = ExecutorOptions(attention="lockstep", kv_cache_precision="f32", dynamic_quantization_group_size=0)
     kinds = Counter(kind for kind, _ in nodes_of(mixed, options))
     assert kinds["Reference"] == SHAPES[name].num_layers
     assert kinds["RoPE"] == kinds["Split"] == 0

@@ -13,7 +13,7 @@ from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import InvalidPlanError
 from lockstep.executors.base import HiddenStates
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from tests.executors.openvino.support import batch_of, random_artifact
 
 PROMPT = [int(token) for token in np.random.default_rng(5).integers(0, 512, 70)]
@@ -27,7 +27,7 @@ def artifact() -> Artifact:
 
 @pytest.fixture(scope="module")
 def executor(artifact: Artifact) -> Iterator[OpenVINOExecutor]:
-    exact = OpenVINOOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
+    exact = ExecutorOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
     loaded = load_executor(artifact, exact)
     loaded.allocate(8, 0)
     yield loaded

@@ -12,7 +12,8 @@ from msgspec import structs
 
 from lockstep.errors import InvalidPlanError
 from lockstep.executors.base import StepBatch
-from lockstep.executors.openvino.inputs import NULL_BLOCK, Limits, build_inputs, check_moves
+from lockstep.executors.openvino.inputs import NULL_BLOCK, build_inputs
+from lockstep.executors.step_inputs import Limits, check_moves
 from tests.executors.openvino.support import Item, batch_of
 
 LIMITS = Limits(block_size=4, num_blocks=9, num_host_blocks=3, max_model_len=20, vocab_size=50)

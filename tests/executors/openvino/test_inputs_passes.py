@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from lockstep.executors.openvino.executor import OpenVINOExecutor
-from lockstep.executors.openvino.inputs import MIN_PASS_TOKENS, ForwardInputs, Limits, build_inputs, cuts, split_inputs
+from lockstep.executors.openvino.inputs import MIN_PASS_TOKENS, ForwardInputs, build_inputs, cuts, split_inputs
 from lockstep.executors.openvino.loading import compile_artifact
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
+from lockstep.executors.step_inputs import Limits
 from tests.executors.openvino.support import batch_of, random_artifact
 
 BLOCK_SIZE = 4
@@ -82,7 +83,7 @@ def test_rows_find_their_places_in_any_order(chunks: list[tuple[int, int]], seed
 
 def test_an_executor_with_short_passes_says_the_same_bits() -> None:
     """Prompts and decodes in one step, logits of some rows and hidden states of others."""
-    artifact, options = random_artifact(encoding="Q8_0"), OpenVINOOptions()
+    artifact, options = random_artifact(encoding="Q8_0"), ExecutorOptions()
     compiled = compile_artifact(artifact, options, lambda stage, fraction: None)
     prompts = batch_of((range(70), 0, (1, 2, 3)), (range(33), 0, (4, 5)), ([3, 4], 0, (6,)))
     decodes = batch_of(*(([index], 0, (index,)) for index in range(6, 20)), (range(20), 33, (4, 5)))

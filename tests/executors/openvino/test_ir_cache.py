@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.ir_cache import MANIFEST, MODEL, WEIGHTS, IRCache
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from tests.executors.openvino.support import random_artifact, run
 
 KEY = {"artifact": "a", "builder": "1"}
@@ -140,10 +140,10 @@ def test_directories_of_processes_that_died_are_cleared(tmp_path: Path) -> None:
 
 
 def test_a_model_from_the_cache_says_the_same_bits_and_damage_only_costs_a_build(tmp_path: Path) -> None:
-    artifact, options = random_artifact(encoding="Q4_0"), OpenVINOOptions(cache_dir=tmp_path)
+    artifact, options = random_artifact(encoding="Q4_0"), ExecutorOptions(cache_dir=tmp_path)
     stages: list[str] = []
 
-    def logits(cached: OpenVINOOptions) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    def logits(cached: ExecutorOptions) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         stages.clear()
         executor = load_executor(artifact, cached, lambda stage, fraction: stages.append(stage))
         executor.allocate(4, 0)
@@ -151,7 +151,7 @@ def test_a_model_from_the_cache_says_the_same_bits_and_damage_only_costs_a_build
         executor.close()
         return rows
 
-    expected = logits(OpenVINOOptions())
+    expected = logits(ExecutorOptions())
     assert np.array_equal(logits(options), expected)
     assert {"build", "save", "compile"} <= set(stages)
     assert np.array_equal(logits(options), expected)
@@ -166,7 +166,7 @@ def test_a_model_from_the_cache_says_the_same_bits_and_damage_only_costs_a_build
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    executor = load_executor(random_artifact(), OpenVINOOptions(cache_dir=tmp_path / "file"))
+    executor = load_executor(random_artifact(), ExecutorOptions(cache_dir=tmp_path / "file"))
     executor.allocate(1, 0)
     assert run(executor, ([1], 0, (1,))).shape == (1, 512)
     executor.close()

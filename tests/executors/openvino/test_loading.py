@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.executors.base import environment_digest
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.loading import choose_device, compile_properties, expected_environment
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from tests.executors.openvino.support import random_artifact
 from tests.waiting import HANG_S
 
@@ -21,13 +21,13 @@ from tests.waiting import HANG_S
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: OpenVINOOptions(device="npu"),
-        lambda: OpenVINOOptions(threads=0),
-        lambda: OpenVINOOptions(kv_cache_precision="f64"),
-        lambda: OpenVINOOptions(inference_precision="bf16"),
-        lambda: OpenVINOOptions(dynamic_quantization_group_size=64),
-        lambda: OpenVINOOptions(max_cache_bytes=-1),
-        lambda: OpenVINOOptions(quantize="int2"),
+        lambda: ExecutorOptions(device="npu"),
+        lambda: ExecutorOptions(threads=0),
+        lambda: ExecutorOptions(kv_cache_precision="f64"),
+        lambda: ExecutorOptions(inference_precision="bf16"),
+        lambda: ExecutorOptions(dynamic_quantization_group_size=64),
+        lambda: ExecutorOptions(max_cache_bytes=-1),
+        lambda: ExecutorOptions(quantize="int2"),
     ],
 )
 def test_an_option_with_a_wrong_value_says_what_would_be_right(wrong: object) -> None:
@@ -46,13 +46,13 @@ def test_an_explicit_device_that_is_missing_lists_what_is_there() -> None:
 
 def test_float32_is_asked_for_explicitly() -> None:
     """OpenVINO's default on a processor with bf16 units is bf16, and its results depend on the batch."""
-    properties = compile_properties(OpenVINOOptions())
+    properties = compile_properties(ExecutorOptions())
     assert properties["INFERENCE_PRECISION_HINT"] == "f32"
     assert properties["KV_CACHE_PRECISION"] == "f16"
 
 
 def test_the_environment_changes_with_whatever_the_bits_depend_on() -> None:
-    artifact, options = random_artifact(), OpenVINOOptions(threads=2)
+    artifact, options = random_artifact(), ExecutorOptions(threads=2)
     base = expected_environment(artifact, options)
     assert base == expected_environment(artifact, options)
     others = [
@@ -73,7 +73,7 @@ import socket, sys
 class Refused(socket.socket):
     def connect(self, *args): raise SystemExit("a network connection was tried")
 socket.socket = Refused
-from lockstep.executors.openvino import options
+from lockstep.executors import options
 assert "openvino" not in sys.modules, "options must stay cheap"
 from lockstep.executors.openvino import executor
 assert "openvino_telemetry" not in sys.modules

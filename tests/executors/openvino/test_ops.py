@@ -18,7 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.executors.machine import InstructionSet, instruction_set
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.ops import STORAGES, kernel_for, own_attention
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.options import ExecutorOptions
 from tests.executors.openvino.attention_step import (
     KERNELS,
     Heads,
@@ -199,7 +199,7 @@ def test_two_models_a_reload_and_other_precisions_share_a_process() -> None:
     """Each has a pool of its own: what one is told, no other sees."""
     artifact = open_artifact("pocket://")
     prompt: Item = (list(range(60)), 0, (1, 2))
-    first, second = load_executor(artifact), load_executor(artifact, OpenVINOOptions(kv_cache_precision="int8"))
+    first, second = load_executor(artifact), load_executor(artifact, ExecutorOptions(kv_cache_precision="int8"))
     for executor in (first, second):
         executor.allocate(8, 0)
     alone = run(first, prompt), run(second, prompt)
@@ -222,4 +222,4 @@ def test_two_models_a_reload_and_other_precisions_share_a_process() -> None:
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        OpenVINOOptions(**options)  # type: ignore[arg-type]  # fields by name
+        ExecutorOptions(**options)  # type: ignore[arg-type]  # fields by name

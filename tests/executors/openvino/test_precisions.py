@@ -13,8 +13,8 @@ from lockstep.artifacts.layout import EMBEDDING, LM_HEAD
 from lockstep.artifacts.model import Artifact, Encoding
 from lockstep.errors import UsageError
 from lockstep.executors.openvino.executor import load_executor
-from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.precision import Precision, PrecisionChoice, precision_of, precision_summary
+from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.probe import quick_probe
 from tests.executors.openvino.support import (
     SMALL_LLAMA,
@@ -27,8 +27,8 @@ from tests.executors.openvino.support import (
 )
 from tools.random_models import ENCODINGS, FLOATS, Shape
 
-EXACT = OpenVINOOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
-SERVED = OpenVINOOptions()
+EXACT = ExecutorOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
+SERVED = ExecutorOptions()
 IDS = np.random.default_rng(7).integers(0, 512, 70).tolist()
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
@@ -47,7 +47,7 @@ def shape_for(encoding: str) -> Shape:
     return SMALL_LLAMA if "_K" in encoding else TINY_LLAMA
 
 
-def error(artifact: Artifact, options: OpenVINOOptions, expected: Floats) -> float:
+def error(artifact: Artifact, options: ExecutorOptions, expected: Floats) -> float:
     executor = load_executor(artifact, options)
     executor.allocate(4, 0)
     logits = run(executor, (IDS, 0, (1, 2, 3)), all_rows=True)
@@ -82,7 +82,7 @@ def test_so_is_a_model_that_was_quantised_at_load(quantize: str) -> None:
     check_invariance(random_artifact(TINY_QWEN3, "BF16"), replace(SERVED, quantize=quantize))
 
 
-def check_invariance(artifact: Artifact, options: OpenVINOOptions) -> None:
+def check_invariance(artifact: Artifact, options: ExecutorOptions) -> None:
     executor = load_executor(artifact, options)
     executor.allocate(40, 4)
     report = quick_probe(executor, 40)
@@ -112,7 +112,7 @@ def test_quantising_touches_float_weights_only_and_spares_the_tables() -> None:
 
 def test_nothing_to_quantise_is_said() -> None:
     with pytest.raises(UsageError, match="has no float weights to quantise; leave it out"):
-        load_executor(random_artifact(encoding="Q8_0"), OpenVINOOptions(quantize="int8"))
+        load_executor(random_artifact(encoding="Q8_0"), ExecutorOptions(quantize="int8"))
 
 
 def test_loading_logs_what_becomes_of_the_weights(caplog: pytest.LogCaptureFixture) -> None:
@@ -130,7 +130,7 @@ def test_loading_logs_what_becomes_of_the_weights(caplog: pytest.LogCaptureFixtu
 def test_a_quantised_graph_has_a_cache_entry_of_its_own(tmp_path: Path) -> None:
     artifact = random_artifact(TINY_LLAMA, "BF16")
     for quantize in (None, "int8", "int4", "int8"):
-        load_executor(artifact, OpenVINOOptions(cache_dir=tmp_path, quantize=quantize)).close()
+        load_executor(artifact, ExecutorOptions(cache_dir=tmp_path, quantize=quantize)).close()
     sizes = sorted((entry / "model.bin").stat().st_size for entry in (tmp_path / "ir").iterdir())
     assert len(sizes) == 3
     assert sizes[0] < sizes[1] < sizes[2]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lockstep.executors.machine import instruction_set
 from lockstep.executors.openvino.loading import compile_properties
-from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.products import (
     INDIFFERENT_COLUMNS,
     MAX_COLUMNS,
@@ -21,10 +20,11 @@ from lockstep.executors.openvino.products import (
     split_products,
 )
 from lockstep.executors.openvino.runtime import CompiledModel, Model, Node, op, ov, the_core
+from lockstep.executors.options import ExecutorOptions
 
 KINDS = ("int8 per channel", "int8 in groups", "int4 in groups", "int4 in groups with zero points")
 EVEN, UNEVEN = 64, 72
-OPTIONS = OpenVINOOptions(dynamic_quantization_group_size=0)
+OPTIONS = ExecutorOptions(dynamic_quantization_group_size=0)
 
 Floats = npt.NDArray[np.float32]
 

@@ -15,11 +15,11 @@ from lockstep.executors.machine import available_cores, instruction_set, unsuppo
 from lockstep.executors.openvino.graph import BUILDER_VERSION, build_decoder
 from lockstep.executors.openvino.ir_cache import IRCache
 from lockstep.executors.openvino.ops import OwnAttention, own_attention
-from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.paged import LOGITS, to_paged, use_own_attention
 from lockstep.executors.openvino.precision import has_floats, precision_summary
 from lockstep.executors.openvino.products import MAX_PASS_TOKENS, needs_short_passes, split_products
 from lockstep.executors.openvino.runtime import CompiledModel, Core, Model, ov, the_core
+from lockstep.executors.options import ExecutorOptions
 
 log = logging.getLogger(__name__)
 Report = Callable[[str, float], None]
@@ -38,7 +38,7 @@ class Compiled:
     """See ``environment_of``."""
 
 
-def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Report) -> Compiled:
+def compile_artifact(artifact: Artifact, options: ExecutorOptions, report: Report) -> Compiled:
     """A compiled paged model: with a cache the weights live in it (and in the page cache) and nowhere else."""
     core = the_core()
     device = choose_device(options.device, tuple(core.available_devices))
@@ -65,7 +65,7 @@ def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Repor
     return Compiled(compiled, own, MAX_PASS_TOKENS if is_limited else None, environment)
 
 
-def choose_attention(artifact: Artifact, options: OpenVINOOptions, device: str) -> OwnAttention | None:
+def choose_attention(artifact: Artifact, options: ExecutorOptions, device: str) -> OwnAttention | None:
     """Our attention operator where it is wanted and can be had; None: OpenVINO's.
 
     Raises:
@@ -83,7 +83,7 @@ def choose_attention(artifact: Artifact, options: OpenVINOOptions, device: str) 
     return None
 
 
-def _do_without(artifact: Artifact, options: OpenVINOOptions, reason: str) -> None:
+def _do_without(artifact: Artifact, options: ExecutorOptions, reason: str) -> None:
     """Say why our operator cannot be had; UsageError where it is needed."""
     if options.attention == "lockstep" or options.kv_cache_precision == "int8":
         wanted = "attention=lockstep" if options.attention == "lockstep" else "kv_cache_precision=int8"
@@ -91,7 +91,7 @@ def _do_without(artifact: Artifact, options: OpenVINOOptions, reason: str) -> No
     log.warning("%s: OpenVINO's attention operator is used, not Lockstep's: %s", artifact.name, reason)
 
 
-def _stateful_model(core: Core, artifact: Artifact, options: OpenVINOOptions, report: Report) -> Model:
+def _stateful_model(core: Core, artifact: Artifact, options: ExecutorOptions, report: Report) -> Model:
     """Read from the cache (mapped), else built, stored and read back, so that the built constants can go.
 
     An exported model is its own cache: its graph is read where it lies.
@@ -152,7 +152,7 @@ def _last_line(error: RuntimeError) -> str:
     return lines[-1] if lines else "no reason given"
 
 
-def _build(artifact: Artifact, options: OpenVINOOptions, report: Report) -> Model:
+def _build(artifact: Artifact, options: ExecutorOptions, report: Report) -> Model:
     for change, count in precision_summary(artifact.weights, options.quantize).items():
         log.info("%s: %d matrices %s", artifact.name, count, change)
     model = build_decoder(
@@ -168,14 +168,14 @@ def _split_where_needed(model: Model, artifact: Artifact) -> None:
         log.debug("%s: %d products split for this processor's kernels", artifact.name, num_split)
 
 
-def _check_quantize(artifact: Artifact, options: OpenVINOOptions) -> None:
+def _check_quantize(artifact: Artifact, options: ExecutorOptions) -> None:
     if options.quantize is not None and not has_floats(artifact.weights):
         raise UsageError(
             f"quantize is {options.quantize!r} and {artifact.name} has no float weights to quantise; leave it out"
         )
 
 
-def graph_key(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
+def graph_key(artifact: Artifact, options: ExecutorOptions) -> dict[str, str]:
     """Everything that a stateful graph depends on; threads, device and other precisions come in when it is compiled."""
     return {
         "artifact": artifact.fingerprint,
@@ -186,7 +186,7 @@ def graph_key(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
     }
 
 
-def compile_properties(options: OpenVINOOptions) -> dict[str, str]:
+def compile_properties(options: ExecutorOptions) -> dict[str, str]:
     """OpenVINO's names for our options; one stream, because one thread steps one replica."""
     return {
         "PERFORMANCE_HINT": "LATENCY",
@@ -213,13 +213,13 @@ def check_device(device: str) -> None:
     choose_device(device, tuple(the_core().available_devices))
 
 
-def expected_environment(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
+def expected_environment(artifact: Artifact, options: ExecutorOptions) -> dict[str, str]:
     """The environment before loading; an exported graph may then turn out to need OpenVINO's attention."""
     device = choose_device(options.device, tuple(the_core().available_devices))
     return environment_of(artifact, options, choose_attention(artifact, options, device))
 
 
-def environment_of(artifact: Artifact, options: OpenVINOOptions, own: OwnAttention | None) -> dict[str, str]:
+def environment_of(artifact: Artifact, options: ExecutorOptions, own: OwnAttention | None) -> dict[str, str]:
     """Everything that a model's bits depend on, as strings; ``environment.digest`` makes one key of it."""
     device = choose_device(options.device, tuple(the_core().available_devices))
     return {
@@ -239,6 +239,6 @@ def environment_of(artifact: Artifact, options: OpenVINOOptions, own: OwnAttenti
     }
 
 
-def num_threads(options: OpenVINOOptions) -> int:
+def num_threads(options: ExecutorOptions) -> int:
     """Threads of one forward pass."""
     return available_cores() if options.threads is None else options.threads

@@ -1,4 +1,4 @@
-"""Options of the OpenVINO executor: what a user may choose. Knows no OpenVINO, so that reading options stays cheap."""
+"""Options of executors: what a user may choose. Imports no executor, so that reading options stays cheap."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 
+EXECUTORS = ("openvino", "native")
+ISAS = ("avx512", "avx2", "portable")
+"""Instruction sets of the native library, the fastest first. ``avx512`` needs VNNI."""
 DEVICES = ("auto", "cpu", "gpu")
 QUANTIZE = ("int8", "int4")
 """What float weights can be made of at load."""
@@ -20,9 +23,15 @@ DEFAULT_MAX_CACHE_BYTES = 32 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class OpenVINOOptions:
-    """Options of one loaded model; everything here but the cache's place and bound is part of the environment key."""
+class ExecutorOptions:
+    """Options of one loaded model."""
 
+    name: str = "openvino"
+    """openvino or native, a forward pass of our own whose bits are the same on every x86-64 processor."""
+    isa: str | None = None
+    """Instruction set of the native executor; None: the fastest one here.
+
+    ``avx512``, ``avx2`` or ``portable``. All give the same bits."""
     device: str = "auto"
     """auto, cpu or gpu.
 
@@ -52,11 +61,12 @@ class OpenVINOOptions:
     ``int8`` has one scale per row, ``int4`` one per 32 values (embedding and head int8). Weights in block encodings
     stay what they are."""
     cache_dir: Path | None = None
-    """Where built graphs are kept (in ``ir/``); None: every load builds its graph in memory."""
+    """Where graphs and packed weights are kept; None: every load makes them in memory."""
     max_cache_bytes: int = DEFAULT_MAX_CACHE_BYTES
-    """Bound on ``cache_dir/ir``; the least recently used graphs go first."""
+    """Bound on what is kept there; the least recently used goes first."""
 
     def __post_init__(self) -> None:
+        _one_of("executor", self.name, EXECUTORS)
         _one_of("device", self.device, DEVICES)
         _one_of("kv_cache_precision", self.kv_cache_precision, KV_CACHE_PRECISIONS)
         _one_of("attention", self.attention, ATTENTIONS)
@@ -67,6 +77,9 @@ class OpenVINOOptions:
         _one_of("inference_precision", self.inference_precision, INFERENCE_PRECISIONS)
         if self.quantize is not None:
             _one_of("quantize", self.quantize, QUANTIZE)
+        if self.isa is not None:
+            _one_of("isa", self.isa, ISAS)
+        _check_executor(self)
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
             raise UsageError(f"threads is {self.threads}; it must be 1 to {MAX_THREADS}")
         if self.dynamic_quantization_group_size not in DYNAMIC_QUANTIZATION_GROUP_SIZES:
@@ -77,6 +90,10 @@ class OpenVINOOptions:
             raise UsageError(f"max_cache_bytes is {self.max_cache_bytes}; it must not be negative")
 
     @property
+    def is_native(self) -> bool:
+        return self.name == "native"
+
+    @property
     def is_batch_invariant(self) -> bool:
         """True if these options can keep a request's bytes independent of its batch at all; the probe has the word."""
         return self.kv_cache_precision != "u8"
@@ -85,3 +102,23 @@ class OpenVINOOptions:
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UsageError(f"{field} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+def _check_executor(options: ExecutorOptions) -> None:
+    """Refuse what the chosen executor does not have."""
+    if not options.is_native:
+        if options.isa is not None:
+            raise UsageError(
+                f"isa is {options.isa!r}, which the native executor has; choose it too (--executor native)"
+            )
+        return
+    for field, value, allowed in (
+        ("device", options.device, ("auto", "cpu")),
+        ("attention", options.attention, ("auto", "lockstep")),
+        ("kv_cache_precision", options.kv_cache_precision, ("f16", "f32", "int8")),
+        ("dynamic_quantization_group_size", options.dynamic_quantization_group_size, (32,)),
+    ):
+        if value not in allowed:
+            raise UsageError(
+                f"{field} is {value!r}, which the native executor has not; it has {' and '.join(map(str, allowed))}"
+            )
