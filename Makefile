@@ -114,12 +114,16 @@ lock: $(STAMP)
 		--custom-compile-command "make lock" -o requirements/dev.txt
 	$(BIN)/uv pip compile --group release --universal --python-version 3.11 --generate-hashes --no-strip-extras -q \
 		--custom-compile-command "make lock" -o requirements/release.txt
+	$(BIN)/uv pip compile --group compiler --universal --python-version 3.11 --generate-hashes -q \
+		--custom-compile-command "make lock" -o requirements/compiler.txt
 
 OPS := src/lockstep/executors/openvino/ops
 NATIVE := src/lockstep/executors/native/cpp
-$(STAMP): requirements/dev.txt pyproject.toml hatch_build.py $(wildcard $(OPS)/*.?pp) $(wildcard $(NATIVE)/*.?pp)
+$(STAMP): requirements/dev.txt requirements/compiler.txt pyproject.toml hatch_build.py $(wildcard $(OPS)/*.?pp) $(wildcard $(NATIVE)/*.?pp)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	test -n "$$CXX" || command -v g++ || command -v c++ || command -v clang++ || \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/compiler.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

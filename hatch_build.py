@@ -40,10 +40,13 @@ KERNEL_FLAGS = {
 
 NATIVE = Path("src/lockstep/executors/native")
 NATIVE_LIBRARY = "liblockstep_native.so"
+ZIG = (sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu.2.28", "-mcpu=x86_64")
+"""The compiler of PyPI's `ziglang`, for the least processor: by itself it compiles for the one that it runs on."""
 NATIVE_FLAGS = (*FLAGS, "-fno-trapping-math", "-pthread")
 """Results never depend on floating-point exceptions, which nothing enables: compilers may vectorise comparisons."""
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
-ISA_FLAGS = {"avx2": AVX2, "avx512": (*AVX2, *_AVX512, "-Wno-maybe-uninitialized")}
+_QUIET = ("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")  # of g++'s own headers; clang has no such warning
+ISA_FLAGS = {"avx2": AVX2, "avx512": (*AVX2, *_AVX512, *_QUIET)}
 """By the end of a native source's name; all others are compiled for the least processor."""
 
 PACKAGE = Path("src/lockstep")
@@ -103,10 +106,12 @@ def build(root: Path, target: Path, warn: Callable[[str], object]) -> bool:
         for source in sorted((root / OPS).glob("*.cpp")):
             place = str(Path(folder) / f"{source.stem}.o")
             flags = (*FLAGS, *_kernel_flags(source.name), "-isystem", str(package / "include"))
-            commands[place] = [_compiler(), *flags, "-c", str(source), "-o", place]
+            commands[place] = [*cpp_compiler(), *flags, "-c", str(source), "-o", place]
         objects = _run_all(commands)
         # Both libraries are in every process that has imported OpenVINO, so no path to them is written down.
-        subprocess.run([_compiler(), "-shared", "-s", *objects, *map(str, libraries), "-o", str(target)], check=True)
+        subprocess.run(
+            [*cpp_compiler(), "-shared", "-s", *objects, *map(str, libraries), "-o", str(target)], check=True
+        )
     return True
 
 
@@ -125,9 +130,9 @@ def build_native(root: Path, target: Path, warn: Callable[[str], object]) -> boo
         commands = {}
         for source in sorted((root / NATIVE / "cpp").glob("*.cpp")):
             place = str(Path(folder) / f"{source.stem}.o")
-            commands[place] = [_compiler(), *native_flags(source), "-c", str(source), "-o", place]
+            commands[place] = [*cpp_compiler(), *native_flags(source), "-c", str(source), "-o", place]
         objects = _run_all(commands)
-        subprocess.run([_compiler(), "-shared", "-s", "-pthread", *objects, "-o", str(target)], check=True)
+        subprocess.run([*cpp_compiler(), "-shared", "-s", "-pthread", *objects, "-o", str(target)], check=True)
     return True
 
 
@@ -217,8 +222,8 @@ def _obstacle_to_core() -> str | None:
 
 
 def _obstacle_to_compiling() -> str | None:
-    if shutil.which(_compiler()) is None:
-        return f"there is no C++ compiler {_compiler()!r}; on Debian: apt install g++"
+    if shutil.which(cpp_compiler()[0]) is None:
+        return f"there is no C++ compiler {cpp_compiler()[0]!r}; on Debian: apt install g++, or pip install ziglang"
     return None
 
 
@@ -226,13 +231,21 @@ def _obstacle_to_library() -> str | None:
     reason = _obstacle_to_compiling()
     if reason is not None:
         return reason
+    if cpp_compiler() == ZIG:
+        return "OpenVINO's libraries are g++'s, and only Zig's compiler is here; on Debian: apt install g++"
     if find_spec("openvino") is None:
         return "the package openvino, whose headers it needs, is not installed"
     return None
 
 
-def _compiler() -> str:
-    return os.environ.get("CXX", "g++")
+def cpp_compiler() -> tuple[str, ...]:
+    """The C++ compiler and its first arguments: that of ``CXX``, else the first of the usual ones, else Zig's."""
+    if given := os.environ.get("CXX"):
+        return (given,)
+    found = next((name for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
+    if found is None and find_spec("ziglang") is not None:
+        return ZIG
+    return (found or "g++",)
 
 
 def _c_compiler() -> str:

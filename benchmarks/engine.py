@@ -47,6 +47,9 @@ class NullExecutor:
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Nothing to allocate."""
 
+    def prompt_logits(self, first: int, last: int) -> Logits:
+        raise NotImplementedError
+
     def execute(self, batch: StepBatch) -> Logits:
         return self._logits[: len(batch.rows)]
 

@@ -1,11 +1,13 @@
-"""Products of the native library beside OpenVINO's, in turns in one process, on one thread.
+"""The native executor beside OpenVINO's and llama.cpp: whole steps, and products alone.
 
+    python -m benchmarks.native steps model.gguf --peer-python PY           steps, in turns, a process for each
+    python -m benchmarks.native steps model.gguf --baseline DIR             OpenVINO's executor of another checkout
     python -m benchmarks.native products                                    Q8_0 and Q4_0, four numbers of rows
     python -m benchmarks.native products --rows 1,8 --types Q4_K --isa avx2     one instruction set of ours
 
-Both sides quantise the activations and multiply them with several matrices, more than the caches hold. Time is the
-processor time of this process, the median of the turns. GB/s counts the bytes of our weights; the share of the peak is
-that of multiplications and additions in the most that one core's VNNI unit does (``--peak-gops``).
+Of products, both sides quantise the activations and multiply them with several matrices, more than the caches hold.
+Time is the processor time of this process, the median of the turns. GB/s counts the bytes of our weights; the share of
+the peak is that of multiplications and additions in the most that one core's VNNI unit does (``--peak-gops``).
 """
 
 from __future__ import annotations
@@ -14,20 +16,22 @@ import argparse
 import mmap
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.native_steps import contenders_of, race
 from lockstep.artifacts.model import Encoding, Tensor
-from lockstep.executors.native.library import ISAS, NativeLibrary, native_library
+from lockstep.executors.native.library import NativeLibrary, native_library
 from lockstep.executors.native.products import multiply, quantise
 from lockstep.executors.native.weights import pack, packed_bytes
 from lockstep.executors.openvino.loading import compile_properties
 from lockstep.executors.openvino.precision import precision_of
 from lockstep.executors.openvino.runtime import op, ov, the_core
 from lockstep.executors.openvino.weights import GroupSums, product
-from lockstep.executors.options import ExecutorOptions
+from lockstep.executors.options import ISAS, ExecutorOptions
 from tools.random_blocks import random_blocks
 
 SHAPES = ((576, 3072), (1536, 576), (1024, 4096), (3072, 1024))
@@ -52,7 +56,7 @@ def matrices(encoding: Encoding, columns: int, features: int) -> list[Tensor]:
 
 def ours(library: NativeLibrary, tensors: Sequence[Tensor]) -> Run:
     sizes = [-(-packed_bytes(library, tensor) // 64) * 64 for tensor in tensors]
-    pages = mmap.mmap(-1, sum(sizes) + (2 << 20))
+    pages = mmap.mmap(-1, sum(sizes) + (2 << 20), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(pages, np.uint8)
     ends = np.cumsum(sizes)
@@ -131,13 +135,25 @@ def largest_difference(runs: Sequence[Run], x: Floats, num_products: int) -> flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["products"])
+    parser.add_argument("what", choices=["products", "steps"])
+    parser.add_argument("model", nargs="?", help="a GGUF file, for steps")
+    parser.add_argument("--threads", type=int, default=2, help="of each contender, for steps (default: 2)")
+    parser.add_argument("--baseline", type=Path, help="a checkout whose OpenVINO executor takes part, for steps")
+    parser.add_argument("--peer-python", help="a Python that has llama-cpp-python, for steps")
+    parser.add_argument("--only", default="", help="names of steps, with commas between them")
     parser.add_argument("--rows", default="1,8,32,128", help="numbers of rows (default: 1,8,32,128)")
     parser.add_argument("--types", default="Q8_0,Q4_0", help="encodings of GGUF files (default: Q8_0,Q4_0)")
     parser.add_argument("--isa", choices=ISAS, help="instruction set of ours (default: the fastest)")
     parser.add_argument("--turns", type=int, default=7, help="timed runs of each side (default: 7)")
     parser.add_argument("--peak-gops", type=float, default=PEAK_GOPS, help=f"peak of a core (default: {PEAK_GOPS:.0f})")
     options = parser.parse_args()
+    if options.what == "steps":
+        if options.model is None:
+            parser.error("steps needs a model")
+        contenders = contenders_of(options.baseline, options.peer_python, options.isa)
+        steps = [name for name in options.only.split(",") if name]
+        race(contenders, options.model, options.threads, options.turns, steps)
+        return
     library = native_library(options.isa)
     if isinstance(library, str):
         parser.error(library)

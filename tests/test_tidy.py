@@ -229,7 +229,6 @@ def test_no_dead_modules() -> None:
         "lockstep.__main__",
         "lockstep.worker.child",
         "lockstep.bench.contestant",
-        "lockstep.executors.native.products",  # until there is an executor that computes with it
     }
     entry_points |= {home.partition(":")[0] for home, _ in VERBS.values()}
     for path in MODULES:

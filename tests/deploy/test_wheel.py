@@ -172,7 +172,9 @@ def test_sources_without_a_compiler_say_one_line_and_give_the_pure_wheel(checkou
     assert wheel.name.endswith("-py3-none-any.whl")
     attention, native, core = [line for line in said.splitlines() if "no-compiler-here" in line]
     assert "attention operator" in attention
-    assert "there is no C++ compiler 'no-compiler-here'; on Debian: apt install g++" in attention
+    assert (
+        "there is no C++ compiler 'no-compiler-here'; on Debian: apt install g++, or pip install ziglang" in attention
+    )
     assert "the native library is not built (there is no C++ compiler 'no-compiler-here'" in native
     assert "the core is not compiled (there is no C compiler 'no-compiler-here'; on Debian: apt install gcc)" in core
 

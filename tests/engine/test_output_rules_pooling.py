@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engine.output_rules import POOLINGS, Pooler, Pooling, unit_vectors
+from lockstep.engine.output_rules import POOLINGS, Pooler, Pooling
 
 LENGTH, SIZE = 23, 8
 STATES = np.random.default_rng(2).standard_normal((LENGTH, SIZE)).astype(np.float32)
@@ -49,9 +49,3 @@ def test_half_a_prompt_has_no_vector() -> None:
     feed(pooler, 0, 5)
     with pytest.raises(AssertionError, match="5 of 23 positions"):
         pooler.vector()
-
-
-def test_unit_vectors_have_length_one_or_are_zero() -> None:
-    units = unit_vectors(np.stack([STATES[0], np.zeros(SIZE, np.float32)]))
-    assert np.linalg.norm(units[0]) == pytest.approx(1.0)
-    assert not units[1].any()

@@ -54,9 +54,13 @@ class Watched:
 
     def execute(self, batch: StepBatch) -> Logits:
         self.row_counts.append(len(batch.rows))
-        logits = self._inner.execute(batch).copy()
-        if self._faulty_row is not None and len(logits) > self._faulty_row:
-            logits[self._faulty_row] = np.nan
+        return self._inner.execute(batch)
+
+    def prompt_logits(self, first: int, last: int) -> Logits:
+        self.row_counts[-1] += last - first
+        logits = self._inner.prompt_logits(first, last).copy()
+        if self._faulty_row is not None and first <= self._faulty_row < last:
+            logits[self._faulty_row - first] = np.nan
         return logits
 
 

@@ -36,6 +36,9 @@ class HonestExecutor:
         self.blocks = np.full((num_blocks + 1, self.block_size), -1, np.int64)
         self.host = np.full((num_host_blocks, self.block_size), -1, np.int64)
 
+    def prompt_logits(self, first: int, last: int) -> Logits:
+        raise NotImplementedError
+
     def execute(self, batch: StepBatch) -> Logits:
         plan = batch.plan
         for device, host in plan.swap_out:

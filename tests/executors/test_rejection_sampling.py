@@ -18,9 +18,8 @@ from lockstep.executors.rejection_sampling import (
     _Nucleus,
     _Shares,
     draw_from_nucleus,
-    weigh,
-    weigh_lightly,
 )
+from lockstep.executors.row_math import row_math
 from lockstep.executors.sampling import MAX_SORTED, draw
 from lockstep.executors.sampling_params import ResolvedSampling
 from tests.executors.sampling_reference import Floats, kept
@@ -83,7 +82,7 @@ def test_membership_of_a_nucleus_is_decided_exactly(
     row = rows(seed, size, levels)
     sampling = ResolvedSampling(temperature, top_p=top_p)
     cols = columns(row)
-    weights = weigh_lightly(row, cols.peak, temperature)
+    weights = row_math().weigh_lightly(row, cols.peak, temperature)
     nucleus = _Nucleus(row, cols.peak, sampling, weights, _Shares(weights).total)
     inside = set(kept(row, sampling).ids.tolist())
     order = np.random.default_rng(seed).permutation(size)[:200].tolist()
@@ -124,8 +123,8 @@ def test_light_weights_are_within_their_margin() -> None:
         print(f"seed {seed}")
         row = rows(seed, 49_157, None) * np.float32(1 + seed % 7)
         for temperature in (0.05, 0.7, 1.0, 3.0):
-            exact = float(weigh(row, float(row.max()), temperature).sum())
-            light = _Shares(weigh_lightly(row, float(row.max()), temperature)).total
+            exact = float(row_math().weigh(row, float(row.max()), temperature).sum())
+            light = _Shares(row_math().weigh_lightly(row, float(row.max()), temperature)).total
             assert abs(light - exact) < EXP_MARGIN / 2 * exact
 
 
@@ -189,7 +188,7 @@ def test_draws_are_distributed_as_the_reference_says(name: str, size: int) -> No
 
 
 def softmax(row: Floats, temperature: float) -> npt.NDArray[np.float64]:
-    weights = weigh(row, float(row.max()), temperature)
+    weights = row_math().weigh(row, float(row.max()), temperature)
     result: npt.NDArray[np.float64] = weights / weights.sum()
     return result
 
@@ -217,7 +216,7 @@ def test_throws_at_the_head_hit_all_tokens_in_proportion_to_the_weights(size: in
 def test_draws_from_all_tokens_are_in_proportion_to_the_weights(size: int) -> None:
     row = rows(7, size, None)
     row[-1] = row.max()
-    shares, random = _Shares(weigh_lightly(row, float(row.max()), 1.0)), random_at(7, 0)
+    shares, random = _Shares(row_math().weigh_lightly(row, float(row.max()), 1.0)), random_at(7, 0)
     assert_distributed([shares.draw(random) for _ in range(10_000)], softmax(row, 1.0))
 
 

@@ -50,6 +50,7 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
             "python": f"{platform.python_implementation()} {platform.python_version()}",
             "core": "compiled" if is_compiled() else "interpreted",
             "attention": _attention(),
+            "native": _native(),
         },
         "packages": _packages(),
         "system": _system(),
@@ -77,6 +78,16 @@ def _attention() -> str:
     if isinstance(library, str):
         return f"openvino, because of ours {library}"
     return f"lockstep {library.lockstep_version()}, kernel {ops.kernel_for(instruction_set())}"
+
+
+def _native() -> str:
+    """The native library: its instruction sets that this processor runs, the fastest first, and its bits' version."""
+    from lockstep.executors.native.library import native_library
+
+    library = native_library()
+    if isinstance(library, str):
+        return f"none: {library}"
+    return f"{', '.join(library.usable)}; bits version {library.bits_version}"
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

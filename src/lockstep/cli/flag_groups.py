@@ -76,6 +76,8 @@ class Flag:
     """Its value in the help; None: the type's name."""
     is_switch: bool = False
     """A truth that can only be said, and not be denied."""
+    is_hidden: bool = False
+    """Left out of the help: few users need it. docs/native.md has it."""
     call: Callable[..., Any] | None = None
     """Called with what is given, for the value that is meant."""
 
@@ -125,6 +127,7 @@ def _parameter(
         min=flag.low,
         max=flag.high,
         metavar=flag.metavar,
+        hidden=flag.is_hidden,
         callback=flag.call,
         show_default=shown or True,
         envvar=_Variables(*names) if has_variables and len(names) > 1 else None,  # else it is found by the flag's name

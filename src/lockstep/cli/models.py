@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.artifacts.hub.cache import CachedModel
     from lockstep.artifacts.hub.source import DownloadProgress, HubSource
     from lockstep.artifacts.model import Artifact
-    from lockstep.executors.probe import ProbeReport
+    from lockstep.engine.loading import Verification
 
 
 models_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -73,17 +73,20 @@ def verify(
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Check on this machine that batching, chunking, swapping and reloading change no bit; exit code 1 if one does."""
+    """Check on this machine that batching, chunking, swapping and reloading change no bit; exit code 1 if one does.
+
+    With --executor native it prints a digest too, which is the same on every machine.
+    """
     from lockstep.engine.loading import verify_model
 
     options = LoadOptions(EngineOptions(max_num_seqs=1), executor, cache_dir, probe=False)
     with loading_progress(model) as progress:
-        report = verify_model(model, options, progress)
+        found = verify_model(model, options, progress)
     if as_json:
-        print(json.dumps(_report_json(report), indent=2))
+        print(json.dumps(_report_json(found), indent=2))
     else:
-        _print_report(model, report)
-    if not report.deterministic:
+        _print_report(model, found)
+    if not found.report.deterministic:
         raise typer.Exit(1)
 
 
@@ -144,20 +147,22 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _report_json(report: ProbeReport) -> dict[str, Any]:
-    cases = [{"name": case.name, "passed": case.passed, "detail": case.detail} for case in report.cases]
-    return {"deterministic": report.deterministic, "cases": cases}
+def _report_json(found: Verification) -> dict[str, Any]:
+    cases = [{"name": case.name, "passed": case.passed, "detail": case.detail} for case in found.report.cases]
+    return {"deterministic": found.report.deterministic, "digest": found.digest, "cases": cases}
 
 
-def _print_report(model: str, report: ProbeReport) -> None:
+def _print_report(model: str, found: Verification) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table("case", "same bytes", "detail", title=f"determinism of {model}", title_justify="left")
-    for case in report.cases:
+    for case in found.report.cases:
         table.add_row(case.name, "yes" if case.passed else "NO", case.detail)
     Console().print(table)
-    print(f"deterministic: {str(report.deterministic).lower()}")
+    print(f"deterministic: {str(found.report.deterministic).lower()}")
+    if found.digest is not None:
+        print(f"digest: {found.digest}")
 
 
 Source = Annotated[str, typer.Argument(help="hf://org/name, with @revision or #file.gguf where they are needed.")]
@@ -185,10 +190,24 @@ def list_models(as_json: flags.Json = False, debug: flags.Debug = False) -> None
     models = cached_models()
     if as_json:
         print(json.dumps([asdict(model) for model in models], ensure_ascii=False, indent=2))
-    elif models:
+        return
+    if models:
         _print_table(models)
     else:
         print(f"No models in {cache_directory()}; lockstep pull {SCHEME}org/name brings one.", file=sys.stderr)
+    _print_packs()
+
+
+def _print_packs() -> None:
+    """A line of the weights that the native executor has packed, if there are some."""
+    from lockstep.artifacts.hub.source import human_size
+    from lockstep.engine.loading import default_cache_dir
+    from lockstep.executors.native.packs import FOLDER, kept_packs
+
+    packs = kept_packs(default_cache_dir())
+    if packs:
+        size = human_size(sum(pack.num_bytes for pack in packs))
+        print(f"Packed weights: {len(packs)} files, {size}, in {default_cache_dir() / FOLDER}")
 
 
 def rm(
@@ -200,6 +219,8 @@ def rm(
     """Delete a model, one revision of it or one GGUF file from the hub's cache."""
     from lockstep.artifacts.hub.cache import plan_removal, remove_leftovers
     from lockstep.artifacts.hub.source import human_size
+    from lockstep.engine.loading import default_cache_dir
+    from lockstep.executors.native.packs import remove_orphans
 
     named = _hub_source(source)
     strategy = plan_removal(named)
@@ -208,7 +229,7 @@ def rm(
             raise UsageError("rm asks before it deletes, and nobody is at the terminal: add --yes")
         typer.confirm(f"Delete {named} and free {human_size(strategy.expected_freed_size)}?", abort=True, err=True)
     strategy.execute()
-    freed = strategy.expected_freed_size + remove_leftovers(named)
+    freed = strategy.expected_freed_size + remove_leftovers(named) + remove_orphans(default_cache_dir())
     if as_json:
         print(json.dumps({"source": str(named), "freed_bytes": freed}))
     else:

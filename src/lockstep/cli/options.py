@@ -23,7 +23,7 @@ EXECUTOR = OptionFlags(
     ExecutorOptions,
     {
         "name": Flag("executor"),
-        "isa": Flag(),
+        "isa": Flag(is_hidden=True),
         "threads": Flag(),
         "device": Flag(),
         "kv_cache_precision": Flag("kv_cache_dtype"),

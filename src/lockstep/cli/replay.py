@@ -37,7 +37,7 @@ _OF_FLEETS = (
     "engine", "cost", "tick_ms", "as_json", "debug",
 )  # fmt: skip
 _FOR_FLEETS = ("routing", "max_imbalance")
-_OF_RECORDINGS = ("verify", "execute", "model", "allow_gaps", "request", "as_json", "debug")
+_OF_RECORDINGS = ("verify", "execute", "model", "threads", "isa", "allow_gaps", "request", "as_json", "debug")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,10 @@ class RecordingFlags:
     """Compute every token of a recording with content again, with --model."""
     model: Annotated[str | None, Flag(metavar="SOURCE")] = None
     """The model of --execute."""
+    threads: Annotated[int | None, Flag(low=1, metavar="N")] = None
+    """Threads of --execute; None: as was recorded."""
+    isa: Annotated[str | None, Flag(is_hidden=True)] = None
+    """Instruction set of --execute, where the recording is of the native executor; None: the fastest one here."""
     allow_gaps: Annotated[bool, SWITCH] = False
     """With --verify: files that are missing or cut are told, and are no fault."""
     request: Annotated[str | None, Flag(metavar="ID")] = None
@@ -320,10 +324,12 @@ def replay_trace(given: RecordingFlags, as_json: bool) -> int:
     if given.execute is not None:
         if given.allow_gaps:
             raise UsageError("--execute follows every step and cannot pass over gaps; leave --allow-gaps out")
-        return execute_trace(given.execute.expanduser(), given.model, as_json, given.request)
+        return execute_trace(given.execute.expanduser(), given, as_json)
     assert given.verify is not None, "one of the two is given"
     if given.model is not None:
         raise UsageError("--verify needs no model: it decides, and computes nothing; leave --model out")
+    if given.threads is not None or given.isa is not None:
+        raise UsageError("--threads and --isa are for --execute: --verify computes nothing")
     return verify_trace(given.verify.expanduser(), as_json, allows_gaps=given.allow_gaps, request=given.request)
 
 
@@ -376,13 +382,14 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
     return 0 if is_in_order else 1
 
 
-def execute_trace(path: Path, model: str | None, as_json: bool, request: str | None = None) -> int:
+def execute_trace(path: Path, given: RecordingFlags, as_json: bool) -> int:
     from lockstep.replay import execute as computing
 
-    if model is None:
+    if given.model is None:
         raise UsageError("--execute computes with a model; name it with --model SOURCE")
     engines = []
-    for execution in computing.execute(open_with_notes(path), model, request=request):
+    machine = computing.MachineOptions(given.threads, given.isa)
+    for execution in computing.execute(open_with_notes(path), given.model, request=given.request, machine=machine):
         engines.append(computing.facts(execution))
         if not as_json:
             print("\n".join(computing.describe(execution)))

@@ -19,10 +19,11 @@ from lockstep.engine.generation import Sink
 from lockstep.engine.loading import load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions, Progress
-from lockstep.engine.output_rules import Pooling, unit_vectors
+from lockstep.engine.output_rules import Pooling
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import ConfigError, RequestFailedError, UsageError
+from lockstep.executors.row_math import row_math
 from lockstep.executors.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class LLM:
         batch: Any = [prompts] if _is_one_prompt(prompts) else prompts
         outputs = self._run([GenerationRequest(prompt, pooling=pooling) for prompt in batch])
         vectors = np.stack([_vector(output) for output in outputs])
-        return unit_vectors(vectors) if normalize else vectors
+        return row_math().unit(vectors) if normalize else vectors
 
     def stream(self, request: GenerationRequest) -> Generator[TokenOutput]:
         """Stream what each step brings; leaving the loop, or an interrupt in it, aborts the request.
@@ -212,7 +213,7 @@ class AsyncEngine:
         """[hidden_size]: the hidden states of a prompt as one vector; see `LLM.embed`."""
         request = self._checked(GenerationRequest(prompt, pooling=pooling))
         vector = _vector(await self.engine.submit_async(request))
-        return unit_vectors(vector[None])[0] if normalize else vector
+        return row_math().unit(vector[None])[0] if normalize else vector
 
     async def chat(
         self,

@@ -115,7 +115,8 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
         grammars=_grammars(tokenizer, executor),
         sampling_defaults=artifact.sampling_defaults,
         probe=probe,
-        weights_bytes=_grown_by(before_bytes, config.num_blocks * executor.geometry.bytes_per_block),
+        weights_bytes=executor.geometry.weights_bytes
+        or _grown_by(before_bytes, config.num_blocks * executor.geometry.bytes_per_block),
     )
     return loaded, config
 
@@ -133,7 +134,16 @@ def _grammars(tokenizer: Tokenizer, executor: Executor) -> GrammarCompiler:
     return GrammarCompiler(tokenizer.vocabulary, executor.geometry.vocab_size, tokenizer.end_token_ids)
 
 
-def verify_model(source: str, options: LoadOptions, progress: Progress | None = None) -> ProbeReport:
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Findings about a model on this machine."""
+
+    report: ProbeReport
+    digest: str | None
+    """See `model_digest`; equal on every machine. None: this executor's bits depend on the machine."""
+
+
+def verify_model(source: str, options: LoadOptions, progress: Progress | None = None) -> Verification:
     """Try on this machine whether the model keeps the promise of the same bytes.
 
     Raises:
@@ -141,6 +151,7 @@ def verify_model(source: str, options: LoadOptions, progress: Progress | None = 
     """
     if source.startswith(STUB_SCHEME):
         raise UsageError(f"{source}: a stub computes nothing that could be verified")
+    from lockstep.executors.model_digest import model_digest
     from lockstep.executors.probe import thorough_probe
 
     engine = replace(options.engine, num_blocks=MAX_PROBE_BLOCKS, host_kv_memory_bytes=None)
@@ -151,7 +162,8 @@ def verify_model(source: str, options: LoadOptions, progress: Progress | None = 
         return load_model(source, options)[0].executor
 
     try:
-        return thorough_probe(model.executor, config.num_blocks, config.num_host_blocks, reload)
+        digest = model_digest(model.executor, config.num_blocks) if options.executor.is_native else None
+        return Verification(thorough_probe(model.executor, config.num_blocks, config.num_host_blocks, reload), digest)
     finally:
         model.close()
 

@@ -16,11 +16,14 @@ from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.output_rules import Pooler
 from lockstep.engine.outputs import Started
 from lockstep.errors import NumericsError
-from lockstep.executors.base import HiddenStates, Logits, StepBatch
+from lockstep.executors.base import HiddenStates, StepBatch
 from lockstep.executors.grammar import TokenBits
 from lockstep.executors.sampling import Samples, likeliest, sample
 
 log = logging.getLogger(__name__)
+Rows = npt.NDArray[np.int64]
+JUDGED_ROWS = 32
+"""Rows of logits of a prompt that are in memory at once: of 262,144 tokens they take 34 MB."""
 
 
 class OutputProcessor:
@@ -38,7 +41,7 @@ class OutputProcessor:
         self._pooled: list[tuple[Pooler, int, range]] = []
         """Poolers that get the step's hidden states: from which position, and which offsets of the chunk."""
         self._judged: list[tuple[Generation, int]] = []
-        """Sequences whose prompts are judged by the rows behind the sampled ones, and by how many of them."""
+        """Sequences whose prompts are judged, and by how many of the step's prompt rows."""
         self._sampling: list[Generation] = []
         """Sequences that sample in the step under way, in plan order."""
         self.started: list[Started] = []
@@ -61,13 +64,13 @@ class OutputProcessor:
                 rows.append(len(ids) - 1)
         self._sampling = sampling
         self._pooled, self._judged = [], []
-        hidden = self._note_prompts(plan, rows, now_s) if plan.num_prompt_tokens else None
-        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden)
+        hidden, judging = self._note_prompts(plan, now_s) if plan.num_prompt_tokens else (None, None)
+        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden, judging)
 
-    def _note_prompts(self, plan: StepPlan, rows: list[int], now_s: float) -> npt.NDArray[np.int64] | None:
-        """Take note of prompts that move on, and add the rows that judge them; returns those whose hidden states are
-        wanted, if any."""
+    def _note_prompts(self, plan: StepPlan, now_s: float) -> tuple[Rows | None, Rows | None]:
+        """Take note of prompts that move on; returns the rows whose hidden states are wanted, and those that judge."""
         hidden_rows: list[int] = []
+        rows: list[int] = []
         at = 0
         for seq_id, start, length in zip(plan.seq_ids, plan.starts, plan.lengths, strict=True):
             generation = self._generations[seq_id]
@@ -85,7 +88,10 @@ class OutputProcessor:
                     self._judged.append((generation, len(offsets)))
                     rows.extend(at + offset for offset in offsets)
             at += length
-        return np.array(hidden_rows, np.int64) if hidden_rows else None
+        return (
+            np.array(hidden_rows, np.int64) if hidden_rows else None,
+            np.array(rows, np.int64) if rows else None,
+        )
 
     def compute(self, plan: StepPlan, now_s: float) -> Samples:
         """Execute and sample; raises what the executor raises."""
@@ -93,7 +99,7 @@ class OutputProcessor:
         if self._pooled:
             self._pool()
         if self._judged:
-            logits = self._judge(plan.num_samples, logits)
+            self._judge()
         sampling = self._sampling
         if all(generation.takes_likeliest for generation in sampling):
             return likeliest(logits)
@@ -167,16 +173,18 @@ class OutputProcessor:
             pooler.add(start, offsets, states[at : at + len(offsets)])
             at += len(offsets)
 
-    def _judge(self, num_sampled: int, logits: Logits) -> Logits:
-        """Give every prompt its rows; returns the sampled ones."""
-        at = num_sampled
+    def _judge(self) -> None:
+        """Give every prompt its rows, a few at a time."""
+        begin = 0
         for generation, count in self._judged:
-            assert generation.prompt_logprobs is not None, "only who wants rows is asked for their number"
-            faulty = generation.prompt_logprobs.add(logits[at : at + count])
-            if faulty is not None:
-                generation.fault = self._not_finite(faulty + 1)
-            at += count
-        return logits[:num_sampled]
+            assert generation.prompt_logprobs is not None, "only a request with prompt log-probabilities has such rows"
+            for first in range(begin, begin + count, JUDGED_ROWS):
+                logits = self._executor.prompt_logits(first, min(first + JUDGED_ROWS, begin + count))
+                faulty = generation.prompt_logprobs.add(logits)
+                if faulty is not None:
+                    generation.fault = self._not_finite(faulty + 1)
+                    break
+            begin += count
 
     def _not_finite(self, position: int) -> NumericsError:
         return NumericsError(

@@ -264,13 +264,6 @@ class Pooler:
         return vector.astype(np.float32)
 
 
-def unit_vectors(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Each row [count, size] divided by its length; a row of zeros stays."""
-    wide = vectors.astype(np.float64)
-    lengths = np.sqrt((wide * wide).sum(axis=1, keepdims=True))
-    return (wide / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
-
-
 class PromptLogprobs:
     """Log-probabilities of a prompt's own tokens, collected while the prompt is computed.
 

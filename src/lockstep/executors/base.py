@@ -32,6 +32,8 @@ class Geometry:
     decode_equals_prefill: bool = False
     """Whether a token gets the same bits computed alone as among others: decoded one by one, as a prompt, or in chunks
     of one token."""
+    weights_bytes: int | None = None
+    """Memory that the weights take, mapped files included; None: it is found by how memory has grown."""
 
 
 class StepBatch(msgspec.Struct, frozen=True):
@@ -41,10 +43,11 @@ class StepBatch(msgspec.Struct, frozen=True):
     token_ids: npt.NDArray[np.int64]
     """[num_tokens], the chunks' tokens in plan order."""
     rows: npt.NDArray[np.int64]
-    """Indices into ``token_ids`` whose logits are wanted: each sampling chunk's last row, in plan order, and then
-    whatever else somebody wants to see."""
+    """Indices into ``token_ids`` whose logits are wanted: each sampling chunk's last row, in plan order."""
     hidden_rows: npt.NDArray[np.int64] | None = None
-    """Indices into ``token_ids`` whose hidden states are wanted; None: nobody's."""
+    """Indices into ``token_ids`` whose hidden states are wanted; None: none."""
+    prompt_rows: npt.NDArray[np.int64] | None = None
+    """Indices into ``token_ids`` whose logits are asked for afterwards, by `Executor.prompt_logits`; None: none."""
 
 
 class Executor(Protocol):
@@ -70,6 +73,13 @@ class Executor(Protocol):
         Raises:
             InvalidPlanError: the plan would touch memory outside the pool; nothing was done.
             ExecutorError: the forward pass failed.
+        """
+        ...
+
+    def prompt_logits(self, first: int, last: int) -> Logits:
+        """Logits [last - first, vocab] of ``prompt_rows[first:last]`` of the latest step, valid until the next call.
+
+        Those of a long prompt together may be gigabytes, so a few are asked for at a time.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Which executor a model is loaded into; each is imported where it is chosen."""
+"""Choice of the executor that a model is loaded into; each is imported where it is chosen."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.executors.row_math import row_math
+
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
@@ -103,9 +105,7 @@ def greatest(cols: Columns, count: int) -> tuple[Floats, Ids]:
 
 def token_logprobs(row: Floats, token: int, count: int) -> TokenLogprobs:
     """Log-probabilities of one token and of the `count` most likely, under the softmax of a finite row."""
-    cols = columns(row)
-    weights = np.subtract(row, np.float32(cols.peak))
-    total = float(np.log(np.exp(weights, out=weights).sum(dtype=np.float64))) + cols.peak
-    values, ids = greatest(cols, count) if count else (row[:0], np.empty(0, np.int64))
+    total = row_math().log_total(row)
+    values, ids = greatest(columns(row), count) if count else (row[:0], np.empty(0, np.int64))
     top = tuple((key, value - total) for key, value in zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(float(row[token]) - total, top)

@@ -22,14 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.executors.logits import GRID_ROWS, Columns, Floats, Ids, bound_of_greatest
+from lockstep.executors.row_math import Weights, row_math
 from lockstep.executors.sampling_params import ResolvedSampling
 
-Weights = npt.NDArray[np.float64]
+Number = TypeVar("Number", np.float32, np.float64)
 EXP_MARGIN = 2.0**-15
 """Bound of the relative error of a sum of float32 weights. A float32 argument of exp is off by at most two roundings
 of a number below 64, 2**-24 * 64 * 2 (smaller weights do not count in a sum of at least 1), the function by a few
@@ -43,12 +45,10 @@ _NUM_COLUMNS = 32
 _HOPELESS = 4.0
 """Height of the bars relative to what surely lies below the head's, from which on throws would mostly miss."""
 _MAX_THROWS = 32
-_SUMMANDS = 64
-"""Terms that are added up in float32 before float64 takes over; EXP_MARGIN counts on it."""
 _SMALL_TOP_P = 0.5
 """Below it what is surely outside of the nucleus is taken out before drawing, else 1 / top_p draws were needed."""
 _MAX_DRAWS = 4_096
-"""At least one draw in 1 / _SMALL_TOP_P is in the nucleus, or about one in _SUMMANDS: so many never fail."""
+"""At least one draw in 1 / _SMALL_TOP_P is in the nucleus, or about one in GRID_ROWS: so many never fail."""
 Rank = tuple[float, int]
 """(-logit, id): ascending is most likely first."""
 
@@ -89,7 +89,7 @@ class RejectionSampler:
         self._cols = cols
         self._temperature = temperature
         self._random = random
-        self._bars = weigh(cols.maxima, cols.peak, temperature)
+        self._bars = row_math().weigh(cols.maxima, cols.peak, temperature)
         if bound > -np.inf:
             self._bars[cols.maxima < bound] = 0.0
         self._masses = np.cumsum(self._bars)
@@ -128,7 +128,7 @@ class RejectionSampler:
             ids = column + cols.width * np.where(single, cols.height - 1, element)
             thrown[single & (element > 0)] = np.inf
         values = cols.row[ids]
-        hit = (thrown < weigh(values, cols.peak, self._temperature)).nonzero()[0]
+        hit = (thrown < row_math().weigh(values, cols.peak, self._temperature)).nonzero()[0]
         return values[hit], ids[hit]
 
 
@@ -140,7 +140,7 @@ def draw_from_nucleus(cols: Columns, sampling: ResolvedSampling, support: Suppor
         uncertain, is_in = Head(cols, sampling).draw(random)
         if uncertain is not None and is_in:
             return uncertain
-    weights = weigh_lightly(row, cols.peak, sampling.temperature)
+    weights = row_math().weigh_lightly(row, cols.peak, sampling.temperature)
     if support.bound > -np.inf:
         weights *= row >= support.bound
         ties = np.flatnonzero(row == support.bound)
@@ -171,23 +171,6 @@ class Support:
         return inside
 
 
-def weigh(values: Floats, peak: float, temperature: float) -> Weights:
-    """Unnormalised probabilities; the peak's is 1."""
-    weights = values.astype(np.float64)
-    weights -= peak
-    if temperature != 1.0:
-        weights /= temperature
-    return np.exp(weights, out=weights)
-
-
-def weigh_lightly(values: Floats, peak: float, temperature: float) -> Floats:
-    """As `weigh` in float32, for sums of many: EXP_MARGIN bounds their error."""
-    weights = np.subtract(values, np.float32(peak))
-    if temperature != 1.0:
-        weights *= np.float32(1.0 / temperature)
-    return np.exp(weights, out=weights)
-
-
 class Head:
     """The columns with the greatest maxima, and bounds of the weight of all tokens."""
 
@@ -195,21 +178,22 @@ class Head:
         self._cols = cols
         self._sampling = sampling
         self._bound = bound_of_greatest(cols, min(_NUM_COLUMNS, len(cols.maxima)))
-        light = weigh_lightly(cols.maxima, cols.peak, sampling.temperature)
+        math = row_math()
+        light = math.weigh_lightly(cols.maxima, cols.peak, sampling.temperature)
         self._places = (cols.maxima >= self._bound).nonzero()[0]
-        heads = float(light[self._places].sum(dtype=np.float64))
-        outside = float(light.sum(dtype=np.float64)) - heads
+        heads = math.total(light[self._places])
+        outside = math.total(light) - heads
         self._is_near = outside * cols.height <= _HOPELESS * heads
         """True if most throws will hit."""
         if not self._is_near:
             return
         num_grid = int(self._places.searchsorted(cols.width))
         self._block = cols.grid.take(self._places[:num_grid], axis=1)
-        self._weights = weigh_lightly(self._block, cols.peak, sampling.temperature)
-        sums = self._weights.sum(axis=0, dtype=np.float64)
+        self._weights = math.weigh_lightly(self._block, cols.peak, sampling.temperature)
+        sums = _folded(self._weights.astype(np.float64))
         bars: Weights = light.astype(np.float64)
         singles = bars[self._places[num_grid:]]
-        inside = float(sums.sum()) + float(singles.sum())
+        inside = math.total(sums) + math.total(singles)
         self._least = (inside + outside) * (1.0 - EXP_MARGIN)
         self._most = (inside + outside * cols.height) * (1.0 + EXP_MARGIN)
         bars *= cols.height
@@ -241,12 +225,12 @@ class Head:
         """Between what the tokens before it in rank weigh: which of its equals are before it is not asked."""
         cols = self._cols
         value = cols.row[token]
-        least = float(self._weights[self._block > value].sum(dtype=np.float64))
+        least = row_math().total(self._weights[self._block > value])
         num_equal = int(np.count_nonzero(self._block == value))
         singles = cols.row[cols.width * cols.height :]
         if len(singles):
-            above = weigh_lightly(singles[singles > value], cols.peak, self._sampling.temperature)
-            least += float(above.sum(dtype=np.float64))
+            above = row_math().weigh_lightly(singles[singles > value], cols.peak, self._sampling.temperature)
+            least += row_math().total(above)
             num_equal += int(np.count_nonzero(singles == value))
         if value < self._bound:
             return least, np.inf
@@ -269,7 +253,8 @@ class Head:
         return token if random.uniform() * bar < self._weight(token) else None
 
     def _weight(self, token: int) -> float:
-        return float(weigh_lightly(self._cols.row[token : token + 1], self._cols.peak, self._sampling.temperature)[0])
+        value = self._cols.row[token : token + 1]
+        return float(row_math().weigh_lightly(value, self._cols.peak, self._sampling.temperature)[0])
 
 
 class _Shares:
@@ -279,19 +264,19 @@ class _Shares:
 
     def __init__(self, weights: Floats) -> None:
         self._weights = weights
-        self._width = len(weights) // _SUMMANDS
-        self._rest = weights[_SUMMANDS * self._width :]
-        self._masses = np.cumsum(np.concatenate((self._grid.sum(axis=0), self._rest)), dtype=np.float64)
+        self._width = len(weights) // GRID_ROWS
+        self._rest = weights[GRID_ROWS * self._width :]
+        self._masses = np.cumsum(np.concatenate((_folded(self._grid), self._rest)), dtype=np.float64)
         self.total = float(self._masses[-1])
 
     @property
     def _grid(self) -> Floats:
-        return self._weights[: _SUMMANDS * self._width].reshape(_SUMMANDS, self._width)
+        return self._weights[: GRID_ROWS * self._width].reshape(GRID_ROWS, self._width)
 
     def draw(self, random: TokenRandom) -> int:
         column = int(self._masses.searchsorted(random.uniform() * self.total, side="right"))
         if column >= self._width:
-            return column + (_SUMMANDS - 1) * self._width
+            return column + (GRID_ROWS - 1) * self._width
         masses = np.cumsum(self._grid[:, column], dtype=np.float64)
         return int(masses.searchsorted(random.uniform() * masses[-1], side="right")) * self._width + column
 
@@ -332,10 +317,11 @@ class _Nucleus:
         end = self.sampling.top_p * self.total
         if abs(before - end) > slack + EXP_MARGIN * (before + 2.0 * end):
             return before < end
-        exact = weigh(self.row, self.peak, self.sampling.temperature)
+        math = row_math()
+        exact = math.weigh(self.row, self.peak, self.sampling.temperature)
         exact[self.weights == 0.0] = 0.0
-        above = float(np.sum(exact[self.row > value]))
-        return above + num_ties * float(exact[token]) < self.sampling.top_p * float(np.sum(exact))
+        above = math.total(exact[self.row > value])
+        return above + num_ties * float(exact[token]) < self.sampling.top_p * math.total(exact)
 
     def _weight_above(self, token: int) -> tuple[float, float]:
         """Total weight of the tokens that weigh more than this one, and the error of that.
@@ -344,7 +330,7 @@ class _Nucleus:
         weights of unequal logits are in the error: their number times a rounding.
         """
         own = self.weights[token]
-        total = _sum(np.maximum(self.weights, own))
+        total = row_math().total(np.maximum(self.weights, own))
         num_lighter = len(self.row) - int(np.count_nonzero(self.row > self.row[token]))
         return total - num_lighter * float(own), EXP_MARGIN * total
 
@@ -352,13 +338,15 @@ class _Nucleus:
 def _surely_out_below(cols: Columns, sampling: ResolvedSampling, total: float) -> np.float32:
     """A logit below which nothing is in the nucleus: the column maxima above weigh enough. -inf: none is known."""
     maxima = np.sort(cols.maxima)[::-1]
-    masses = np.cumsum(weigh(maxima, cols.peak, sampling.temperature))
+    masses = np.cumsum(row_math().weigh(maxima, cols.peak, sampling.temperature))
     needed = int(masses.searchsorted(sampling.top_p * total * (1.0 + 2.0 * EXP_MARGIN)))
     return np.float32(maxima[needed]) if needed < len(maxima) else np.float32(-np.inf)
 
 
-def _sum(weights: npt.NDArray[np.float32]) -> float:
-    """The sum of a row in float64, after adding up a few terms in float32."""
-    body = len(weights) // _SUMMANDS * _SUMMANDS
-    partial = np.add.reduce(weights[:body].reshape(_SUMMANDS, -1))
-    return float(np.add.reduce(partial, dtype=np.float64) + np.add.reduce(weights[body:], dtype=np.float64))
+def _folded(grid: npt.NDArray[Number]) -> npt.NDArray[Number]:
+    """Sums of the columns of a grid of `GRID_ROWS`, in a fixed order: its lower half is added to the upper one."""
+    while len(grid) > 1:
+        half = len(grid) // 2
+        grid = grid[:half] + grid[half:]
+    folded: npt.NDArray[Number] = grid[0]
+    return folded

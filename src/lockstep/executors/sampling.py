@@ -34,10 +34,9 @@ from lockstep.executors.rejection_sampling import (
     RejectionSampler,
     Support,
     TokenRandom,
-    Weights,
     draw_from_nucleus,
-    weigh,
 )
+from lockstep.executors.row_math import Weights, row_math
 from lockstep.executors.sampling_params import ResolvedSampling
 
 _ROOM = 16
@@ -198,7 +197,7 @@ def draw(row: Floats, sampling: ResolvedSampling, random: TokenRandom | None) ->
     few = _few(cols, sampling)
     if few is not None:
         values, ids = few
-        masses = np.cumsum(weigh(values, cols.peak, sampling.temperature))
+        masses = np.cumsum(row_math().weigh(values, cols.peak, sampling.temperature))
         if sampling.top_p < 1.0:
             masses = masses[: masses.searchsorted(sampling.top_p * masses[-1]) + 1]
         return _pick(masses, ids, random)
@@ -235,7 +234,7 @@ def _pick(masses: Weights, ids: Ids, random: TokenRandom) -> int:
 
 def _min_p_bound(cols: Columns, sampling: ResolvedSampling) -> np.float32:
     """The least logit that min-p keeps, rounded up: comparing float32 with it is comparing with the exact bound."""
-    exact = cols.peak + sampling.temperature * math.log(sampling.min_p)
+    exact = cols.peak + sampling.temperature * row_math().log(sampling.min_p)
     rounded = np.float32(exact)
     return rounded if float(rounded) >= exact else np.nextafter(rounded, np.float32(np.inf))
 

@@ -189,6 +189,8 @@ def _check_tokens(batch: StepBatch, num_tokens: int, limits: Limits) -> None:
     if ids.min() < 0 or ids.max() >= limits.vocab_size:
         wrong = int(ids[(ids < 0) | (ids >= limits.vocab_size)][0])
         raise InvalidPlanError(f"step {step}: token id {wrong} is not in the vocabulary of {limits.vocab_size}")
-    for rows in (batch.rows, NO_ROWS if batch.hidden_rows is None else batch.hidden_rows):
+    for rows in (batch.rows, batch.hidden_rows, batch.prompt_rows):
+        if rows is None:
+            continue
         if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= num_tokens)):
             raise InvalidPlanError(f"step {step}: a row outside the step's {num_tokens} tokens")

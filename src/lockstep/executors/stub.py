@@ -281,5 +281,9 @@ class StubExecutor:
             row += 1
         return logits
 
+    def prompt_logits(self, first: int, last: int) -> Logits:
+        """See the protocol; a stub finds every prompt equally likely."""
+        return np.zeros((last - first, VOCAB_SIZE), np.float32)
+
     def close(self) -> None:
         self._scripts.clear()

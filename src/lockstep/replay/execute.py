@@ -259,8 +259,24 @@ class _Engine:
         raise DivergedError(self._execution.engine.number, self._step, what, recorded, computed)
 
 
+@dataclass(frozen=True, slots=True)
+class MachineOptions:
+    """Use that an execution makes of the machine. None: as was recorded, or by default."""
+
+    threads: int | None = None
+    isa: str | None = None
+    """Instruction set of the native executor."""
+
+
+AS_RECORDED = MachineOptions()
+
+
 def execute(
-    trace: Trace, source: str, cache_dir: Path | None = None, request: str | None = None
+    trace: Trace,
+    source: str,
+    cache_dir: Path | None = None,
+    request: str | None = None,
+    machine: MachineOptions = AS_RECORDED,
 ) -> Iterator[Execution]:
     """Compute the engines of a recording that have a model's artifact, one after the other.
 
@@ -269,6 +285,7 @@ def execute(
         cache_dir: where built graphs are kept; None: as for serving.
         request: the caller's name for one request: only the engines that had it are computed, and each of them, with
             everybody who was beside it, to its end; None: everything is.
+        machine: how it is computed here, where that is not to change a bit.
 
     Raises:
         TraceError: the recording has no content, not its beginning, no engine of this model, or no such request; or
@@ -287,7 +304,7 @@ def execute(
         if not engines:
             raise TraceError(f"{trace.files[0].parent}: no request {request!r} of this model is recorded there")
     for engine in engines:
-        model, config = load_model(source, _load_options(engine, cache_dir))
+        model, config = load_model(source, _load_options(engine, cache_dir, machine))
         try:
             differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(engine.config, f.name)]
             if differing:
@@ -387,8 +404,8 @@ def _fingerprint_of(source: str, cache_dir: Path | None) -> str:
     return open_artifact(source, cache_dir=cache_dir or default_cache_dir()).fingerprint
 
 
-def _load_options(engine: EngineEntry, cache_dir: Path | None) -> LoadOptions:
-    """As it was loaded, as far as the recording knows."""
+def _load_options(engine: EngineEntry, cache_dir: Path | None, machine: MachineOptions) -> LoadOptions:
+    """As it was loaded, as far as the recording knows, and computed as this machine is to."""
     config, environment = engine.config, engine.environment
     scheduler = {name: getattr(config, name) for name in SCHEDULER_FIELDS}
     options = EngineOptions(
@@ -401,12 +418,14 @@ def _load_options(engine: EngineEntry, cache_dir: Path | None) -> LoadOptions:
     if environment.get("executor") == "native":
         executor = ExecutorOptions(
             name="native",
+            isa=machine.isa,
+            threads=machine.threads,
             kv_cache_precision=environment["kv_cache_precision"],
             quantize=None if quantize == "none" else quantize,
         )
     elif environment.get("executor") == "openvino":
         executor = ExecutorOptions(
-            threads=int(environment["threads"]),
+            threads=int(environment["threads"]) if machine.threads is None else machine.threads,
             kv_cache_precision=environment["kv_cache_precision"],
             attention=environment.get("attention", "openvino").split()[0],
             inference_precision=environment["inference_precision"],

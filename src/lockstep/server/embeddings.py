@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lockstep.cluster.cluster import Cluster
-from lockstep.engine.output_rules import unit_vectors
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
+from lockstep.executors.row_math import row_math
 from lockstep.server.answer_response import all_of, conclude
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.errors import ERROR_RESPONSES
@@ -191,7 +191,7 @@ def embeddings_object(body: EmbeddingBody, model: str, outputs: Sequence[Request
     """The answer in OpenAI's shape."""
     vectors = np.stack([_vector(output) for output in outputs])[:, : body.dimensions]
     if body.normalize is not False:
-        vectors = unit_vectors(vectors)
+        vectors = row_math().unit(vectors)
     rows = [_base64(row) for row in vectors] if body.encoding_format == "base64" else vectors.tolist()
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return {

@@ -13,23 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hatch_build import cpp_compiler, native_flags
+
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 ISAS = ("portable", "avx2", "avx512")
 GATES = ("silu", "gelu_tanh", "gelu_erf")
 FLOAT_TYPES = ("f32", "f16", "bf16")
 CPP = Path(__file__).resolve().parents[3] / "src" / "lockstep" / "executors" / "native" / "cpp"
-FLAGS = (
-    "-std=c++17",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-Wall",
-)
-AVX2 = ("-mavx2", "-mfma", "-mf16c")
-FLAGS_OF = {"avx2": AVX2, "avx512": (*AVX2, "-mavx512f", "-mprefer-vector-width=512", "-Wno-maybe-uninitialized")}
+RUNS_HERE = 2
+"""What ``native_has_isa`` gives for an instruction set that this processor runs."""
 
 
 class Rows(ctypes.Structure):
@@ -159,7 +152,7 @@ def logarithm(library: ctypes.CDLL, x: float) -> float:
 
 def isas_here(library: ctypes.CDLL) -> list[Elements]:
     """Portable first, then what this processor has."""
-    return [Elements(library, isa) for isa in ISAS if library.native_has_elements(isa.encode())]
+    return [Elements(library, isa) for isa in ISAS if library.native_has_isa(isa.encode()) == RUNS_HERE]
 
 
 def compile_library(target: Path, sources: Path = CPP, flags: tuple[str, ...] = ("-O1",)) -> ctypes.CDLL:
@@ -168,10 +161,11 @@ def compile_library(target: Path, sources: Path = CPP, flags: tuple[str, ...] = 
     objects = []
     for source in sorted(sources.glob("*.cpp")):
         objects.append(str(target.parent / f"{target.stem}_{source.stem}.o"))
-        own = FLAGS_OF.get(source.stem.rpartition("_")[2], ())
-        jobs.append(subprocess.Popen(["g++", *FLAGS, *own, *flags, "-c", str(source), "-o", objects[-1]]))
+        jobs.append(
+            subprocess.Popen([*cpp_compiler(), *native_flags(source), *flags, "-c", str(source), "-o", objects[-1]])
+        )
     assert [job.wait() for job in jobs] == [0] * len(jobs)
-    subprocess.run(["g++", "-shared", "-s", *objects, "-o", str(target)], check=True)
+    subprocess.run([*cpp_compiler(), "-shared", "-s", *objects, "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))
 
 
@@ -179,7 +173,7 @@ def changed_sources(folder: Path, changes: Mapping[str, Mapping[str, str]]) -> P
     """A copy of the sources of the row operations with pieces of text replaced, by file; each must be there once."""
     copy = folder / "cpp"
     copy.mkdir()
-    for source in (*CPP.glob("*.hpp"), *CPP.glob("*elements*.cpp")):
+    for source in (*CPP.glob("*.hpp"), *CPP.glob("*elements*.cpp"), CPP / "processor.cpp"):
         shutil.copy(source, copy)
     for name, pieces in changes.items():
         text = (copy / name).read_text()

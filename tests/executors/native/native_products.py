@@ -10,17 +10,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hatch_build import NATIVE, native_flags
+from hatch_build import NATIVE, cpp_compiler, native_flags
 from lockstep.artifacts.model import Encoding, Tensor
 from lockstep.artifacts.tensors import BLOCKS
-from lockstep.executors.native.library import ISAS, NativeLibrary, native_library
+from lockstep.executors.native.library import NativeLibrary, native_library
 from lockstep.executors.native.products import ThreadPool, multiply, quantise
 from lockstep.executors.native.weights import pack
+from lockstep.executors.options import ISAS
 from tools.random_blocks import random_blocks
 
 Floats = npt.NDArray[np.float32]
 CPP = Path(__file__).parents[3] / NATIVE / "cpp"
-COMMON_SOURCES = ("api_products.cpp", "pack.cpp", "product.cpp", "threads.cpp")
+ELEMENTS = ("processor.cpp", "api_elements.cpp", "elements_portable.cpp", "elements_avx2.cpp", "elements_avx512.cpp")
+COMMON_SOURCES = ("api_products.cpp", "pack.cpp", "product.cpp", "threads.cpp", *ELEMENTS)
 _HALVES: Mapping[Encoding, tuple[int, ...]] = {Encoding.Q6_K: (208,), Encoding.Q4_K: (0, 2), Encoding.Q5_K: (0, 2)}
 """Where a block has its f16 scales and offsets."""
 
@@ -77,16 +79,15 @@ def build_portable(
     source = target.with_suffix(".cpp")
     source.write_text(text)
     objects = _compile({target.with_suffix(".o"): source}, ("-O1", *flags))
-    subprocess.run(["g++", "-shared", "-pthread", *objects, *common, "-o", target], check=True)
+    subprocess.run([*cpp_compiler(), "-shared", "-pthread", *objects, *common, "-o", target], check=True)
     library = native_library("portable", target)
     assert not isinstance(library, str), library
-    assert library.built == ("portable",)
     return library
 
 
 def _compile(sources: Mapping[Path, Path], flags: tuple[str, ...]) -> list[Path]:
     commands = [
-        ["g++", *native_flags(source), *flags, "-I", str(CPP), "-c", str(source), "-o", str(target)]
+        [*cpp_compiler(), *native_flags(source), *flags, "-I", str(CPP), "-c", str(source), "-o", str(target)]
         for target, source in sources.items()
     ]
     jobs = [subprocess.Popen(command) for command in commands]

@@ -19,10 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.artifacts.model import ModelConfig, RopeScaling
-from lockstep.engine.output_rules import unit_vectors
-from lockstep.executors.logits import token_logprobs
-from lockstep.executors.openvino.graph import inverse_frequencies
-from lockstep.executors.rejection_sampling import weigh, weigh_lightly
+from lockstep.executors import logits as logits_module
+from lockstep.executors import rejection_sampling, sampling
+from lockstep.executors.native.library import NativeLibrary, native_library
+from lockstep.executors.rotary import inverse_frequencies
+from lockstep.executors.row_math import NativeMath, NumpyMath, RowMath
+from lockstep.executors.sampling import SamplerState, sample
+from lockstep.executors.sampling_params import ResolvedSampling
 from tests.executors.native.native_elements import Elements, Floats, logarithm, powers
 
 TRAINED = {"original_max_position_embeddings": 8192.0}
@@ -75,26 +78,53 @@ def native_results(elements: Elements) -> dict[str, Callable[[], Any]]:
 
 
 def numpy_results() -> dict[str, Callable[[], Any]]:
-    """The same by the formulas that run today."""
+    """The same by NumPy's functions."""
+    math = NumpyMath()
     rows, positions = logits(), np.arange(0, 100_000, 997).astype(np.float32)
 
     def rotation(config: ModelConfig) -> npt.NDArray[np.float32]:
         angles = positions[:, None] * inverse_frequencies(config)
         return np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
 
-    def logprobs(row: Floats) -> npt.NDArray[np.float64]:
-        found = token_logprobs(row, 0, 20)
-        return np.array([found.logprob, *(each for _, each in found.top)])
-
     return {
-        "weights": lambda: [weigh(row, float(row.max()), 0.7) for row in rows],
-        "light weights": lambda: [weigh_lightly(row, float(row.max()), 0.7) for row in rows],
-        "log-probabilities": lambda: [logprobs(row) for row in rows],
+        "weights": lambda: [math.weigh(row, float(row.max()), 0.7) for row in rows],
+        "light weights": lambda: [math.weigh_lightly(row, float(row.max()), 0.7) for row in rows],
+        "log-probabilities": lambda: [np.array([math.log_total(row) for row in rows])],
         "frequencies": lambda: [inverse_frequencies(config) for config in CONFIGS],
         "rotation": lambda: [rotation(config) for config in CONFIGS],
-        "unit vectors": lambda: [unit_vectors(rows)],
-        "similarity": lambda: [unit_vectors(rows) @ unit_vectors(rows)[0]],
+        "unit vectors": lambda: [math.unit(rows)],
+        "similarity": lambda: [math.unit(rows) @ math.unit(rows)[0]],
     }
+
+
+SAMPLINGS = (
+    ResolvedSampling(temperature=0.0, logprobs=8),
+    ResolvedSampling(temperature=0.7, top_k=40, top_p=0.9, logprobs=8),
+    ResolvedSampling(temperature=1.0, min_p=0.02, logprobs=0),
+    ResolvedSampling(temperature=1.2, top_p=0.95, logprobs=0),
+    ResolvedSampling(temperature=1.0, repetition_penalty=1.2, logprobs=0),
+    ResolvedSampling(temperature=2.0, top_p=0.3, logprobs=0),
+)
+
+
+def answers(math: RowMath) -> dict[str, Callable[[], Any]]:
+    """Tokens and log-probabilities of the whole sampler, with these functions in the place of those in use."""
+
+    def run() -> list[npt.NDArray[Any]]:
+        for module in (logits_module, rejection_sampling, sampling):
+            module.row_math = lambda: math  # type: ignore[attr-defined]  # the one name by which they are called
+        found: list[npt.NDArray[Any]] = []
+        rows = logits() / np.float32(4)
+        for seed in range(15):
+            for number, rules in enumerate(SAMPLINGS):
+                states = [SamplerState(rules, seed, (1, 2, 3), rows.shape[1]) for _ in rows]
+                samples = sample(rows, states, [number + 5] * len(rows))
+                found.append(np.array(samples.token_ids))
+                entries = [entry for entry in samples.logprobs if entry is not None]
+                found.append(np.array([[entry.logprob, *(lp for _, lp in entry.top)] for entry in entries]))
+        return found
+
+    return {"answers": run}
 
 
 def digests(results: dict[str, Callable[[], Any]]) -> dict[str, str]:
@@ -106,4 +136,7 @@ def digests(results: dict[str, Callable[[], Any]]) -> dict[str, str]:
 
 if __name__ == "__main__":
     native = Elements(ctypes.CDLL(sys.argv[1]), sys.argv[2])
-    print(json.dumps({"native": digests(native_results(native)), "numpy": digests(numpy_results())}))
+    chosen = native_library(sys.argv[2])
+    assert isinstance(chosen, NativeLibrary)
+    by_library, by_numpy = native_results(native) | answers(NativeMath(chosen)), numpy_results() | answers(NumpyMath())
+    print(json.dumps({"native": digests(by_library), "numpy": digests(by_numpy)}))

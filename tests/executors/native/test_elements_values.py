@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lockstep.engine.output_rules import unit_vectors
 from lockstep.executors.logits import token_logprobs
-from lockstep.executors.rejection_sampling import EXP_MARGIN, weigh, weigh_lightly
+from lockstep.executors.rejection_sampling import EXP_MARGIN
+from lockstep.executors.row_math import NumpyMath
 from tests.executors.native.native_elements import Elements, Floats, logarithm, powers, rows_of
 
 Doubles = npt.NDArray[np.float64]
@@ -147,9 +147,9 @@ def test_rotations_are_correctly_rounded_cosines_and_sines(best: Elements) -> No
 def test_weights_and_sums_are_those_of_the_sampler(best: Elements) -> None:
     row = np.random.default_rng(5).normal(0, 5, 4001).astype(np.float32)
     peak = float(row.max())
-    np.testing.assert_allclose(best.weigh(row, peak, 0.7), weigh(row, peak, 0.7), rtol=1e-13)
+    np.testing.assert_allclose(best.weigh(row, peak, 0.7), NumpyMath().weigh(row, peak, 0.7), rtol=1e-13)
     light = best.weigh_lightly(row, peak, 0.7)
-    np.testing.assert_allclose(light, weigh_lightly(row, peak, 0.7), rtol=1e-6)
+    np.testing.assert_allclose(light, NumpyMath().weigh_lightly(row, peak, 0.7), rtol=1e-6)
     heavy = best.weigh(row, peak, 0.7)
     assert (np.abs(light - heavy) <= EXP_MARGIN * heavy)[heavy > 2.0**-64].all()
     assert best.total(light) == pytest.approx(math.fsum(light.tolist()), rel=1e-14)
@@ -194,7 +194,7 @@ def test_unit_vectors_and_cosines(best: Elements) -> None:
     rows = np.random.default_rng(8).normal(0, 5, (4, 777)).astype(np.float32)
     rows[2] = 0
     units = best.unit(rows)
-    np.testing.assert_allclose(units, unit_vectors(rows), rtol=1e-7)
+    np.testing.assert_allclose(units, NumpyMath().unit(rows), rtol=1e-7)
     assert not units[2].any()
     right = [math.fsum(float(a) * float(b) for a, b in zip(row, units[0], strict=True)) for row in units]
     np.testing.assert_allclose(best.dot(units, units[0]), right, rtol=1e-14, atol=1e-15)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hatch_build import NATIVE, NATIVE_LIBRARY, X86, build_native
-from lockstep.executors.native.library import BITS_VERSION, ISAS, native_library
+from lockstep.executors.native.library import BITS_VERSION, native_library
+from lockstep.executors.options import ISAS
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,7 +50,8 @@ def test_a_machine_without_a_compiler_gets_a_sentence(tmp_path: Path, monkeypatc
     monkeypatch.setenv("LOCKSTEP_PURE", "1")
     assert not build_native(ROOT, tmp_path / NATIVE_LIBRARY, warnings.append)
     assert warnings == [
-        "the native library is not built (there is no C++ compiler 'no-compiler-here'; on Debian: apt install g++)",
+        "the native library is not built (there is no C++ compiler 'no-compiler-here'; on Debian: apt install g++, "
+        "or pip install ziglang)",
         "the native library is not built (LOCKSTEP_PURE is set)",
     ]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import openvino  # noqa: F401 - the attention operator refers to its libraries
 import pytest
 
 from lockstep.artifacts.architectures import ARCHITECTURES
@@ -18,8 +19,8 @@ from lockstep.artifacts.tensors import dequantise
 from lockstep.core.step import StepPlan
 from lockstep.errors import MissingTokenizerError
 from lockstep.executors.base import Executor, Logits, StepBatch
-from lockstep.executors.openvino.graph import inverse_frequencies
 from lockstep.executors.openvino.ops import own_library
+from lockstep.executors.rotary import inverse_frequencies
 from tools.random_models import SHAPES, Shape, random_tensor, stored_encoding, tensor_shapes
 
 Floats = npt.NDArray[np.float64]

@@ -194,8 +194,8 @@ def test_what_lies_beyond_a_sequence_in_its_blocks_is_never_read() -> None:
     with loaded() as executor:
         clean = run(executor, (prompt, 0, (1, 2))), run(executor, ([7], 40, (1, 2)))
         assert executor._pool is not None
-        for tensor in executor._pool.tensors:
-            tensor.data.view(np.uint8)[...] = 0xFF  # not a number in any precision
+        for cache in executor._pool.caches:
+            cache[...] = 0xFF  # not a number in any precision
         dirty = run(executor, (prompt, 0, (1, 2))), run(executor, ([7], 40, (1, 2)))
     assert np.array_equal(clean, dirty)
 

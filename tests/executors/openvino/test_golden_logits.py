@@ -12,8 +12,8 @@ from lockstep.artifacts.model import Artifact, Encoding, RopeScaling, Tensor, We
 from lockstep.artifacts.source import open_artifact
 from lockstep.executors.base import Logits
 from lockstep.executors.openvino.executor import load_executor
-from lockstep.executors.openvino.graph import inverse_frequencies
 from lockstep.executors.options import ExecutorOptions
+from lockstep.executors.rotary import inverse_frequencies
 from tests.executors.openvino.support import artifact_of, config_of, needs_operator, run
 from tools.golden.logit_cases import (
     CASES,

@@ -12,7 +12,7 @@ from lockstep.artifacts.model import Encoding, Tensor
 from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from lockstep.executors.openvino.graph import build_decoder
-from lockstep.executors.openvino.weights import vector
+from lockstep.executors.quantise import vector
 from tests.executors.openvino.support import SMALL_LLAMA, MemoryWeights, config_of, random_artifact, with_tensor
 from tools.random_models import ENCODINGS, FLOATS, SHAPES, random_tensor
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lockstep.artifacts.model import Encoding, Tensor
-from lockstep.executors.openvino import weights as weights_module
-from lockstep.executors.openvino.weights import INT4_ZERO_POINT, int4_groups, int8_channels, int8_groups
+from lockstep.executors import quantise as weights_module
+from lockstep.executors.quantise import INT4_ZERO_POINT, int4_groups, int8_channels, int8_groups
 
 
 def float_tensor(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> Tensor:

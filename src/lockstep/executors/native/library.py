@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from lockstep.executors.options import ISAS
+
 LIBRARY = Path(__file__).with_name("liblockstep_native.so")
 BITS_VERSION = 1
 """The library's version that this package is written for, as bits.hpp has it."""
-ISAS = ("avx512", "avx2", "portable")
-"""Instruction sets, the fastest first. ``avx512`` needs VNNI."""
 _BUILD = "on Linux with a C++ compiler, `python hatch_build.py` builds it"
 _IN_LIBRARY, _RUNS_HERE = 1, 2
 

@@ -85,6 +85,7 @@ class OpenVINOExecutor:
         self._inputs: dict[str, npt.NDArray[Any]] = {}
         self._table_rows = TableRows()
         self._hidden_states: npt.NDArray[np.float32] | None = None
+        self._prompt_logits: Logits = np.empty((0, self.geometry.vocab_size), np.float32)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Create the pool; an earlier one is dropped with its contents."""
@@ -116,7 +117,14 @@ class OpenVINOExecutor:
         pool.move(plan)
         if inputs is None:
             return np.empty((0, self.geometry.vocab_size), np.float32)
-        return self._forward_all(inputs)[: len(batch.rows)]
+        logits = self._forward_all(inputs)
+        num_rows, num_prompt_rows = len(batch.rows), 0 if batch.prompt_rows is None else len(batch.prompt_rows)
+        self._prompt_logits = logits[num_rows : num_rows + num_prompt_rows]
+        return logits[:num_rows]
+
+    def prompt_logits(self, first: int, last: int) -> Logits:
+        """See the protocol; they were computed with the others."""
+        return self._prompt_logits[first:last]
 
     def read_blocks(self, blocks: Sequence[int]) -> Blocks:
         """See the protocol."""

@@ -70,9 +70,8 @@ def build_inputs(batch: StepBatch, limits: Limits, table_rows: TableRows | None 
     """
     chunks = checked_chunks(batch, limits, TableRows() if table_rows is None else table_rows)
     hidden_rows = NO_ROWS if batch.hidden_rows is None else batch.hidden_rows
-    return _arranged(
-        batch.token_ids, chunks.starts, chunks.lengths, chunks.needed, chunks.blocks, batch.rows, hidden_rows
-    )
+    rows = batch.rows if batch.prompt_rows is None else np.concatenate((batch.rows, batch.prompt_rows))
+    return _arranged(batch.token_ids, chunks.starts, chunks.lengths, chunks.needed, chunks.blocks, rows, hidden_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.openvino_ir import FORMAT as EXPORTED
 from lockstep.artifacts.openvino_ir import GRAPH
 from lockstep.errors import CorruptArtifactError, ExecutorError, UnsupportedArtifactError, UsageError
+from lockstep.executors.build_cache import BuildCache
 from lockstep.executors.machine import available_cores, instruction_set, unsupported_reason
 from lockstep.executors.openvino.graph import BUILDER_VERSION, build_decoder
-from lockstep.executors.openvino.ir_cache import IRCache
 from lockstep.executors.openvino.ops import OwnAttention, own_attention
 from lockstep.executors.openvino.paged import LOGITS, to_paged, use_own_attention
 from lockstep.executors.openvino.precision import has_floats, precision_summary
@@ -100,7 +100,8 @@ def _stateful_model(core: Core, artifact: Artifact, options: ExecutorOptions, re
         return _exported(core, artifact, report)
     if options.cache_dir is None:
         return _build(artifact, options, report)
-    cache = IRCache(Path(options.cache_dir) / "ir", options.max_cache_bytes)
+    # What is kept is the stateful graph: the paged one loses the runtime information of its attention when it is saved.
+    cache = BuildCache(Path(options.cache_dir) / "ir", options.max_cache_bytes, ("model.xml", "model.bin"))
     key = graph_key(artifact, options)
     path = cache.find(key)
     if path is not None:

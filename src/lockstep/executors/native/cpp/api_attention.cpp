@@ -9,7 +9,7 @@ using namespace lockstep::native;
 EXPORTED std::size_t native_block_bytes(int kv_heads, int head_dim, int storage) {
     if (kv_heads < 1 || head_dim < 1 || head_dim > MAX_HEAD_DIM || storage < 0 || storage > int(Storage::int8))
         return 0;
-    return Layout{kv_heads, head_dim, Storage(storage)}.block_bytes();
+    return KVLayout{kv_heads, head_dim, Storage(storage)}.block_bytes();
 }
 
 // nullptr, or what is wrong; nothing was read or written then. Without workers, this thread does all.

@@ -4,6 +4,7 @@
 
 #include "elements.hpp"
 #include "math.hpp"
+#include "processor.hpp"
 
 namespace lockstep::native {
 
@@ -11,12 +12,7 @@ const Elements* find_elements(const char* name) {
     const std::string_view wanted = name;
     const auto is_wanted = [&](const char* each) { return wanted.empty() || wanted == each; };
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool has_avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    // What the sources of avx512 are compiled for, products included.
-    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    static const bool has_avx2 = runs_avx2(), has_avx512 = runs_avx512();
     if (is_wanted("avx512") && has_avx512) return &elements_avx512;
     if (is_wanted("avx2") && has_avx2) return &elements_avx2;
 #endif
@@ -93,9 +89,20 @@ void top(const float* x, std::int64_t n, std::int64_t k, std::int64_t* ids) {
 using namespace lockstep::native;
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-EXPORTED int native_elements_bits_version() { return BITS_VERSION; }
+EXPORTED int native_bits_version() { return BITS_VERSION; }
 
-EXPORTED int native_has_elements(const char* isa) { return find_elements(isa) != nullptr; }
+// 2: runs here; 1: in the library, but not of this processor; 0: not in the library.
+EXPORTED int native_has_isa(const char* isa) {
+    if (!isa) return 0;
+    const std::string_view name = isa;
+    if (name != "portable" && name != "avx2" && name != "avx512") return 0;
+    if (find_elements(isa)) return 2;
+#if defined(__x86_64__)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 EXPORTED const char* native_norm(const char* isa, const Floats* x, const Floats* weight, float offset, float epsilon,
                                  const FloatsOut* out) {
@@ -225,6 +232,15 @@ EXPORTED const char* native_total(const char* isa, int bits, const void* x, std:
     const FloatMode mode;
     *out =
         bits == 64 ? table->total_64(static_cast<const double*>(x), n) : table->total(static_cast<const float*>(x), n);
+    return nullptr;
+}
+
+EXPORTED const char* native_log_total(const char* isa, const float* x, std::int64_t n, double* out) {
+    const Elements* table = find_elements(isa);
+    if (!table) return NO_ISA;
+    if (n < 1 || n > MAX_COLUMNS || !x || !out) return "no numbers or no room for the logarithm of their sum are given";
+    const FloatMode mode;
+    *out = table->log_total(x, n);
     return nullptr;
 }
 

@@ -1,10 +1,10 @@
 // What Python calls of products, packing and threads. Functions return nullptr, or a sentence that describes what is wrong;
 // then nothing was read or written.
 #include <new>
-#include <string_view>
 #include <system_error>
 
 #include "bits.hpp"
+#include "elements.hpp"
 #include "pack.hpp"
 #include "product.hpp"
 #include "threads.hpp"
@@ -12,41 +12,7 @@
 namespace lockstep::native {
 namespace {
 
-bool runs_avx2() {
-#if defined(__x86_64__)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-    return false;
-#endif
-}
-
-bool runs_avx512() {
-#if defined(__x86_64__)
-    return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-#else
-    return false;
-#endif
-}
-
-struct Isa {
-    std::string_view name;
-    const Products* products;  // null: not in this library
-    bool runs;
-};
-
-Isa find_isa(const char* name) {
-    const std::string_view wanted = name == nullptr ? "" : name;
-    if (wanted == "avx512") return {wanted, products_avx512(), runs_avx512()};
-    if (wanted == "avx2") return {wanted, products_avx2(), runs_avx2()};
-    if (wanted == "portable") return {wanted, products_portable(), true};
-    return {wanted, nullptr, false};
-}
-
-const Products* usable(const char* name) {
-    const Isa isa = find_isa(name);
-    return isa.runs ? isa.products : nullptr;
-}
+const Products* usable(const char* name) { return name ? find_products(find_elements(name)) : nullptr; }
 
 constexpr const char* NO_ISA = "this processor or this library does not have that instruction set";
 constexpr const char* NO_WEIGHTS = "weights must have 1 to 2^24 features and 1 to 2^20 columns, and be of a known type";
@@ -78,14 +44,6 @@ std::int64_t packed_bytes(int kind, std::int64_t features, std::int64_t columns)
 
 using namespace lockstep::native;
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-
-EXPORTED int native_bits_version() { return BITS_VERSION; }
-
-// 2: runs here; 1: in the library, but not of this processor; 0: not in the library.
-EXPORTED int native_has_isa(const char* name) {
-    const Isa isa = find_isa(name);
-    return isa.products == nullptr ? 0 : isa.runs ? 2 : 1;
-}
 
 EXPORTED const char* native_pool_start(int threads, void** pool) {
     if (threads < 1 || threads > MAX_THREADS) return "a pool has 1 to 256 threads";

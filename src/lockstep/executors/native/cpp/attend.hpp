@@ -331,7 +331,7 @@ struct Attend {
         }
     }
 
-    static void store(const Layout& layout, const Raw& raw, const float* value, std::uint8_t* head, int slot) {
+    static void store(const KVLayout& layout, const Raw& raw, const float* value, std::uint8_t* head, int slot) {
         const int dim = layout.head_dim;
         alignas(64) float key[MAX_HEAD_DIM];
         prepare(raw, dim, key);
@@ -379,7 +379,7 @@ struct Attend {
 
 template <class L>
 struct Implementation {
-    static void store(const Layout& layout, const Raw& key, const float* value, std::uint8_t* head, int slot) {
+    static void store(const KVLayout& layout, const Raw& key, const float* value, std::uint8_t* head, int slot) {
         switch (layout.storage) {
             case Storage::f32:
                 return Attend<L, Storage::f32>::store(layout, key, value, head, slot);

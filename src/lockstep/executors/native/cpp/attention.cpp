@@ -14,6 +14,7 @@ namespace {
 
 constexpr int ITEMS_PER_THREAD = 4;    // fewer, and rows are split so that threads end together
 constexpr std::int64_t FEW_ITEMS = 8;  // that one thread does sooner than several
+constexpr const char* TOO_SHORT = "the plan is too short for its sequences";
 constexpr int MANY_TOKENS = 64;        // from so many on, several threads store a sequence's keys and values
 
 struct Plan {
@@ -22,11 +23,11 @@ struct Plan {
 };
 
 // The parts of a step's plan; false: it is too short for them.
-bool read_plan(const Step& step, Plan& plan) {
-    plan.num_sequences = step.plan_size > 0 ? step.plan[0] : -1;
-    plan.num_entries = step.plan_size - 3 * (plan.num_sequences + 1);
+bool read_plan(const std::int32_t* numbers, std::int64_t size, Plan& plan) {
+    plan.num_sequences = size > 0 ? numbers[0] : -1;
+    plan.num_entries = size - 3 * (plan.num_sequences + 1);
     if (plan.num_sequences < 0 || plan.num_entries < 0) return false;
-    plan.past = step.plan + 1;
+    plan.past = numbers + 1;
     plan.begins = plan.past + plan.num_sequences;
     plan.table_begins = plan.begins + plan.num_sequences + 1;
     plan.blocks = plan.table_begins + plan.num_sequences + 1;
@@ -39,7 +40,7 @@ bool fits(std::int64_t count, std::int64_t size, std::int64_t room) {
 }
 
 const char* memory_fault(const Step& step) {
-    const Layout& layout = step.layout;
+    const KVLayout& layout = step.layout;
     const std::int64_t dim = layout.head_dim, heads = std::int64_t(step.heads) + 2 * std::int64_t(layout.kv_heads);
     if (!fits(step.num_tokens, heads * dim, step.projected_size)) return "queries, keys and values are too short";
     if (!fits(step.num_tokens, step.rotary_dim, step.rotary_size)) return "the rotations are too short";
@@ -49,18 +50,8 @@ const char* memory_fault(const Step& step) {
     return nullptr;
 }
 
-const char* fault(const Step& step, const Plan& plan) {
-    const Layout& layout = step.layout;
-    if (layout.kv_heads < 1 || step.heads < 1 || step.heads % layout.kv_heads)
-        return "the query heads are no multiple of the KV heads";
-    if (layout.head_dim < HEAD_DIM_UNIT || layout.head_dim % HEAD_DIM_UNIT || layout.head_dim > MAX_HEAD_DIM)
-        return "a head's size is not a multiple of 8 up to 512";
-    if (layout.storage < Storage::f32 || layout.storage > Storage::int8)
-        return "keys and values have no such precision";
-    if (step.rotary_dim < 0 || step.rotary_dim > layout.head_dim || step.rotary_dim % 2)
-        return "the rotated dimensions are no even number up to a head's size";
-    if (step.window < 0) return "the window is negative";
-    if (plan.begins[0] != 0 || plan.begins[plan.num_sequences] != step.num_tokens)
+const char* plan_fault(const Plan& plan, std::int64_t num_tokens, std::int64_t num_blocks) {
+    if (plan.begins[0] != 0 || plan.begins[plan.num_sequences] != num_tokens)
         return "the sequences' beginnings do not cover the tokens";
     if (plan.table_begins[0] != 0 || plan.table_begins[plan.num_sequences] > plan.num_entries)
         return "the tables' beginnings do not cover the tables";
@@ -73,7 +64,22 @@ const char* fault(const Step& step, const Plan& plan) {
         if (plan.past[s] + length > entries * BLOCK_TOKENS) return "a block table is too short for its sequence";
     }
     for (std::int64_t i = 0; i < plan.table_begins[plan.num_sequences]; i++)
-        if (plan.blocks[i] < 0 || plan.blocks[i] >= step.num_blocks) return "a block is not of this pool";
+        if (plan.blocks[i] < 0 || plan.blocks[i] >= num_blocks) return "a block is not of this pool";
+    return nullptr;
+}
+
+const char* fault(const Step& step, const Plan& plan) {
+    const KVLayout& layout = step.layout;
+    if (layout.kv_heads < 1 || step.heads < 1 || step.heads % layout.kv_heads)
+        return "the query heads are no multiple of the KV heads";
+    if (layout.head_dim < HEAD_DIM_UNIT || layout.head_dim % HEAD_DIM_UNIT || layout.head_dim > MAX_HEAD_DIM)
+        return "a head's size is not a multiple of 8 up to 512";
+    if (layout.storage < Storage::f32 || layout.storage > Storage::int8)
+        return "keys and values have no such precision";
+    if (step.rotary_dim < 0 || step.rotary_dim > layout.head_dim || step.rotary_dim % 2)
+        return "the rotated dimensions are no even number up to a head's size";
+    if (step.window < 0) return "the window is negative";
+    if (const char* wrong = plan_fault(plan, step.num_tokens, step.num_blocks)) return wrong;
     return memory_fault(step);
 }
 
@@ -124,7 +130,7 @@ struct Work {
     }
 
     void store(int sequence, int token) const {
-        const Layout& layout = step.layout;
+        const KVLayout& layout = step.layout;
         const int position = plan.past[sequence] + token - plan.begins[sequence];
         for (int h = 0; h < layout.kv_heads; h++)
             kernel.store(layout, key(token, h), projected(token, step.heads + layout.kv_heads + h),
@@ -227,9 +233,14 @@ struct Work {
 
 }  // namespace
 
+const char* plan_fault(const std::int32_t* numbers, std::int64_t size, std::int64_t num_tokens, std::int64_t num_blocks) {
+    Plan plan;
+    return read_plan(numbers, size, plan) ? plan_fault(plan, num_tokens, num_blocks) : TOO_SHORT;
+}
+
 const char* attention(const Step& step, const AttentionKernel& kernel, const Workers& workers) try {
     Plan plan;
-    if (!read_plan(step, plan)) return "the plan is too short for its sequences";
+    if (!read_plan(step.plan, step.plan_size, plan)) return TOO_SHORT;
     if (const char* wrong = fault(step, plan)) return wrong;
     const Work work{step, plan, kernel, workers};
     const std::vector<Item> items = work.items();

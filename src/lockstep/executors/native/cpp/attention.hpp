@@ -25,7 +25,7 @@ enum class Storage : int { f32, f16, int8 };
 
 // A block holds its KV heads one after the other; a head its keys [BLOCK_TOKENS / LANES][head_dim][LANES], its values
 // [BLOCK_TOKENS][head_dim] and, in int8, their scales: keys' [BLOCK_TOKENS] and values' [BLOCK_TOKENS], f32.
-struct Layout {
+struct KVLayout {
     int kv_heads, head_dim;
     Storage storage;
 
@@ -49,7 +49,7 @@ struct Raw {
 
 // Rows of one sequence and one KV head. Row r sees the keys at positions begin[r] to end[r] - 1.
 struct Tile {
-    Layout layout;
+    KVLayout layout;
     const std::uint8_t* cache;   // the head's part of block 0
     const std::int32_t* blocks;  // the sequence's table
     int num_blocks;
@@ -71,7 +71,7 @@ struct Share {
 struct AttentionKernel {
     const char* name;
     int max_rows;  // of a tile, for which there are registers
-    void (*store)(const Layout&, const Raw& key, const float* value, std::uint8_t* head, int slot);
+    void (*store)(const KVLayout&, const Raw& key, const float* value, std::uint8_t* head, int slot);
     void (*attend)(const Tile&, int first_segment, int last_segment, Share* rows);
     void (*fold)(Share& total, const Share& next, int head_dim);
 };
@@ -91,7 +91,7 @@ struct Workers {
 
 // One layer of a step: T tokens of S sequences.
 struct Step {
-    Layout layout;
+    KVLayout layout;
     int heads, window, rotary_dim;  // window: keys that a row sees at most, itself included; 0: all
     float scale, epsilon;
     std::int64_t num_tokens, num_blocks, plan_size;
@@ -105,6 +105,9 @@ struct Step {
     float* out;                                                                   // [T][heads][head_dim]
     std::int64_t projected_size, rotary_size, norms_size, cache_bytes, out_size;  // what memory holds
 };
+
+// nullptr, or what is wrong with the plan of a step of so many tokens in a pool of so many blocks.
+const char* plan_fault(const std::int32_t* plan, std::int64_t size, std::int64_t num_tokens, std::int64_t num_blocks);
 
 // Write the step's keys and values to their blocks, and attend. Returns nullptr, or what is wrong with the step; then
 // nothing was read or written.

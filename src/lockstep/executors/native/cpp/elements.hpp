@@ -10,6 +10,14 @@ enum class FloatType : int { f32, f16, bf16 };
 
 // Each function takes one row of n numbers, n >= 1, and may write its result over a row that it reads. A row depends on
 // nothing but itself, so rows may be shared among threads in any way. All instruction sets give the same bits.
+// What becomes of a product's outputs: the bias is added (nullptr: none), they are divided, and stored or, times the
+// factor, added to what is there.
+struct Ending {
+    const float* bias;
+    float divisor, factor;
+    bool adds;
+};
+
 struct Elements {
     const char* name;
 
@@ -17,6 +25,9 @@ struct Elements {
     void (*norm)(const float* x, const float* weight, float offset, float epsilon, std::int64_t n, float* out);
     // out = x + y * factor, both operations rounded.
     void (*add)(const float* x, const float* y, float factor, std::int64_t n, float* out);
+    // Rows of outputs, which begin `stride` apart, to rows that begin `out_stride` apart.
+    void (*finish)(const Ending&, const float* y, std::int64_t stride, std::int64_t rows, std::int64_t n, float* out,
+                   std::int64_t out_stride);
     // out = function(gate) * up.
     void (*gate)(Gate function, const float* gate, const float* up, std::int64_t n, float* out);
     // out = cap * tanh(x / cap).

@@ -78,6 +78,18 @@ struct Elementwise {
         });
     }
 
+    static void finish(const Ending& ending, const float* y, std::int64_t stride, std::int64_t rows, std::int64_t n,
+                       float* out, std::int64_t out_stride) {
+        const V divisor = L::set(ending.divisor), factor = L::set(ending.factor);
+        for (; rows; rows--, y += stride, out += out_stride)
+            Row<L>::map(n, out, [&](std::int64_t i, auto lanes) {
+                V x = lanes.load(y + i);
+                if (ending.bias) x = L::add(x, lanes.load(ending.bias + i));
+                if (ending.divisor != 1.f) x = L::div(x, divisor);
+                return ending.adds ? L::add(lanes.load(out + i), L::mul(x, factor)) : x;
+            });
+    }
+
     // x / (1 + e^-y): x times the logistic function of y.
     static V logistic(V x, V y) { return L::div(x, L::add(L::set(1.f), M::exp(L::sub(L::zero(), y)))); }
 

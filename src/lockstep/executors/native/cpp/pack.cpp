@@ -124,4 +124,43 @@ void pack(Kind kind, const std::uint8_t* blocks, std::int64_t features, std::int
     }
 }
 
+namespace {
+
+float half_at(const std::uint8_t* at) {
+    _Float16 half;
+    std::memcpy(&half, at, sizeof half);
+    return float(half);
+}
+
+// Code of column k of a group of one feature.
+int code_of(const Layout& layout, const std::uint8_t* group, int feature, int k) {
+    const int quad = k / 4;
+    const std::uint8_t* at = group + layout.codes_at() + 4 * feature + k % 4;
+    if (layout.bits == 8) return at[quad * 128];
+    const int low = at[quad % 4 * 128] >> (quad / 4 * 4) & 15;
+    if (layout.high_bits() == 0) return low;
+    if (layout.high_bits() == 1) return low | (at[512] >> quad & 1) << 4;
+    return low | (at[512 + quad / 4 * 128] >> (quad % 4 * 2) & 3) << 4;
+}
+
+}  // namespace
+
+void unpack_row(const Matrix& w, std::int64_t feature, float* out) {
+    const Layout& layout = layout_of(w.kind);
+    const std::uint8_t *group = w.panels + feature / PANEL * w.panel_bytes(), *super = nullptr;
+    const int f = int(feature % PANEL);
+    for (std::int64_t g = 0; g < w.groups(); g++, group += layout.group_bytes()) {
+        if (layout.is_super && g % SUPER == 0) super = group, group += layout.super_bytes();
+        const float whole = half_at((layout.is_super ? super : group) + 2 * f);
+        float offset = layout.has_offsets ? half_at((layout.is_super ? super : group) + 2 * PANEL + 2 * f) : 0.f;
+        if (layout.is_super && layout.has_offsets) offset *= float(group[PANEL + f]);
+        for (int k = 0; k < GROUP && g * GROUP + k < w.columns; k++) {
+            float scale = whole;
+            if (w.kind == Kind::q6_k) scale *= float(std::int8_t(group[k / 16 * PANEL + f]));
+            else if (layout.is_super) scale *= float(group[f]);
+            out[g * GROUP + k] = float(code_of(layout, group, f, k) - layout.zero) * scale + offset;
+        }
+    }
+}
+
 }  // namespace lockstep::native

@@ -10,4 +10,7 @@ namespace lockstep::native {
 // features that the last panel does not have get codes and scales of 0.
 void pack(Kind kind, const std::uint8_t* blocks, std::int64_t features, std::int64_t columns, std::uint8_t* panels);
 
+// One row of packed weights as floats [columns]: (code - zero) * scale + offset, with two roundings at most.
+void unpack_row(const Matrix& weights, std::int64_t feature, float* out);
+
 }  // namespace lockstep::native

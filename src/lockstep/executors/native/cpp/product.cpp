@@ -6,38 +6,28 @@
 #include <cstring>
 
 #include "bits.hpp"
+#include "elements.hpp"
 #include "threads.hpp"
 
 namespace lockstep::native {
 namespace {
 
 constexpr std::int64_t BAND_BYTES = 256 << 10;  // quantised rows that stay in the second cache while panels pass
-constexpr int FETCH_FROM_ROWS = 5;              // with fewer rows the processor's own fetching is as good
 
 void store(const float* tile, int rows, std::int64_t count, float* out, std::int64_t stride) {
     for (int row = 0; row < rows; row++)
         for (std::int64_t i = 0; i < count; i++) out[row * stride + i] = canonical(tile[row * PANEL + i]);
 }
 
-// Rows of one panel, in tiles of equal size as nearly as can be.
-void multiply_panel(const Products& isa, const Matrix& w, std::int64_t panel, const Numbers* x, std::int64_t rows,
-                    float* out, std::int64_t stride) {
-    alignas(64) float result[MAX_TILE * PANEL];
-    const std::int64_t groups = w.groups(), bytes = w.panel_bytes(), most = tile_rows(w.kind);
-    const std::int64_t tiles = (rows + most - 1) / most, features = std::min<std::int64_t>(PANEL, w.features - panel * PANEL);
-    const std::uint8_t* codes = w.panels + panel * bytes;
-    const bool fetches = rows >= FETCH_FROM_ROWS && panel + 1 < w.count();
-    const int lines = fetches ? int((bytes + 64 * groups * tiles - 1) / (64 * groups * tiles)) : 0;
-    for (std::int64_t tile = 0, row = 0; tile < tiles; tile++) {
-        const int now = int(rows / tiles + (tile < rows % tiles));
-        isa.tile(w.kind, codes, groups, x + row * groups, groups, now, result,
-                 {codes + bytes + tile * lines * groups * 64, lines});
-        store(result, now, features, out + row * stride + panel * PANEL, stride);
-        row += now;
-    }
-}
-
 }  // namespace
+
+const Products* find_products(const Elements* elements) {
+#if defined(__x86_64__)
+    if (elements == &elements_avx512) return products_avx512();
+    if (elements == &elements_avx2) return products_avx2();
+#endif
+    return elements ? products_portable() : nullptr;
+}
 
 void quantise(const Products& isa, Pool* pool, const float* x, std::int64_t stride, std::int64_t rows,
               std::int64_t columns, Numbers* out) {
@@ -52,9 +42,15 @@ void multiply(const Products& isa, Pool* pool, const Matrix& w, const Numbers* x
     const std::int64_t groups = w.groups();
     const std::int64_t band = std::max<std::int64_t>(MAX_TILE, BAND_BYTES / (groups * std::int64_t(sizeof(Numbers))));
     share(pool, w.count(), [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t row = 0; row < rows; row += band)
-            for (std::int64_t panel = begin; panel < end; panel++)
-                multiply_panel(isa, w, panel, x + row * groups, std::min(band, rows - row), out + row * stride, stride);
+        alignas(64) float tile[MAX_TILE * PANEL];
+        for (std::int64_t first = 0; first < rows; first += band)
+            for (std::int64_t panel = begin; panel < end; panel++) {
+                const std::int64_t features = std::min<std::int64_t>(PANEL, w.features - panel * PANEL);
+                each_tile(isa, w, panel, x + first * groups, std::min(band, rows - first), tile,
+                          [&](std::int64_t row, int count) {
+                              store(tile, count, features, out + (first + row) * stride + panel * PANEL, stride);
+                          });
+            }
     });
 }
 

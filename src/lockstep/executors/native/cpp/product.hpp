@@ -86,6 +86,10 @@ const Products* products_portable();
 const Products* products_avx2();  // null where the source is not compiled for that instruction set
 const Products* products_avx512();
 
+struct Elements;
+// The products of the same instruction set as a table of row operations; nullptr of nullptr.
+const Products* find_products(const Elements*);
+
 class Pool;
 
 struct Matrix {
@@ -97,6 +101,27 @@ struct Matrix {
     std::int64_t count() const { return (features + PANEL - 1) / PANEL; }
     std::int64_t panel_bytes() const { return layout_of(kind).panel_bytes(groups()); }
 };
+
+constexpr int FETCH_FROM_ROWS = 5;  // with fewer rows the processor's own fetching is as good
+
+// One panel times rows, in tiles of equal size as nearly as can be: take(first row, rows) after each, whose outputs are in
+// `result` [MAX_TILE][PANEL].
+template <class F>
+void each_tile(const Products& isa, const Matrix& w, std::int64_t panel, const Numbers* x, std::int64_t rows,
+               float* result, const F& take) {
+    const std::int64_t groups = w.groups(), bytes = w.panel_bytes(), most = tile_rows(w.kind);
+    const std::int64_t tiles = (rows + most - 1) / most;
+    const std::uint8_t* codes = w.panels + panel * bytes;
+    const bool fetches = rows >= FETCH_FROM_ROWS && panel + 1 < w.count();
+    const int lines = fetches ? int((bytes + 64 * groups * tiles - 1) / (64 * groups * tiles)) : 0;
+    for (std::int64_t tile = 0, row = 0; tile < tiles; tile++) {
+        const int now = int(rows / tiles + (tile < rows % tiles));
+        isa.tile(w.kind, codes, groups, x + row * groups, groups, now, result,
+                 {codes + bytes + tile * lines * groups * 64, lines});
+        take(row, now);
+        row += now;
+    }
+}
 
 void quantise(const Products& isa, Pool* pool, const float* x, std::int64_t stride, std::int64_t rows,
               std::int64_t columns, Numbers* out);

@@ -80,14 +80,25 @@ INLINE void add_half(const std::uint8_t* at, const Numbers* x, std::int64_t stri
     add_quad<K, HALF * 4 + 3, R>(at, x, stride, dot);
 }
 
+// What a group's sum begins with: the sum of its numbers times minus the code of weight 0. One instruction for one row;
+// with several, multiplications have more to do than what surrounds them.
+template <int R>
+INLINE __m512i begin_with(const Numbers& x, int first, int last) {
+    if constexpr (R > 2) return _mm512_set1_epi32(x.sums[0] * first + x.sums[1] * last);
+    std::int32_t both;
+    __builtin_memcpy(&both, x.sums, 4);
+    const __m512i factors = _mm512_set1_epi32(int(std::uint32_t(std::uint16_t(first)) | std::uint32_t(last) << 16));
+    return _mm512_dpwssd_epi32(_mm512_setzero_si512(), _mm512_set1_epi32(both), factors);
+}
+
 template <Kind K, int R>
 INLINE void dots_of(const std::uint8_t* group, const Numbers* x, std::int64_t stride, __m512i (&dot)[R][2]) {
     constexpr Layout layout = layout_of(K);
     const std::uint8_t* at = group + layout.codes_at();
     if constexpr (K == Kind::q6_k) {
         __m512i part[R][2];
-        for (int r = 0; r < R; r++) dot[r][0] = dot[r][1] = _mm512_set1_epi32(x[r * stride].sums[0] * -layout.zero);
-        for (int r = 0; r < R; r++) part[r][0] = part[r][1] = _mm512_set1_epi32(x[r * stride].sums[1] * -layout.zero);
+        for (int r = 0; r < R; r++) dot[r][0] = dot[r][1] = begin_with<R>(x[r * stride], -layout.zero, 0);
+        for (int r = 0; r < R; r++) part[r][0] = part[r][1] = begin_with<R>(x[r * stride], 0, -layout.zero);
         add_half<K, 0, R>(at, x, stride, dot);
         add_half<K, 1, R>(at, x, stride, part);
         for (int side = 0; side < 2; side++) {
@@ -98,9 +109,8 @@ INLINE void dots_of(const std::uint8_t* group, const Numbers* x, std::int64_t st
         }
     } else {
         for (int r = 0; r < R; r++)
-            dot[r][0] = dot[r][1] = layout.zero == 0 ? _mm512_setzero_si512()
-                                                     : _mm512_set1_epi32((x[r * stride].sums[0] + x[r * stride].sums[1]) *
-                                                                         -layout.zero);
+            dot[r][0] = dot[r][1] =
+                layout.zero == 0 ? _mm512_setzero_si512() : begin_with<R>(x[r * stride], -layout.zero, -layout.zero);
         add_half<K, 0, R>(at, x, stride, dot);
         add_half<K, 1, R>(at, x, stride, dot);
     }

@@ -90,7 +90,7 @@ template <class L>
 constexpr Elements elements_of(const char* name) {
     using E = Elementwise<L>;
     using S = Sample<L>;
-    return {name,         E::norm,     E::add,         E::gate,          E::cap,   E::divide,
+    return {name,         E::norm,     E::add,         E::finish,       E::gate,          E::cap,   E::divide,
             E::widen,     E::rotation, S::weigh,       S::weigh_lightly, S::total, S::total_64,
             S::log_total, S::softmax,  S::log_softmax, S::dot,           S::unit};
 }

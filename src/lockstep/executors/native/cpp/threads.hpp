@@ -40,19 +40,36 @@ private:
     std::vector<std::thread> workers;
 };
 
-// Call f(begin, end) for the share of each thread of count items: items part * count / parts to the next part's. Without
-// a pool the caller does all.
+constexpr int CHUNKS = 4;  // into which each thread's part is cut
+
+// Call f(begin, end) for parts of count items, in any order. Each thread begins with a part of its own, one item after the
+// other, and then takes over chunks that others have not come to: a thread that another process delays does not delay
+// all. Without a pool the caller does all.
 template <class F>
 void share(Pool* pool, std::int64_t count, const F& f) {
     if (pool == nullptr || pool->size() == 1 || count < 2) return f(0, count);
+    struct alignas(64) Next {
+        std::atomic<int> chunk;
+    };
+    Next next[MAX_THREADS];  // by part; those that there are get a value
+    for (int part = 0; part < pool->size(); part++) next[part].chunk.store(0, std::memory_order_relaxed);
     struct Call {
         const F& f;
         std::int64_t count;
-    } call{f, count};
+        Next* next;
+    } call{f, count, next};
     pool->run(
         [](void* context, int part, int parts) {
-            const Call& call = *static_cast<Call*>(context);
-            call.f(call.count * part / parts, call.count * (part + 1) / parts);
+            Call& call = *static_cast<Call*>(context);
+            const std::int64_t pieces = std::int64_t(parts) * CHUNKS;
+            for (int other = 0; other < parts; other++) {
+                const int owner = (part + other) % parts;
+                for (int i = call.next[owner].chunk++; i < CHUNKS; i = call.next[owner].chunk++) {
+                    const std::int64_t piece = std::int64_t(owner) * CHUNKS + i;
+                    const std::int64_t begin = call.count * piece / pieces, end = call.count * (piece + 1) / pieces;
+                    if (begin < end) call.f(begin, end);
+                }
+            }
         },
         &call);
 }

@@ -14,10 +14,10 @@ from lockstep.artifacts.huggingface_config import read_config
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import ModelConfig, RopeScaling
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
-from lockstep.executors.openvino.graph import inverse_frequencies, local_frequencies
+from lockstep.executors.rotary import inverse_frequencies, local_frequencies
 
 GOLDEN: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).resolve().parents[2] / "golden" / "rope.json").read_text()
+    (Path(__file__).resolve().parents[1] / "golden" / "rope.json").read_text()
 )
 """Written by tools/golden/rope.py."""
 CONFIG = ModelConfig("llama", 1, 64, 64, 1, 1, 64, 10, 131072, 1e-5, 500000.0)

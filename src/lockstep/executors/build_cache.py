@@ -1,9 +1,8 @@
-"""Built graphs on disk: a bounded directory of stateful IRs, each with a manifest that says what it must be.
+"""Files that loading builds of artifacts: a bounded folder of entries, each with a manifest of what it must be.
 
-What is cached is the *stateful* graph: the paged one loses the runtime information of its attention operators when it
-is saved. An entry appears whole or not at all (written beside, flushed, renamed) and is used only if its manifest
-matches; anything else is removed and built again. Entries in use by another process may be removed: their mappings
-keep them alive. Knows nothing of graphs.
+An entry appears whole or not at all (written beside, flushed, renamed) and is used only if its manifest matches;
+anything else is removed and built again. Entries in use by another process may be removed: their mappings keep them
+alive. What the files hold is their builders' business.
 """
 
 from __future__ import annotations
@@ -21,60 +20,63 @@ from pathlib import Path
 from lockstep.executors.base import environment_digest
 
 MANIFEST = "manifest.json"
-MODEL = "model.xml"
-WEIGHTS = "model.bin"
-_FILES = (MODEL, WEIGHTS)
 _TEMPORARY = ".tmp-"
 _ABANDONED_S = 3600.0
 """A temporary directory of this age belongs to a process that died."""
 
 
-class IRCache:
-    """Directory ``root`` with one sub-directory per key, at most ``max_bytes`` in all."""
+class BuildCache:
+    """Folder ``root`` with one folder per key, at most ``max_bytes`` in all.
 
-    def __init__(self, root: Path, max_bytes: int) -> None:
+    Args:
+        files: names of the files of an entry. The first one is small, and its digest is checked when it is found; the
+            others have the size that they had.
+    """
+
+    def __init__(self, root: Path, max_bytes: int, files: tuple[str, ...]) -> None:
         self._root = root
         self._max_bytes = max_bytes
+        self._files = files
 
     def find(self, key: Mapping[str, str]) -> Path | None:
-        """Path of the model file for ``key``, or None; an entry that is not what its manifest says is removed."""
+        """Path of the first file for ``key``, or None; an entry that is not what its manifest says is removed."""
         entry = self._entry(key)
         if not entry.exists():
             return None
-        if not _is_intact(entry, key):
+        if not self._is_intact(entry, key):
             self.remove(key)
             return None
         with suppress(OSError):  # a cache that others own can be read all the same
             os.utime(entry / MANIFEST)
-        return entry / MODEL
+        return entry / self._files[0]
 
     def store(self, key: Mapping[str, str], save: Callable[[Path], None]) -> Path:
-        """Let ``save`` write a model file (and its weights beside it), publish both, and drop what is too much.
+        """Let ``save`` write the first file and the others beside it, publish them, and drop what is too much.
 
         Returns:
-            Path of the model file.
+            Path of the first file.
         """
         entry = self._entry(key)
         with self._temporary() as directory:
-            save(directory / MODEL)
+            save(directory / self._files[0])
             manifest = {
                 "key": dict(key),
-                "sizes": {name: (directory / name).stat().st_size for name in _FILES},
-                "model_digest": _digest_of(directory / MODEL),
+                "sizes": {name: (directory / name).stat().st_size for name in self._files},
+                "digest": _digest_of(directory / self._files[0]),
             }
             (directory / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
-            for name in (*_FILES, MANIFEST):
+            for name in (*self._files, MANIFEST):
                 _flush(directory / name)
             self.remove(key)
             try:
                 directory.rename(entry)
             except OSError:
                 # Another process published the same key meanwhile: the same content under the same name.
-                if not _is_intact(entry, key):
+                if not self._is_intact(entry, key):
                     raise
         _flush(self._root)
         self._evict(keep=entry)
-        return entry / MODEL
+        return entry / self._files[0]
 
     def remove(self, key: Mapping[str, str]) -> None:
         """Forget an entry; nothing happens when there is none."""
@@ -82,6 +84,19 @@ class IRCache:
 
     def _entry(self, key: Mapping[str, str]) -> Path:
         return self._root / environment_digest(key)
+
+    def _is_intact(self, entry: Path, key: Mapping[str, str]) -> bool:
+        """True if the manifest names this key, the files have its sizes, and the first one has its digest."""
+        try:
+            manifest = json.loads((entry / MANIFEST).read_text())
+            return (
+                isinstance(manifest, dict)
+                and manifest.get("key") == dict(key)
+                and manifest.get("sizes") == {name: (entry / name).stat().st_size for name in self._files}
+                and manifest.get("digest") == _digest_of(entry / self._files[0])
+            )
+        except (OSError, ValueError):
+            return False
 
     @contextmanager
     def _temporary(self) -> Iterator[Path]:
@@ -112,20 +127,6 @@ class IRCache:
                 return
             shutil.rmtree(path, ignore_errors=True)
             total -= sizes[path]
-
-
-def _is_intact(entry: Path, key: Mapping[str, str]) -> bool:
-    """True if the manifest names this key, the files have its sizes, and the graph (small) has its digest."""
-    try:
-        manifest = json.loads((entry / MANIFEST).read_text())
-        return (
-            isinstance(manifest, dict)
-            and manifest.get("key") == dict(key)
-            and manifest.get("sizes") == {name: (entry / name).stat().st_size for name in _FILES}
-            and manifest.get("model_digest") == _digest_of(entry / MODEL)
-        )
-    except (OSError, ValueError):
-        return False
 
 
 def _digest_of(path: Path) -> str:

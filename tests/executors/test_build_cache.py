@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.executors.build_cache import MANIFEST, BuildCache
 from lockstep.executors.openvino.executor import load_executor
-from lockstep.executors.openvino.ir_cache import MANIFEST, MODEL, WEIGHTS, IRCache
 from lockstep.executors.options import ExecutorOptions
 from tests.executors.openvino.support import random_artifact, run
 
 KEY = {"artifact": "a", "builder": "1"}
+MODEL, WEIGHTS = FILES = ("model.xml", "model.bin")
 
 
 def saver(num_bytes: int = 100) -> Callable[[Path], None]:
@@ -28,7 +29,7 @@ def saver(num_bytes: int = 100) -> Callable[[Path], None]:
 
 
 def test_what_was_stored_is_found_under_its_key_only(tmp_path: Path) -> None:
-    cache = IRCache(tmp_path / "ir", 10_000)
+    cache = BuildCache(tmp_path / "ir", 10_000, FILES)
     assert cache.find(KEY) is None
     path = cache.store(KEY, saver())
     assert cache.find(KEY) == path
@@ -81,7 +82,7 @@ DAMAGES = [
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_removed(damage: Callable[[Path], None], tmp_path: Path) -> None:
-    cache = IRCache(tmp_path, 10_000)
+    cache = BuildCache(tmp_path, 10_000, FILES)
     entry = cache.store(KEY, saver()).parent
     damage(entry)
     assert cache.find(KEY) is None
@@ -95,17 +96,17 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
         model.write_bytes(b"half")
         raise RuntimeError("disk full")
 
-    cache = IRCache(tmp_path, 10_000)
+    cache = BuildCache(tmp_path, 10_000, FILES)
     with pytest.raises(RuntimeError, match="disk full"):
         cache.store(KEY, fail)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_another_process_may_publish_the_same_key_first(tmp_path: Path) -> None:
-    cache = IRCache(tmp_path, 10_000)
+    cache = BuildCache(tmp_path, 10_000, FILES)
 
     def save_while_another_does(model: Path) -> None:
-        IRCache(tmp_path, 10_000).store(KEY, saver())
+        BuildCache(tmp_path, 10_000, FILES).store(KEY, saver())
         saver()(model)
 
     assert cache.store(KEY, save_while_another_does).read_bytes() == b"graph"
@@ -114,7 +115,7 @@ def test_another_process_may_publish_the_same_key_first(tmp_path: Path) -> None:
 
 
 def test_the_least_recently_used_go_when_it_is_too_much(tmp_path: Path) -> None:
-    cache = IRCache(tmp_path, 4_000)
+    cache = BuildCache(tmp_path, 4_000, FILES)
     keys = [KEY | {"artifact": str(index)} for index in range(3)]
     for age, key in zip((30, 20), keys, strict=False):
         path = cache.store(key, saver(1_500))
@@ -125,7 +126,7 @@ def test_the_least_recently_used_go_when_it_is_too_much(tmp_path: Path) -> None:
 
 
 def test_what_was_just_stored_stays_even_if_it_is_too_much_alone(tmp_path: Path) -> None:
-    cache = IRCache(tmp_path, 10)
+    cache = BuildCache(tmp_path, 10, FILES)
     cache.store(KEY, saver())
     assert cache.find(KEY) is not None
 
@@ -134,7 +135,7 @@ def test_directories_of_processes_that_died_are_cleared(tmp_path: Path) -> None:
     for name, age in ((".tmp-old", 7200), (".tmp-new", 60)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    IRCache(tmp_path, 10_000).store(KEY, saver())
+    BuildCache(tmp_path, 10_000, FILES).store(KEY, saver())
     assert not (tmp_path / ".tmp-old").exists()
     assert (tmp_path / ".tmp-new").exists()
 

@@ -1,0 +1,102 @@
+"""Steps of the native executor beside those of OpenVINO's and of llama.cpp, in turns, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+CONTESTANT = Path(__file__).with_name("step_contestant.py")
+ROOT = CONTESTANT.parents[1]
+STEPS = (
+    ("x1 at 200", (1, 200, 1), 8),
+    ("x8 at 200", (8, 200, 1), 6),
+    ("x32 at 200", (32, 200, 1), 4),
+    ("x1 at 800", (1, 800, 1), 8),
+    ("x8 at 800", (8, 800, 1), 6),
+    ("x32 at 800", (32, 800, 1), 4),
+    ("prefill 512", (1, 0, 512), 2),
+    ("prefill 2,000", (1, 0, 2000), 1),
+)
+"""Name; streams, tokens in the context of each, new tokens of each; and how often it is timed in a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Who takes part: its name in the table, the arguments of its process, and where its sources are."""
+
+    name: str
+    engine: str
+    python: str
+    isa: str | None = None
+    sources: Path | None = None
+
+
+class Running:
+    """A contender's process."""
+
+    def __init__(self, contender: Contender, model: str, threads: int) -> None:
+        command = [contender.python, str(CONTESTANT), contender.engine, model, str(threads)]
+        command += [contender.isa] if contender.isa else []
+        environ = dict(os.environ)
+        if contender.sources is not None:
+            environ["PYTHONPATH"] = str(contender.sources)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, stderr=subprocess.DEVNULL
+        )
+        self.load_s = float(self._read()["load_s"])
+
+    def ask(self, what: object) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._process.args!r}: ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def race(contenders: Sequence[Contender], model: str, threads: int, turns: int, steps: Sequence[str]) -> None:
+    """Print a table: each step's median (least) milliseconds of each, and ratios to the first one."""
+    running = [Running(each, model, threads) for each in contenders]
+    names = [each.name for each in contenders]
+    print(f"{Path(model).name}, {threads} threads; loaded in " + ", ".join(
+        f"{each.load_s:.2f} s ({name})" for name, each in zip(names, running, strict=True)
+    ))  # fmt: skip
+    print("| step | " + " | ".join(names) + " | " + " | ".join(f"{name} / {names[0]}" for name in names[1:]) + " |")
+    print("|---|" + "---|" * (2 * len(names) - 1))
+    for name, (streams, past, length), repeats in STEPS:
+        if steps and name not in steps:
+            continue
+        times: list[list[float]] = [[] for _ in running]
+        for _ in range(turns):
+            for each, found in zip(running, times, strict=True):
+                found += each.ask([streams, past, length, repeats])
+        ms = [median(found) * 1e3 for found in times]
+        cells = [f"{mid:.2f} ({min(found) * 1e3:.2f})" for mid, found in zip(ms, times, strict=True)]
+        print(f"| {name} | " + " | ".join([*cells, *(f"{other / ms[0]:.2f}" for other in ms[1:])]) + " |", flush=True)
+    for name, each in zip(names, running, strict=True):
+        print(f"memory of {name}: " + ", ".join(f"{kind} {size} MB" for kind, size in each.ask("memory").items()))
+        each.close()
+
+
+def contenders_of(baseline: Path | None, peer_python: str | None, isa: str | None) -> list[Contender]:
+    """The native executor first, then those that there are."""
+    own = Contender("native", "native", sys.executable, isa)
+    theirs = [Contender("OpenVINO", "openvino", sys.executable, sources=baseline and baseline / "src")]
+    return [own, *theirs, *([Contender("llama.cpp", "llama.cpp", peer_python)] if peer_python else [])]

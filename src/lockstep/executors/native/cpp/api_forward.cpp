@@ -1,0 +1,36 @@
+// What Python calls of forward.hpp. Functions return nullptr, or a sentence that describes what is wrong.
+#include <new>
+
+#include "forward.hpp"
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+using namespace lockstep::native;
+
+// The program's weights must stay where they are until native_forward_free.
+EXPORTED const char* native_forward_make(const Program* program, const char* isa, void* pool, void** made) {
+    if (program == nullptr || made == nullptr) return "there is no program";
+    if (isa == nullptr || find_elements(isa) == nullptr) return "this processor does not run that instruction set";
+    if (const char* wrong = fault_of(*program)) return wrong;
+    try {
+        *made = new Forward(*program, isa, static_cast<Pool*>(pool));
+    } catch (const std::bad_alloc&) {
+        return "there is no memory for the program";
+    }
+    return nullptr;
+}
+
+EXPORTED void native_forward_free(void* forward) { delete static_cast<Forward*>(forward); }
+
+EXPORTED const char* native_forward_step(void* forward, const StepInput* step) {
+    if (forward == nullptr || step == nullptr) return "there is no program or no step";
+    const FloatMode mode;
+    return static_cast<Forward*>(forward)->step(*step);
+}
+
+EXPORTED const char* native_forward_logits(void* forward, const std::int64_t* rows, std::int64_t num_rows, float* out,
+                                           std::int64_t out_size) {
+    if (forward == nullptr) return "there is no program";
+    const FloatMode mode;
+    return static_cast<Forward*>(forward)->logits(rows, num_rows, out, out_size);
+}

@@ -1,0 +1,326 @@
+#include "forward.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <new>
+
+#include "pack.hpp"
+
+namespace lockstep::native {
+namespace {
+
+constexpr std::int64_t BLOCK_ROWS = 48;          // that a thread takes through a part of the body
+constexpr std::int64_t SHARED_ROWS_PER_THREAD = 24;  // up to so many, threads share features
+constexpr std::int64_t PARALLEL_ROWS = 8;        // fewer rows are normalised sooner by one thread than by several
+constexpr std::int64_t MAX_TOKENS = 1 << 20;
+constexpr std::int64_t LINE = 64;
+
+int threads_of(const Pool* pool) { return pool ? pool->size() : 1; }
+
+// f(i) for each i below count, claimed one by one.
+template <class F>
+void claim(Pool* pool, std::int64_t count, const F& f) {
+    std::atomic<std::int64_t> next{0};
+    share(pool, std::min<std::int64_t>(count, threads_of(pool)), [&](std::int64_t, std::int64_t) {
+        for (std::int64_t i = next++; i < count; i = next++) f(i);
+    });
+}
+
+}  // namespace
+
+std::uint8_t* Memory::reserve(std::int64_t bytes) {
+    if (bytes <= size) return data;
+    release();
+    data = static_cast<std::uint8_t*>(::operator new(std::size_t(bytes), std::align_val_t(LINE)));
+    size = bytes;
+    return data;
+}
+
+void Memory::release() {
+    ::operator delete(data, std::align_val_t(LINE));
+    data = nullptr, size = 0;
+}
+
+// Rows of a step that are computed together: the first one and how many; where their buffers of short life are, which have
+// room for so many; where logits go; and the threads that share the work.
+struct Forward::Span {
+    std::int64_t first, count;
+    std::uint8_t* area;
+    std::int64_t room;
+    float* logits;
+    Pool* pool;
+};
+
+Forward::Forward(const Program& p, const char* isa, Pool* pool)
+    : ops(p.ops, p.ops + p.num_ops),
+      weights(p.weights, p.weights + p.num_weights),
+      buffers(p.buffers, p.buffers + p.num_buffers),
+      vectors(p.vectors, p.vectors + p.num_vectors),
+      rotaries(p.rotaries, p.rotaries + p.num_rotaries),
+      program(p),
+      elements(*find_elements(isa)),
+      products(*find_products(&elements)),
+      kernel(*find_attention(isa)),
+      pool(pool),
+      shared_rows(std::max(BLOCK_ROWS, SHARED_ROWS_PER_THREAD * threads_of(pool))),
+      places(buffers.size()),
+      step_memory(buffers.size()),
+      turns(rotaries.size()) {
+    for (std::size_t i = 0; i < buffers.size(); i++) {
+        if (buffers[i].life == Life::step || std::int32_t(i) == p.logits) continue;
+        places[i] = area_row_bytes;
+        area_row_bytes += (buffers[i].row_bytes() + LINE - 1) / LINE * LINE;
+    }
+    areas.reserve(area_row_bytes * std::max(shared_rows, BLOCK_ROWS * threads_of(pool)));
+}
+
+std::uint8_t* Forward::at(std::int32_t buffer, std::int64_t row, const Span& span) const {
+    const Buffer& b = buffers[buffer];
+    if (buffer == program.logits) return reinterpret_cast<std::uint8_t*>(span.logits + (row - span.first) * b.columns);
+    if (b.life == Life::step) return step_memory[buffer].data + row * b.row_bytes();
+    return span.area + places[buffer] * span.room + (row - span.first) * b.row_bytes();
+}
+
+float* Forward::floats(std::int32_t buffer, std::int64_t row, const Span& span) const {
+    return reinterpret_cast<float*>(at(buffer, row, span));
+}
+
+Numbers* Forward::groups(std::int32_t buffer, std::int64_t row, const Span& span) const {
+    return reinterpret_cast<Numbers*>(at(buffer, row, span));
+}
+
+// -- operations -------------------------------------------------------------------------------------------------------
+
+// One panel of a weight times `count` rows, some at a time: take(outputs [rows][PANEL], first row, rows).
+template <class F>
+void Forward::multiply_panel(const Op& op, const Weight& w, std::int64_t panel, const Span& span, std::int64_t first,
+                             std::int64_t count, const F& take) const {
+    alignas(LINE) float result[BLOCK_ROWS * PANEL];
+    if (w.is_packed()) {
+        const Numbers* x = groups(op.in_groups, first, span);
+        each_tile(products, w.matrix(), panel, x, count, result,
+                  [&](std::int64_t row, int rows) { take(result, first + row, rows); });
+        return;
+    }
+    const std::int64_t feature = panel * PANEL, n = std::min<std::int64_t>(PANEL, w.features - feature);
+    const std::int64_t stride = buffers[op.in].columns, size = w.float_type() == 0 ? 4 : 2;
+    const void* data = static_cast<const std::uint8_t*>(w.data) + feature * w.columns * size;
+    for (std::int64_t row = first; row < first + count; row += BLOCK_ROWS) {
+        const std::int64_t rows = std::min(BLOCK_ROWS, first + count - row);
+        const float* x = floats(op.in, row, span) + op.in_at;
+        products.floats(w.float_type(), data, n, w.columns, x, stride, rows, result, PANEL);
+        take(result, row, int(rows));
+    }
+}
+
+void Forward::product(const Op& op, const Span& span) const {
+    std::int64_t count = 0;
+    for (std::int32_t i = 0; i < op.num_weights; i++) count += weights[op.first_weight + i].panels();
+    const float* bias = op.vector < 0 ? nullptr : vectors.data() + op.vector;
+    const auto one_panel = [&](const Weight& w, std::int64_t panel, std::int64_t begin) {
+        const std::int64_t n = std::min<std::int64_t>(PANEL, w.features - panel * PANEL), at = begin + panel * PANEL;
+        const Ending ending{bias ? bias + at : nullptr, op.divisor, op.factor, op.adds != 0};
+        multiply_panel(op, w, panel, span, span.first, span.count, [&](const float* y, std::int64_t first, int rows) {
+            float* out = floats(op.out, first, span) + op.out_at + at;
+            elements.finish(ending, y, PANEL, rows, n, out, buffers[op.out].columns);
+        });
+    };
+    share(span.pool, count, [&](std::int64_t begin, std::int64_t end) {
+        std::int64_t first = 0, features = 0;
+        for (std::int32_t i = 0; i < op.num_weights; i++) {
+            const Weight& w = weights[op.first_weight + i];
+            const std::int64_t last = first + w.panels();
+            for (std::int64_t p = std::max(begin, first); p < std::min(end, last); p++) one_panel(w, p - first, features);
+            first = last, features += w.features;
+        }
+    });
+}
+
+void Forward::gate(const Op& op, const Span& span) const {
+    const Weight &gate = weights[op.first_weight], &up = weights[op.first_weight + 1];
+    const bool is_quantised = buffers[op.out].is_groups;
+    const auto some_rows = [&](std::int64_t panel, std::int64_t first, std::int64_t count) {
+        alignas(LINE) float gates[BLOCK_ROWS * PANEL];
+        const std::int64_t n = std::min<std::int64_t>(PANEL, gate.features - panel * PANEL);
+        multiply_panel(op, gate, panel, span, first, count, [&](const float* y, std::int64_t row, int rows) {
+            std::memcpy(gates + (row - first) * PANEL, y, sizeof(float) * std::size_t(rows) * PANEL);
+        });
+        multiply_panel(op, up, panel, span, first, count, [&](float* y, std::int64_t row, int rows) {
+            for (const std::int64_t end = row + rows; row < end; row++, y += PANEL) {
+                const float* x = gates + (row - first) * PANEL;
+                float* out = is_quantised ? y : floats(op.out, row, span) + op.out_at + panel * PANEL;
+                elements.gate(op.function, x, y, n, out);
+                if (is_quantised) products.quantise(out, n, groups(op.out, row, span) + panel);
+            }
+        });
+    };
+    share(span.pool, gate.panels(), [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t panel = begin; panel < end; panel++)
+            for (std::int64_t row = 0; row < span.count; row += BLOCK_ROWS)
+                some_rows(panel, span.first + row, std::min(BLOCK_ROWS, span.count - row));
+    });
+}
+
+void Forward::embed(const Op& op, std::int64_t row, const Span& span) const {
+    const Weight& table = weights[op.first_weight];
+    const std::int64_t id = input.ids[row], n = table.columns;
+    float* out = floats(op.out, row, span) + op.out_at;
+    if (!table.is_packed()) {
+        const std::int64_t size = table.float_type() == 0 ? 4 : 2;
+        const void* stored = static_cast<const std::uint8_t*>(table.data) + id * n * size;
+        return elements.widen(FloatType(table.float_type()), stored, op.factor, n, out);
+    }
+    unpack_row(table.matrix(), id, out);
+    elements.widen(FloatType::f32, out, op.factor, n, out);
+}
+
+// An operation that takes each row by itself.
+void Forward::one_row(const Op& op, std::int64_t row, const Span& span) const {
+    if (op.action == Action::embed) return embed(op, row, span);
+    const float* x = floats(op.in, row, span) + op.in_at;
+    if (op.action == Action::quantise) return products.quantise(x, op.columns, groups(op.out, row, span));
+    float* out = floats(op.out, row, span) + op.out_at;
+    if (op.action == Action::add) return elements.add(out, x, op.factor, op.columns, out);
+    elements.norm(x, vectors.data() + op.vector, 0.f, op.epsilon, op.columns, out);
+}
+
+void Forward::run_ops(std::int64_t first, std::int64_t last, const Span& span) const {
+    for (std::int64_t i = first; i < last; i++) {
+        const Op& op = ops[i];
+        if (op.action == Action::product) {
+            product(op, span);
+        } else if (op.action == Action::gate) {
+            gate(op, span);
+        } else {
+            share(span.count < PARALLEL_ROWS ? nullptr : span.pool, span.count, [&](std::int64_t begin, std::int64_t end) {
+                for (std::int64_t row = begin; row < end; row++) one_row(op, span.first + row, span);
+            });
+        }
+    }
+}
+
+// -- a step -----------------------------------------------------------------------------------------------------------
+
+// Operations between two attentions.
+void Forward::run_segment(std::int64_t first, std::int64_t last) {
+    const std::int64_t tokens = input.num_tokens;
+    if (tokens <= shared_rows) return run_ops(first, last, {0, tokens, areas.data, tokens, nullptr, pool});
+    const std::int64_t threads = threads_of(pool), count = std::max((tokens + BLOCK_ROWS - 1) / BLOCK_ROWS, threads);
+    std::atomic<std::int64_t> next{0};
+    share(pool, threads, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t thread = begin; thread < end; thread++) {
+            std::uint8_t* area = areas.data + thread * BLOCK_ROWS * area_row_bytes;
+            for (std::int64_t i = next++; i < count; i = next++) {
+                const std::int64_t from = tokens * i / count, to = tokens * (i + 1) / count;
+                run_ops(first, last, {from, to - from, area, BLOCK_ROWS, nullptr, nullptr});
+            }
+        }
+    });
+}
+
+const char* Forward::attend(const Op& op) {
+    const bool rotates = op.rotary >= 0;
+    lockstep::native::Step step{};
+    step.layout = {program.kv_heads, program.head_dim, Storage(program.storage)};
+    step.heads = program.heads, step.window = op.window;
+    step.rotary_dim = rotates ? 2 * rotaries[op.rotary].num_pairs : 0;
+    step.scale = op.scale, step.epsilon = op.epsilon;
+    step.num_tokens = input.num_tokens, step.num_blocks = input.num_blocks, step.plan_size = input.plan_size;
+    step.projected = reinterpret_cast<const float*>(step_memory[op.in].data);
+    step.rotary = rotates ? turns[op.rotary].data() : nullptr;
+    step.norms = op.vector < 0 ? nullptr : vectors.data() + op.vector;
+    step.plan = input.plan;
+    step.cache = input.caches[op.layer];
+    step.out = reinterpret_cast<float*>(step_memory[op.out].data);
+    step.projected_size = input.num_tokens * buffers[op.in].columns;
+    step.rotary_size = input.num_tokens * step.rotary_dim, step.norms_size = step.norms ? 2 * program.head_dim : 0;
+    step.cache_bytes = input.num_blocks * std::int64_t(step.layout.block_bytes());
+    step.out_size = input.num_tokens * buffers[op.out].columns;
+    const auto run = [](void* pool, std::int64_t count, void (*item)(void*, std::int64_t), void* work) {
+        claim(static_cast<Pool*>(pool), count, [&](std::int64_t i) { item(work, i); });
+    };
+    return attention(step, kernel, Workers{threads_of(pool), run, pool});
+}
+
+const char* Forward::fault(const StepInput& step) const {
+    if (step.num_tokens < 1 || step.num_tokens > MAX_TOKENS || !step.ids) return "a step has 1 to 2^20 tokens";
+    if (!step.plan || step.plan_size < 1) return "the step has no plan";
+    if (step.num_layers != program.num_layers || !step.caches || step.num_blocks < 1) return "the step has no KV blocks";
+    for (std::int64_t i = 0; i < step.num_layers; i++)
+        if (!step.caches[i]) return "the step has no KV blocks";
+    for (std::int64_t i = 0; i < step.num_tokens; i++)
+        if (step.ids[i] < 0 || step.ids[i] >= program.vocab_size) return "a token is not of the vocabulary";
+    const std::int64_t columns = buffers[program.hidden].columns, rows = step.num_hidden_rows;
+    if (rows < 0 || rows > step.num_tokens || (rows && (!step.hidden_rows || !step.hidden || step.hidden_size < rows * columns)))
+        return "hidden states have no room";
+    for (std::int64_t i = 0; i < rows; i++)
+        if (step.hidden_rows[i] < 0 || step.hidden_rows[i] >= step.num_tokens) return "a row is not of the step";
+    return plan_fault(step.plan, step.plan_size, step.num_tokens, step.num_blocks);
+}
+
+// Room for the step's rows, and their rotations. Positions follow from the plan.
+void Forward::prepare(const StepInput& step) {
+    input = step;
+    for (std::size_t i = 0; i < buffers.size(); i++)
+        if (buffers[i].life == Life::step) step_memory[i].reserve(step.num_tokens * buffers[i].row_bytes());
+    const std::int64_t num_sequences = step.plan[0];
+    const std::int32_t *past = step.plan + 1, *begins = past + num_sequences;
+    for (std::size_t i = 0; i < rotaries.size(); i++) {
+        const Rotary& each = rotaries[i];
+        turns[i].resize(std::size_t(step.num_tokens) * 2 * each.num_pairs);
+        for (std::int64_t s = 0; s < num_sequences; s++)
+            for (std::int64_t row = begins[s]; row < begins[s + 1]; row++)
+                elements.rotation(vectors.data() + each.vector, past[s] + row - begins[s], each.factor, each.num_pairs,
+                                  &turns[i][std::size_t(row) * 2 * each.num_pairs]);
+    }
+}
+
+// Operations of the final part and the head over some rows of the latest step, as many at a time as there is room for.
+template <class F>
+void Forward::run_rows(const std::int64_t* rows, std::int64_t num_rows, std::int64_t first, std::int64_t last,
+                       float* logits, const F& take) const {
+    const std::size_t bytes = buffers[program.state].row_bytes();
+    for (std::int64_t row = 0; row < num_rows; row += shared_rows) {
+        const std::int64_t count = std::min(shared_rows, num_rows - row);
+        const Span span{0, count, areas.data, count, logits ? logits + row * program.vocab_size : nullptr, pool};
+        for (std::int64_t i = 0; i < count; i++)
+            std::memcpy(at(program.gathered, i, span), at(program.state, rows[row + i], span), bytes);
+        run_ops(first, last, span);
+        take(row, count, span);
+    }
+}
+
+const char* Forward::step(const StepInput& step) try {
+    if (const char* wrong = fault(step)) return wrong;
+    num_tokens = 0;
+    prepare(step);
+    std::int64_t first = 0;
+    for (std::int64_t i = 0; i <= program.final_begin; i++) {
+        if (i < program.final_begin && ops[i].action != Action::attention) continue;
+        run_segment(first, i);
+        first = i + 1;
+        if (i < program.final_begin)
+            if (const char* wrong = attend(ops[i])) return wrong;
+    }
+    const std::int64_t columns = buffers[program.hidden].columns;
+    run_rows(step.hidden_rows, step.num_hidden_rows, program.final_begin, program.head_begin, nullptr,
+             [&](std::int64_t row, std::int64_t count, const Span& span) {
+                 std::memcpy(step.hidden + row * columns, floats(program.hidden, 0, span), sizeof(float) * count * columns);
+             });
+    num_tokens = step.num_tokens;
+    return nullptr;
+} catch (const std::bad_alloc&) {
+    return "there is no memory for the step";
+}
+
+const char* Forward::logits(const std::int64_t* rows, std::int64_t num_rows, float* out, std::int64_t out_size) const {
+    if (num_rows < 0 || num_rows > MAX_TOKENS || (num_rows && (!rows || !out || out_size / num_rows < program.vocab_size)))
+        return "logits have no room";
+    for (std::int64_t i = 0; i < num_rows; i++)
+        if (rows[i] < 0 || rows[i] >= num_tokens) return "a row is not of the latest step";
+    run_rows(rows, num_rows, program.final_begin, program.num_ops, out, [](std::int64_t, std::int64_t, const Span&) {});
+    return nullptr;
+}
+
+}  // namespace lockstep::native

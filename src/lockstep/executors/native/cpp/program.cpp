@@ -1,0 +1,146 @@
+#include "program.hpp"
+
+#include <initializer_list>
+
+namespace lockstep::native {
+namespace {
+
+constexpr std::int64_t MAX_OPS = 1 << 20;
+
+bool is_within(std::int64_t index, std::int64_t count) { return index >= 0 && index < count; }
+
+// `count` numbers of Program::vectors from a place on.
+bool has_numbers(const Program& p, std::int64_t at, std::int64_t count) {
+    return at >= 0 && count >= 0 && at <= p.num_vectors && count <= p.num_vectors - at;
+}
+
+// Columns [at, at + count) of a buffer of floats.
+bool has_floats(const Program& p, std::int32_t buffer, std::int64_t at, std::int64_t count) {
+    if (!is_within(buffer, p.num_buffers) || p.buffers[buffer].is_groups) return false;
+    return at >= 0 && count >= 1 && at + count <= p.buffers[buffer].columns;
+}
+
+bool has_groups(const Program& p, std::int32_t buffer, std::int64_t columns) {
+    return is_within(buffer, p.num_buffers) && p.buffers[buffer].is_groups && p.buffers[buffer].columns == columns;
+}
+
+const char* weight_fault(const Weight& w) {
+    if (!is_within(w.type, NUM_TYPES)) return "a weight has no known type";
+    if (w.features < 1 || w.features > MAX_PRODUCT_FEATURES || w.columns < 1 || w.columns > MAX_PRODUCT_COLUMNS)
+        return "a weight does not have 1 to 2^24 features and 1 to 2^20 columns";
+    if (!w.is_packed())
+        return w.data && w.bytes >= w.features * w.columns * (w.float_type() ? 2 : 4) ? nullptr : "a weight is cut";
+    const Matrix m = w.matrix();
+    if (layout_of(m.kind).is_super && m.groups() % SUPER) return "a weight's columns are no whole blocks";
+    return w.data && w.bytes >= m.count() * m.panel_bytes() ? nullptr : "a weight is cut";
+}
+
+// Weights of a product or a gate, all with as many columns as their input has.
+const char* operand_fault(const Program& p, const Op& op, std::int64_t& features) {
+    features = 0;
+    if (op.num_weights < 1 || op.first_weight < 0 || op.first_weight > p.num_weights - op.num_weights)
+        return "an operation's weights are not there";
+    for (std::int32_t i = 0; i < op.num_weights; i++) {
+        const Weight& w = p.weights[op.first_weight + i];
+        if (w.is_packed() ? !has_groups(p, op.in_groups, w.columns) : !has_floats(p, op.in, op.in_at, w.columns))
+            return "an operation's input does not have the columns of its weights";
+        features += w.features;
+    }
+    return nullptr;
+}
+
+const char* attention_fault(const Program& p, const Op& op) {
+    const std::int64_t queries = std::int64_t(p.heads) * p.head_dim, keys = std::int64_t(p.kv_heads) * p.head_dim;
+    if (!is_within(op.layer, p.num_layers) || op.window < 0) return "attention has no such layer or window";
+    if (op.rotary != -1 && !is_within(op.rotary, p.num_rotaries)) return "attention has no such rotation";
+    if (op.vector != -1 && !has_numbers(p, op.vector, 2 * p.head_dim)) return "attention's norms are not there";
+    if (!has_floats(p, op.in, 0, queries + 2 * keys) || p.buffers[op.in].columns != queries + 2 * keys)
+        return "attention's input has other heads";
+    if (!has_floats(p, op.out, 0, queries) || p.buffers[op.out].columns != queries) return "attention's output has other heads";
+    if (p.buffers[op.in].life != Life::step || p.buffers[op.out].life != Life::step)
+        return "attention needs all rows of its buffers";
+    return nullptr;
+}
+
+const char* op_fault(const Program& p, const Op& op) {
+    std::int64_t features = 0;
+    switch (op.action) {
+        case Action::embed: {
+            if (op.num_weights != 1 || !is_within(op.first_weight, p.num_weights)) return "there is no table to embed from";
+            const Weight& w = p.weights[op.first_weight];
+            if (w.features != p.vocab_size) return "the table does not have the vocabulary's size";
+            return has_floats(p, op.out, op.out_at, w.columns) ? nullptr : "an embedding has no room";
+        }
+        case Action::norm:
+            if (!has_numbers(p, op.vector, op.columns)) return "a norm's weights are not there";
+            [[fallthrough]];
+        case Action::add:
+            if (!has_floats(p, op.in, op.in_at, op.columns)) return "an operation's input is not there";
+            return has_floats(p, op.out, op.out_at, op.columns) ? nullptr : "an operation's output has no room";
+        case Action::quantise:
+            if (!has_floats(p, op.in, op.in_at, op.columns)) return "an operation's input is not there";
+            return has_groups(p, op.out, op.columns) ? nullptr : "quantised rows have no room";
+        case Action::product:
+            if (const char* wrong = operand_fault(p, op, features)) return wrong;
+            if (op.vector != -1 && !has_numbers(p, op.vector, features)) return "a product's biases are not there";
+            return has_floats(p, op.out, op.out_at, features) ? nullptr : "a product has no room";
+        case Action::gate:
+            if (const char* wrong = operand_fault(p, op, features)) return wrong;
+            if (op.num_weights != 2 || p.weights[op.first_weight].features != p.weights[op.first_weight + 1].features)
+                return "a gate needs two weights of one size";
+            if (op.function < Gate::silu || op.function > Gate::gelu_erf) return "there is no such function of a gate";
+            return has_groups(p, op.out, features / 2) || has_floats(p, op.out, op.out_at, features / 2)
+                       ? nullptr : "a gate has no room";
+        case Action::attention:
+            return attention_fault(p, op);
+    }
+    return "there is no such operation";
+}
+
+const char* heads_fault(const Program& p) {
+    if (p.num_layers < 1 || p.kv_heads < 1 || p.heads < 1 || p.heads % p.kv_heads || p.heads > 1 << 16)
+        return "the query heads are no multiple of the KV heads";
+    if (p.head_dim < HEAD_DIM_UNIT || p.head_dim % HEAD_DIM_UNIT || p.head_dim > MAX_HEAD_DIM)
+        return "a head's size is not a multiple of 8 up to 512";
+    return is_within(p.storage, 3) ? nullptr : "keys and values have no such precision";
+}
+
+}  // namespace
+
+const char* fault_of(const Program& p) {
+    if (p.num_ops < 1 || p.num_ops > MAX_OPS || p.final_begin < 1 || p.head_begin < p.final_begin || p.num_ops < p.head_begin)
+        return "the parts of the program are not in order";
+    if (p.num_weights < 1 || p.num_buffers < 1 || p.num_vectors < 0 || p.num_rotaries < 0) return "the program has no memory";
+    if (!p.ops || !p.weights || !p.buffers || (p.num_vectors && !p.vectors) || (p.num_rotaries && !p.rotaries))
+        return "the program has no memory";
+    if (const char* wrong = heads_fault(p)) return wrong;
+    for (std::int64_t i = 0; i < p.num_buffers; i++) {
+        const Buffer& b = p.buffers[i];
+        if (b.columns < 1 || b.columns > MAX_PRODUCT_FEATURES || (b.life != Life::step && b.life != Life::rows))
+            return "a buffer has no known shape";
+    }
+    for (std::int64_t i = 0; i < p.num_rotaries; i++)
+        if (p.rotaries[i].num_pairs < 1 || 2 * std::int64_t(p.rotaries[i].num_pairs) > p.head_dim ||
+            !has_numbers(p, p.rotaries[i].vector, p.rotaries[i].num_pairs))
+            return "a rotation's frequencies are not there";
+    for (const std::int32_t buffer : {p.state, p.gathered, p.hidden, p.logits})
+        if (!has_floats(p, buffer, 0, 1)) return "a result has no buffer";
+    if (p.state == p.logits || p.gathered == p.logits || p.hidden == p.logits) return "only the head has logits";
+    if (p.buffers[p.gathered].columns != p.buffers[p.state].columns) return "gathered rows are not those of the state";
+    if (p.buffers[p.state].life != Life::step || p.buffers[p.logits].columns != p.vocab_size)
+        return "a result's buffer has another shape";
+    for (std::int64_t i = 0; i < p.num_weights; i++)
+        if (const char* wrong = weight_fault(p.weights[i])) return wrong;
+    for (std::int64_t i = 0; i < p.num_ops; i++) {
+        const Op& op = p.ops[i];
+        if (const char* wrong = op_fault(p, op)) return wrong;
+        if (i < p.head_begin && (op.in == p.logits || op.out == p.logits)) return "only the head has logits";
+        const bool uses_tokens = op.action == Action::embed || op.action == Action::attention;
+        if (i >= p.final_begin && (uses_tokens || (op.in >= 0 && p.buffers[op.in].life == Life::step) ||
+                                   p.buffers[op.out].life == Life::step))
+            return "only the body works on whole steps";
+    }
+    return nullptr;
+}
+
+}  // namespace lockstep::native

@@ -1,0 +1,245 @@
+"""The native executor: packed weights, a KV pool, and a forward pass of our own whose bits are the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.artifacts.architectures import ARCHITECTURES
+from lockstep.artifacts.model import Artifact, ModelConfig
+from lockstep.artifacts.openvino_ir import FORMAT as EXPORTED
+from lockstep.errors import ExecutorError, InvalidPlanError, UnsupportedArtifactError, UsageError
+from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
+from lockstep.executors.kv_pool import KVPool
+from lockstep.executors.machine import available_cores
+from lockstep.executors.native.forward import STORAGES, Forward
+from lockstep.executors.native.library import NativeLibrary, native_library
+from lockstep.executors.native.packs import ModelWeights, load_weights
+from lockstep.executors.native.products import ThreadPool
+from lockstep.executors.native.program import HEAD_DIM_UNIT, MAX_HEAD_DIM, Frequencies, build_program
+from lockstep.executors.native.self_check import self_check
+from lockstep.executors.options import ExecutorOptions
+from lockstep.executors.quantise import vector
+from lockstep.executors.rotary import inverse_frequencies, local_frequencies
+from lockstep.executors.row_math import row_math
+from lockstep.executors.step_inputs import NO_ROWS, Limits, TableRows, check_moves, checked_chunks
+
+Report = Callable[[str, float], None]
+MAX_POOL_THREADS = 256
+BLOCK_TOKENS = 32
+"""Tokens of a KV block, as ``attention.hpp`` has them."""
+
+
+_POOLS: dict[tuple[str, int], ThreadPool] = {}
+"""Threads of this process, by instruction set and number: replicas share them. They end with the process."""
+
+
+def load_executor(artifact: Artifact, options: ExecutorOptions, report: Report) -> NativeExecutor:
+    """Pack or map the weights, and hand the program to the library; ``allocate`` then makes the pool.
+
+    Args:
+        report: called with a stage (``pack``) and its fraction done.
+
+    Raises:
+        UsageError: the library is not there, or not with the chosen instruction set.
+        ArtifactError: the artifact is corrupt or of an unknown kind.
+        ExecutorError: the library refuses the program.
+    """
+    library = _library(options.isa)
+    _check_bits(library)
+    config = artifact.config
+    _check_config(artifact)
+    weights = load_weights(artifact, library, options.quantize, options.cache_dir, options.max_cache_bytes, report)
+    try:
+        program = build_program(
+            config, weights.matrices, lambda name, size: vector(artifact.weights[name], size),
+            artifact.weights.__contains__, _frequencies(config),
+        )  # fmt: skip
+        pool = _pool(library, available_cores() if options.threads is None else options.threads)
+        forward = Forward(library, pool, program, config, options.kv_cache_precision)
+    except BaseException:
+        weights.close()
+        raise
+    storage = STORAGES.index(options.kv_cache_precision)
+    block_bytes = int(library.handle.native_block_bytes(config.num_kv_heads, config.head_dim, storage))  # fits an int
+    environment = MappingProxyType(environment_of(artifact, options))
+    return NativeExecutor(artifact, weights, forward, environment, config.num_layers * block_bytes)
+
+
+def environment_of(artifact: Artifact, options: ExecutorOptions) -> dict[str, str]:
+    """Everything that a model's bits depend on: neither the processor nor the number of threads is among it."""
+    return {
+        "executor": "native",
+        "bits": str(_library(options.isa).bits_version),
+        "kv_cache_precision": options.kv_cache_precision,
+        "quantize": options.quantize or "none",
+        "artifact": artifact.fingerprint,
+    }
+
+
+def _library(isa: str | None) -> NativeLibrary:
+    library = native_library(isa)
+    if isinstance(library, str):
+        raise UsageError(f"the native executor cannot be used: {library}")
+    return library
+
+
+@cache
+def _check_bits(library: NativeLibrary) -> None:
+    """UsageError where this processor gives other bits than it must; once for each instruction set."""
+    wrong = self_check(library)
+    if wrong is not None:
+        raise UsageError(
+            f"instruction set {library.isa!r} gives other bits here than the portable one in {wrong}; "
+            "choose another one with --isa, and report it"
+        )
+
+
+def _pool(library: NativeLibrary, threads: int) -> ThreadPool:
+    threads = min(threads, MAX_POOL_THREADS)
+    if (library.isa, threads) not in _POOLS:
+        _POOLS[library.isa, threads] = ThreadPool(library, threads)
+    return _POOLS[library.isa, threads]
+
+
+def _check_config(artifact: Artifact) -> None:
+    config = artifact.config
+    if config.architecture not in ARCHITECTURES or artifact.format == EXPORTED:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedArtifactError(
+            f"the native executor has no architecture {config.architecture!r} of format {artifact.format}; it has "
+            f"{known}, from GGUF files and safetensors",
+            path=artifact.path,
+        )
+    if config.head_dim % HEAD_DIM_UNIT or config.head_dim > MAX_HEAD_DIM:
+        raise UnsupportedArtifactError(
+            f"heads have {config.head_dim} dimensions; a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM} is expected",
+            path=artifact.path,
+        )
+
+
+def _frequencies(config: ModelConfig) -> Frequencies:
+    factor = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+    turns = [(inverse_frequencies(config, _plain_frequencies, row_math().log), factor)]
+    if config.local_rope_theta is not None:
+        turns.append((local_frequencies(config, _plain_frequencies), 1.0))
+    return turns
+
+
+def _plain_frequencies(rotary_dim: int, theta: float) -> npt.NDArray[np.float32]:
+    """theta ** -(2 i / rotary_dim): see `rotary.plain_frequencies`."""
+    return row_math().powers(theta, -np.arange(0, rotary_dim, 2) / rotary_dim).astype(np.float32)
+
+
+class NativeExecutor:
+    """Executor protocol."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        weights: ModelWeights,
+        forward: Forward,
+        environment: Mapping[str, str],
+        bytes_per_block: int,
+    ) -> None:
+        config = artifact.config
+        self.environment = environment
+        self.geometry = Geometry(
+            block_size=BLOCK_TOKENS,
+            bytes_per_block=bytes_per_block,
+            num_layers=config.num_layers,
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            decode_equals_prefill=True,
+            weights_bytes=weights.num_bytes,
+        )
+        self._weights = weights
+        self._forward: Forward | None = forward
+        self._pool: KVPool | None = None
+        self._limits: Limits | None = None
+        self._table_rows = TableRows()
+        self._hidden_states = np.empty((0, config.hidden_size), np.float32)
+        self._prompt_rows = NO_ROWS
+        self._logits, self._prompt_logits = _LogitsMemory(config.vocab_size), _LogitsMemory(config.vocab_size)
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Create the pool; an earlier one is dropped with its contents."""
+        if self._forward is None:
+            raise ExecutorError("the executor is closed")
+        self._pool = None
+        geometry = self.geometry
+        sizes = [geometry.bytes_per_block // geometry.num_layers] * geometry.num_layers
+        self._pool = KVPool(sizes, num_blocks, num_host_blocks)
+        self._limits = Limits(
+            geometry.block_size, num_blocks, num_host_blocks, geometry.max_model_len, geometry.vocab_size
+        )
+
+    def execute(self, batch: StepBatch) -> Logits:
+        """See the protocol. Any rows may be asked for; an empty plan (only moves, or nothing) gives no rows."""
+        pool, plan = self._allocated(), batch.plan
+        assert self._limits is not None, "it is set with the pool"
+        assert self._forward is not None, "a closed executor has no pool"
+        check_moves(plan, self._limits)
+        self._weights.refuse_damage()
+        chunks = None
+        if plan.has_work:
+            chunks = checked_chunks(batch, self._limits, self._table_rows)
+        elif len(batch.rows) or len(batch.token_ids):
+            raise InvalidPlanError(f"step {plan.step}: rows or token ids without a chunk")
+        pool.move(plan)
+        if chunks is None:
+            return np.empty((0, self.geometry.vocab_size), np.float32)
+        hidden_rows = NO_ROWS if batch.hidden_rows is None else np.ascontiguousarray(batch.hidden_rows, np.int64)
+        token_ids = np.ascontiguousarray(batch.token_ids, np.int64)
+        self._hidden_states = self._forward.step(token_ids, chunks.plan, pool.caches, hidden_rows)
+        self._prompt_rows = NO_ROWS if batch.prompt_rows is None else batch.prompt_rows
+        return self._logits.of(self._forward, batch.rows)
+
+    def prompt_logits(self, first: int, last: int) -> Logits:
+        """See the protocol."""
+        assert self._forward is not None, "a step was executed"
+        return self._prompt_logits.of(self._forward, self._prompt_rows[first:last])
+
+    @property
+    def hidden_states(self) -> npt.NDArray[np.float32]:
+        """See ``base.HiddenStates``."""
+        return self._hidden_states
+
+    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
+        """See the protocol."""
+        return self._allocated().read(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
+        """See the protocol."""
+        self._allocated().write(blocks, content)
+
+    def _allocated(self) -> KVPool:
+        if self._pool is None:
+            raise ExecutorError("the executor has no pool: it is closed, or allocate() was not called")
+        return self._pool
+
+    def close(self) -> None:
+        """Release weights and pool; calling it again does nothing."""
+        if self._forward is not None:
+            self._forward.close()
+            self._weights.close()
+        self._forward = self._pool = self._limits = None
+
+
+class _LogitsMemory:
+    """Memory for logits that is kept from step to step: new pages would cost more than small products."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._rows: Logits = np.empty((0, vocab_size), np.float32)
+
+    def of(self, forward: Forward, rows: npt.NDArray[np.int64]) -> Logits:
+        """Logits of tokens of the latest step: valid until the next call."""
+        if len(self._rows) < len(rows):
+            self._rows = np.empty((len(rows), self._rows.shape[1]), np.float32)
+        logits = self._rows[: len(rows)]
+        forward.logits(np.ascontiguousarray(rows, np.int64), logits)
+        return logits

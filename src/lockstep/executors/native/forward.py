@@ -1,0 +1,144 @@
+"""A program in the native library: handed over once, then run step by step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.artifacts.model import ModelConfig
+from lockstep.errors import ExecutorError
+from lockstep.executors.native.library import NativeLibrary
+from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool
+from lockstep.executors.native.program import Op, Program
+from lockstep.executors.native.weights import KINDS, pointer
+
+STORAGES = ("f32", "f16", "int8")
+"""Precisions of keys and values by their numbers in ``attention.hpp``."""
+_FLOATS = ("epsilon", "factor", "divisor", "scale")
+_OPS = np.dtype([(name, "<f4" if name in _FLOATS else "<i4") for name in Op._fields])
+_WEIGHTS = np.dtype([("type", "<i8"), ("features", "<i8"), ("columns", "<i8"), ("data", "<u8"), ("bytes", "<i8")])
+_BUFFERS = np.dtype([("columns", "<i4"), ("is_groups", "<i4"), ("life", "<i4"), ("unused", "<i4")])
+_ROTARIES = np.dtype([("vector", "<i4"), ("num_pairs", "<i4"), ("factor", "<f4")])
+
+
+class _Program(ctypes.Structure):
+    """``Program`` of ``program.hpp``."""
+
+    _fields_ = (
+        ("ops", ctypes.c_void_p), ("num_ops", ctypes.c_int64), ("final_begin", ctypes.c_int64),
+        ("head_begin", ctypes.c_int64), ("weights", ctypes.c_void_p), ("num_weights", ctypes.c_int64),
+        ("buffers", ctypes.c_void_p), ("num_buffers", ctypes.c_int64), ("vectors", ctypes.c_void_p),
+        ("num_vectors", ctypes.c_int64), ("rotaries", ctypes.c_void_p), ("num_rotaries", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("state", "gathered", "hidden", "logits", "num_layers", "heads")),
+        *((name, ctypes.c_int32) for name in ("kv_heads", "head_dim", "storage", "vocab_size")),
+    )  # fmt: skip
+
+
+class _StepInput(ctypes.Structure):
+    """``StepInput`` of ``forward.hpp``."""
+
+    _fields_ = (
+        ("num_tokens", ctypes.c_int64), ("ids", ctypes.c_void_p), ("plan", ctypes.c_void_p),
+        ("plan_size", ctypes.c_int64), ("caches", ctypes.c_void_p), ("num_layers", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int64), ("num_hidden_rows", ctypes.c_int64), ("hidden_rows", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p), ("hidden_size", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class Forward:
+    """The forward pass of one model. One caller at a time.
+
+    Args:
+        library: with the instruction set to use.
+        pool: its threads share the work; it must live longer.
+        storage: one of `STORAGES`.
+
+    Raises:
+        ExecutorError: the library refuses the program.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, pool: ThreadPool, program: Program, config: ModelConfig, storage: str
+    ) -> None:
+        self._handle = ctypes.c_void_p()
+        handle = library.handle
+        self._functions = {name: getattr(handle, f"native_forward_{name}") for name in ("make", "step", "logits")}
+        for function in self._functions.values():
+            function.restype = ctypes.c_char_p
+        self._free = handle.native_forward_free
+        self._free.restype = None
+        self._hidden_size = config.hidden_size
+        self._weights = program.weights  # the library reads them where they are
+        ops = np.array([tuple(op) for op in program.ops], _OPS)
+        weights = np.array(
+            [
+                (weight_type(each.encoding), each.features, each.columns, each.data.ctypes.data, each.data.nbytes)
+                for each in program.weights
+            ],
+            _WEIGHTS,
+        )
+        buffers = np.array([(b.columns, b.is_groups, 0 if b.is_of_step else 1, 0) for b in program.buffers], _BUFFERS)
+        vectors = np.concatenate([*program.vectors, np.zeros(0, np.float32)]).astype(np.float32, copy=False)
+        rotaries = np.array([tuple(each) for each in program.rotaries], _ROTARIES)
+        passed = _Program(
+            ops.ctypes.data, len(ops), program.final_begin, program.head_begin, weights.ctypes.data, len(weights),
+            buffers.ctypes.data, len(buffers), vectors.ctypes.data, len(vectors), rotaries.ctypes.data, len(rotaries),
+            program.state, program.gathered, program.hidden, program.logits, config.num_layers, config.num_heads,
+            config.num_kv_heads, config.head_dim, STORAGES.index(storage), config.vocab_size,
+        )  # fmt: skip
+        self._call("make", ctypes.byref(passed), library.isa.encode(), pool.handle, ctypes.byref(self._handle))
+
+    def step(
+        self, token_ids: npt.NDArray[np.int64], plan: npt.NDArray[np.int32], caches: Sequence[npt.NDArray[np.uint8]],
+        hidden_rows: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.float32]:  # fmt: skip
+        """Run all layers over a step's tokens, and keep their states for `logits`.
+
+        Args:
+            token_ids: ``[T]``.
+            plan: see `Chunks.plan`.
+            caches: ``[num_blocks, bytes]`` of each layer.
+            hidden_rows: tokens of which hidden states are wanted.
+
+        Returns:
+            ``[len(hidden_rows), hidden_size]``: what the LM head is given.
+
+        Raises:
+            ExecutorError: the step does not fit the program, or there is no memory.
+        """
+        hidden = np.empty((len(hidden_rows), self._hidden_size), np.float32)
+        addresses = np.array([cache.ctypes.data for cache in caches], np.uint64)
+        passed = _StepInput(
+            len(token_ids), token_ids.ctypes.data, plan.ctypes.data, len(plan), addresses.ctypes.data, len(caches),
+            len(caches[0]), len(hidden_rows), hidden_rows.ctypes.data, hidden.ctypes.data, hidden.size,
+        )  # fmt: skip
+        self._call("step", self._handle, ctypes.byref(passed))
+        return hidden
+
+    def logits(self, rows: npt.NDArray[np.int64], out: npt.NDArray[np.float32]) -> None:
+        """Logits ``[len(rows), vocab_size]`` of tokens of the latest step."""
+        assert out.flags.c_contiguous
+        self._call(
+            "logits", self._handle, pointer(rows), ctypes.c_int64(len(rows)), pointer(out),
+            ctypes.c_int64(out.size),
+        )  # fmt: skip
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        wrong = self._functions[name](*arguments)
+        if wrong is not None:
+            raise ExecutorError(f"the forward pass failed: {wrong.decode()}")
+
+    def close(self) -> None:
+        """Release it; calling it again does nothing."""
+        if self._handle:
+            self._free(self._handle)
+            self._handle = ctypes.c_void_p()
+
+
+def weight_type(encoding: Any) -> int:
+    """An encoding by its number in ``program.hpp``."""
+    return KINDS.index(encoding) if encoding in KINDS else len(KINDS) + FLOAT_TYPES.index(encoding)

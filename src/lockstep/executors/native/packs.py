@@ -1,0 +1,387 @@
+"""Weights of a model as the forward pass reads them: packed once into a file that is mapped, else in memory.
+
+Matrices in block encodings are packed as they are, float ones stay as they are stored, unless `quantize` rounds them.
+Files are entries of a `BuildCache`. Their content is checked in the background after they were mapped: reading all of
+it first would make a second start as long as a first one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.artifacts.layout import EMBEDDING, LM_HEAD, expected_tensors
+from lockstep.artifacts.model import Artifact, Encoding, Tensor
+from lockstep.artifacts.tensors import BLOCKS, FLOAT_TYPES, GROUP_SIZE
+from lockstep.errors import ExecutorError, UsageError
+from lockstep.executors.build_cache import BuildCache
+from lockstep.executors.native.library import NativeLibrary
+from lockstep.executors.native.weights import int4_blocks, int8_blocks, pack, packed_bytes
+from lockstep.executors.quantise import check_tensor, int4_groups, int8_channels, refuse_non_finite
+
+Bytes = npt.NDArray[np.uint8]
+Report = Callable[[str, float], None]
+LAYOUT_VERSION = "1"
+"""Raised whenever the same artifact and options would be packed into other bytes."""
+FOLDER = "packed"
+"""In the cache folder."""
+TABLE, DATA = FILES = ("weights.json", "weights.bin")
+CHECKED_BYTES = 1 << 20
+"""Bytes that share a checksum."""
+_ALIGNMENT = 64
+_HUGE_PAGE = 2 << 20
+_HALF_INFINITY = 0x7C00
+"""Exponent bits of a float16; all of them are set in infinity and NaN."""
+_SCALES_AT: Mapping[Encoding, tuple[int, ...]] = {
+    Encoding.Q8_0: (0,),
+    Encoding.Q4_0: (0,),
+    Encoding.Q4_1: (0, 2),
+    Encoding.Q5_0: (0,),
+    Encoding.Q5_1: (0, 2),
+    Encoding.Q4_K: (0, 2),
+    Encoding.Q5_K: (0, 2),
+    Encoding.Q6_K: (208,),
+}
+"""Where a block has its float16 numbers."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix as the library reads it."""
+
+    encoding: Encoding
+    """One of `KINDS`: in panels; a float type: rows as they are stored."""
+    features: int
+    columns: int
+    """The tensor's own; panels may have more, filled with zeros."""
+    data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix that is packed, before it is."""
+
+    name: str
+    encoding: Encoding
+    features: int
+    columns: int
+    num_bytes: int
+
+
+class ModelWeights:
+    """The matrices of a loaded model.
+
+    Args:
+        matrices: by canonical name.
+        num_bytes: of all of them.
+        check: of the mapped file, if there is one.
+    """
+
+    def __init__(self, matrices: Mapping[str, Matrix], num_bytes: int, check: FileCheck | None = None) -> None:
+        self.matrices = matrices
+        self.num_bytes = num_bytes
+        self._check = check
+
+    def refuse_damage(self) -> None:
+        """ExecutorError where the mapped file was found damaged."""
+        if self._check is not None and self._check.fault is not None:
+            raise ExecutorError(self._check.fault)
+
+    def close(self) -> None:
+        """Release them; nothing may read them from here on."""
+        if self._check is not None:
+            self._check.stop()
+        self._check, self.matrices = None, {}
+
+
+def load_weights(
+    artifact: Artifact,
+    library: NativeLibrary,
+    quantize: str | None,
+    cache_dir: Path | None,
+    max_cache_bytes: int,
+    report: Report,
+) -> ModelWeights:
+    """Map the packed weights of an artifact; they are packed first where there are none.
+
+    Args:
+        quantize: ``int8`` or ``int4``: what float matrices are rounded to.
+        cache_dir: where packed files are kept; None: they are packed into memory.
+        report: called with the stage ``pack`` and its fraction done.
+
+    Raises:
+        UsageError: there is nothing to quantise.
+        CorruptArtifactError: a tensor is absent, of the wrong size or not finite.
+    """
+    names = _matrix_names(artifact)
+    tensors = {name: artifact.weights[name] for name in names}
+    if quantize is not None and not any(each.encoding in FLOAT_TYPES for each in tensors.values()):
+        raise UsageError(f"quantize is {quantize!r} and {artifact.name} has no float weights to quantise; leave it out")
+    floats, packed = _planned(library, tensors, quantize)
+    packing = _Packing(artifact, library, packed, quantize, report)
+    panels, check = _panels(packing, artifact, quantize, cache_dir, max_cache_bytes)
+    matrices, begin = dict(floats), 0
+    for each in packed:
+        data = panels[begin : begin + each.num_bytes]
+        matrices[each.name] = Matrix(each.encoding, each.features, each.columns, data)
+        begin = _aligned(begin + each.num_bytes)
+    num_bytes = sum(each.data.nbytes for each in matrices.values())
+    return ModelWeights({name: matrices[name] for name in names}, num_bytes, check)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPack:
+    """Packed weights on disk."""
+
+    folder: Path
+    source: Path
+    """The artifact that they were packed from."""
+    num_bytes: int
+
+
+def kept_packs(cache_dir: Path) -> list[KeptPack]:
+    """Packed weights of a cache folder, by source; entries that are not whole are left out."""
+    found = []
+    for table in (cache_dir / FOLDER).glob(f"*/{TABLE}"):
+        with suppress(OSError, ValueError, KeyError):
+            source = Path(json.loads(table.read_text())["source"])
+            found.append(KeptPack(table.parent, source, table.with_name(DATA).stat().st_size))
+    return sorted(found, key=lambda kept: (kept.source, kept.folder))
+
+
+def remove_orphans(cache_dir: Path) -> int:
+    """Remove packed weights whose artifact is gone; returns the bytes that this frees."""
+    orphans = [kept for kept in kept_packs(cache_dir) if not kept.source.exists()]
+    for orphan in orphans:
+        shutil.rmtree(orphan.folder, ignore_errors=True)
+    return sum(orphan.num_bytes for orphan in orphans)
+
+
+def _matrix_names(artifact: Artifact) -> list[str]:
+    """Canonical names of the matrices of the forward pass, a tied head once."""
+    return [name for name, shape in expected_tensors(artifact.config).items() if len(shape) == 2]
+
+
+def packed_encoding(name: str, tensor: Tensor, quantize: str | None) -> Encoding | None:
+    """The encoding in which a matrix is packed; None: it stays floats as they are stored."""
+    if tensor.encoding not in FLOAT_TYPES:
+        return tensor.encoding
+    if quantize is None:
+        return None
+    is_table = name in (EMBEDDING, LM_HEAD)
+    return Encoding.Q8_0 if quantize == "int8" or is_table or tensor.shape[1] % GROUP_SIZE else Encoding.Q4_0
+
+
+def _planned(
+    library: NativeLibrary, tensors: Mapping[str, Tensor], quantize: str | None
+) -> tuple[dict[str, Matrix], list[PackedMatrix]]:
+    """Float matrices as they are stored, and those to be packed, in the order in which they lie in the file."""
+    floats, packed = {}, []
+    for name, tensor in tensors.items():
+        features, columns = tensor.shape
+        check_tensor(tensor, (features, columns))
+        encoding = packed_encoding(name, tensor, quantize)
+        if encoding is None:
+            _refuse_non_finite_floats(tensor)
+            floats[name] = Matrix(tensor.encoding, features, columns, _bytes_of(tensor))
+        else:
+            rounded = -(-columns // GROUP_SIZE) * GROUP_SIZE
+            blocks = Tensor(name, encoding, (features, rounded), tensor.data)
+            packed.append(PackedMatrix(name, encoding, features, columns, packed_bytes(library, blocks)))
+    return floats, packed
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    return np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1)
+
+
+class _Packing:
+    """Packs matrices one after the other, into a file or into memory."""
+
+    def __init__(
+        self, artifact: Artifact, library: NativeLibrary, packed: Sequence[PackedMatrix], quantize: str | None,
+        report: Report,
+    ) -> None:  # fmt: skip
+        self._artifact = artifact
+        self._library = library
+        self._packed = packed
+        self._quantize = quantize
+        self._report = report
+        self.num_bytes = sum(_aligned(each.num_bytes) for each in packed)
+
+    def panels(self) -> Iterator[Bytes]:
+        """Panels of each matrix, filled up to the alignment; valid until the next one is asked for."""
+        memory = np.zeros(max((_aligned(each.num_bytes) for each in self._packed), default=0), np.uint8)
+        num_done = 0
+        for each in self._packed:
+            size = _aligned(each.num_bytes)
+            memory[each.num_bytes : size] = 0
+            self._pack(each, memory)
+            num_done += size
+            self._report("pack", num_done / self.num_bytes)
+            yield memory[:size]
+
+    def into(self, memory: Bytes) -> None:
+        """Pack all of them into memory."""
+        begin = 0
+        for panels in self.panels():
+            memory[begin : begin + len(panels)] = panels
+            begin += len(panels)
+
+    def _pack(self, each: PackedMatrix, memory: Bytes) -> None:
+        tensor = self._artifact.weights[each.name]
+        if tensor.encoding not in FLOAT_TYPES:
+            _refuse_non_finite_scales(tensor)
+            blocks = tensor
+        elif each.encoding is Encoding.Q4_0:
+            codes, scales = int4_groups(tensor)
+            refuse_non_finite(tensor, bool(np.isfinite(scales).all()))
+            blocks = int4_blocks(each.name, codes, scales[..., 0])
+        else:
+            numbers, scales = int8_channels(tensor)
+            refuse_non_finite(tensor, bool(np.isfinite(scales).all()))
+            blocks = int8_blocks(each.name, numbers, scales)
+        pack(self._library, blocks, memory[: each.num_bytes])
+
+
+def _panels(
+    packing: _Packing, artifact: Artifact, quantize: str | None, cache_dir: Path | None, max_cache_bytes: int
+) -> tuple[Bytes, FileCheck | None]:
+    """All panels one after the other: mapped from a file, or in memory."""
+    if cache_dir is not None and packing.num_bytes:
+        cache = BuildCache(cache_dir / FOLDER, max_cache_bytes, FILES)
+        key = {"artifact": artifact.fingerprint, "layout": LAYOUT_VERSION, "quantize": quantize or "none"}
+        try:
+            table = cache.find(key) or cache.store(key, lambda path: _write(path, packing, artifact))
+            return _mapped(table, lambda: cache.remove(key))
+        except (OSError, ValueError) as error:
+            # A full or read-only disk costs memory and the next load time, never this one its model.
+            reason = " ".join(str(error).split())
+            log.warning("%s: its packed weights are in memory and not in a file: %s", artifact.name, reason)
+    memory = huge_memory(packing.num_bytes)
+    packing.into(memory)
+    return memory, None
+
+
+def _write(path: Path, packing: _Packing, artifact: Artifact) -> None:
+    """Write the panels, and a table with a checksum of each part."""
+    checksums: list[int] = []
+    rest = bytearray()
+    with path.with_name(DATA).open("wb") as file:
+        for panels in packing.panels():
+            file.write(panels.data)
+            rest += panels.data
+            whole = len(rest) // CHECKED_BYTES * CHECKED_BYTES
+            checksums += [zlib.crc32(rest[at : at + CHECKED_BYTES]) for at in range(0, whole, CHECKED_BYTES)]
+            del rest[:whole]
+    if rest:
+        checksums.append(zlib.crc32(rest))
+    table = {
+        "source": str(artifact.path.absolute()),
+        "bytes": packing.num_bytes,
+        "part": CHECKED_BYTES,
+        "crc32": checksums,
+    }
+    path.write_text(json.dumps(table))
+
+
+def _mapped(table: Path, remove: Callable[[], None]) -> tuple[Bytes, FileCheck]:
+    """A file's panels, mapped read-only, and their check, which has begun.
+
+    Raises:
+        OSError, ValueError: the file is gone, or not what its table describes.
+    """
+    facts = json.loads(table.read_text())
+    path = table.with_name(DATA)
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if len(memory) != facts["bytes"]:
+        raise ValueError(f"{path} has {len(memory)} bytes; {facts['bytes']} were written")
+    with suppress(OSError, AttributeError):  # a system without it
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    panels = np.frombuffer(memory, np.uint8)
+    return panels, FileCheck(path, panels, facts["part"], facts["crc32"], remove)
+
+
+class FileCheck:
+    """Compares a mapped file with its checksums in a thread of its own.
+
+    Args:
+        remove: called where the file is damaged, so that the next load packs it again.
+    """
+
+    def __init__(
+        self, path: Path, panels: Bytes, part: int, checksums: Sequence[int], remove: Callable[[], None]
+    ) -> None:
+        self.fault: str | None = None
+        self._path = path
+        self._panels = panels
+        self._part = part
+        self._checksums = checksums
+        self._remove = remove
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="check of packed weights", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for index, expected in enumerate(self._checksums):
+            if self._stopped.is_set():
+                return
+            begin = index * self._part
+            if zlib.crc32(self._panels[begin : begin + self._part].data) != expected:
+                self.fault = (
+                    f"the packed weights are damaged at byte {begin} of {self._path}; the file was removed, and the "
+                    "next load packs them again"
+                )
+                self._remove()
+                return
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
+def huge_memory(size: int) -> Bytes:
+    """Zeros that begin at a huge page, in huge pages where the system has them."""
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    begin = -whole.ctypes.data % _HUGE_PAGE
+    return whole[begin : begin + size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _refuse_non_finite_scales(tensor: Tensor) -> None:
+    """Codes are always finite; only scales and offsets can be wrong."""
+    blocks = tensor.data.view(np.uint8).reshape(-1, BLOCKS[tensor.encoding][1])
+    for at in _SCALES_AT[tensor.encoding]:
+        halves = np.ascontiguousarray(blocks[:, at : at + 2]).view("<u2")
+        refuse_non_finite(tensor, not ((halves & _HALF_INFINITY) == _HALF_INFINITY).any())
+
+
+def _refuse_non_finite_floats(tensor: Tensor) -> None:
+    exponent = {Encoding.F32: 0x7F800000, Encoding.F16: _HALF_INFINITY, Encoding.BF16: 0x7F80}[tensor.encoding]
+    bits = tensor.data.view("<u4" if tensor.encoding is Encoding.F32 else "<u2")
+    for rows in np.array_split(bits, max(1, bits.size >> 24)):
+        refuse_non_finite(tensor, not ((rows & exponent) == exponent).any())

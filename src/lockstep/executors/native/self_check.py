@@ -1,0 +1,110 @@
+"""A check, at each load, that the chosen instruction set gives the bits of the portable one here.
+
+It costs some milliseconds. `lockstep models verify` tries a model thoroughly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.artifacts.model import Encoding, ModelConfig, Tensor
+from lockstep.artifacts.tensors import BLOCKS
+from lockstep.executors.native.forward import STORAGES, Forward
+from lockstep.executors.native.library import NativeLibrary
+from lockstep.executors.native.packs import Matrix
+from lockstep.executors.native.products import FLOAT_TYPES, ThreadPool, multiply, multiply_floats, quantise
+from lockstep.executors.native.program import build_program
+from lockstep.executors.native.weights import KINDS, pack
+
+_FEATURES, _COLUMNS, _ROWS = 40, 512, 7
+_CONFIG = ModelConfig("llama", 1, 64, 48, 4, 2, 16, 50, 256, 1e-5, 1e4, tied_embeddings=True, qk_norm=True)
+_TOKENS = 140
+"""More than a segment of attention has."""
+_SMALL_HALVES = 0x23FF
+"""Bits of a float16 that are kept in random ones: they are small and positive then."""
+
+
+def self_check(library: NativeLibrary) -> str | None:
+    """Name of the first computation whose bits differ from the portable kernels', or None."""
+    portable = replace(library, isa="portable")
+    for (name, found), (_, expected) in zip(_results(library), _results(portable), strict=True):
+        if found != expected:
+            return name
+    return None
+
+
+def _results(library: NativeLibrary) -> Iterator[tuple[str, bytes]]:
+    """Results of each kind of computation for fixed numbers, by its name."""
+    x = _numbers(_ROWS * _COLUMNS).reshape(_ROWS, _COLUMNS) * np.float32(8)
+    x[3] *= np.float32(2.0**-130)  # denormals
+    rows = quantise(library, x)
+    yield "the rounding of activations", rows.tobytes()
+    for encoding in KINDS:
+        weights = pack(library, Tensor("check", encoding, (_FEATURES, _COLUMNS), _blocks(encoding)))
+        yield f"products of {encoding.value}", multiply(library, weights, rows).tobytes()
+    for encoding in FLOAT_TYPES:
+        stored = _floats(encoding).reshape(_FEATURES, _COLUMNS)
+        yield f"products of {encoding.value}", multiply_floats(library, encoding, stored, x).tobytes()
+    for storage in ("f32", "f16", "int8"):
+        yield f"a forward pass with {storage} keys and values", _pass(library, storage)
+
+
+def _pass(library: NativeLibrary, storage: str) -> bytes:
+    config = _CONFIG
+    sizes = {"q": config.num_heads * config.head_dim, "k": config.num_kv_heads * config.head_dim}
+    prefix = "model.layers.0."
+    shapes = {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        **{f"{prefix}self_attn.{n}_proj.weight": (sizes.get(n, sizes["k"]), config.hidden_size) for n in "qkv"},
+        f"{prefix}self_attn.o_proj.weight": (config.hidden_size, sizes["q"]),
+        **{f"{prefix}mlp.{n}_proj.weight": (config.intermediate_size, config.hidden_size) for n in ("gate", "up")},
+        f"{prefix}mlp.down_proj.weight": (config.hidden_size, config.intermediate_size),
+    }
+    matrices = {
+        name: Matrix(Encoding.F32, *shape, _numbers(shape[0] * shape[1]).view(np.uint8))
+        for name, shape in shapes.items()
+    }
+    turns = [(np.float32(1) / np.arange(1, config.head_dim // 2 + 1, dtype=np.float32), 1.0)]
+    program = build_program(config, matrices, lambda name, size: _numbers(size), lambda name: False, turns)
+    size = int(library.handle.native_block_bytes(config.num_kv_heads, config.head_dim, STORAGES.index(storage)))
+    num_blocks = -(-_TOKENS // 32)
+    cache = np.zeros((num_blocks + 1, size), np.uint8)
+    plan = np.array([1, 0, 0, _TOKENS, 0, num_blocks, *range(1, num_blocks + 1)], np.int32)
+    logits = np.empty((_TOKENS, config.vocab_size), np.float32)
+    with ThreadPool(library, 1) as pool:
+        forward = Forward(library, pool, program, config, storage)
+        forward.step(np.arange(_TOKENS) % config.vocab_size, plan, [cache], np.zeros(0, np.int64))
+        forward.logits(np.arange(_TOKENS), logits)
+        forward.close()
+    return logits.tobytes()
+
+
+def _blocks(encoding: Encoding) -> npt.NDArray[np.uint8]:
+    """Blocks of any codes, with scales that are small and positive."""
+    num_values, num_bytes = BLOCKS[encoding]
+    blocks = _bytes(_FEATURES * _COLUMNS // num_values * num_bytes).reshape(-1, num_bytes)
+    for at in (208,) if encoding is Encoding.Q6_K else (0, 2):
+        blocks[:, at + 1] &= np.uint8(_SMALL_HALVES >> 8)
+    return blocks.reshape(_FEATURES, -1)
+
+
+def _floats(encoding: Encoding) -> npt.NDArray[np.generic]:
+    if encoding is Encoding.F32:
+        return _numbers(_FEATURES * _COLUMNS)
+    halves = _bytes(2 * _FEATURES * _COLUMNS).view(np.uint16) & np.uint16(_SMALL_HALVES)
+    return halves.view(np.float16) if encoding is Encoding.F16 else halves
+
+
+def _bytes(count: int) -> npt.NDArray[np.uint8]:
+    """Fixed bytes without a pattern that kernels could miss."""
+    numbers = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (numbers >> np.uint64(51)).astype(np.uint8)
+
+
+def _numbers(count: int) -> npt.NDArray[np.float32]:
+    """Fixed numbers from -1/2 to 1/2."""
+    return (_bytes(count).astype(np.float32) - np.float32(127.5)) * np.float32(2.0**-8)

@@ -1,0 +1,32 @@
+"""Native executors for tests, and the instruction sets of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from lockstep.artifacts.model import Artifact
+from lockstep.executors.loading import load_executor
+from lockstep.executors.native.executor import NativeExecutor
+from lockstep.executors.native.library import native_library
+from lockstep.executors.options import ISAS, ExecutorOptions
+
+_LIBRARY = native_library()
+USABLE = () if isinstance(_LIBRARY, str) else _LIBRARY.usable
+EACH_ISA = [
+    pytest.param(isa, marks=pytest.mark.skipif(isa not in USABLE, reason=f"no {isa} here: {_LIBRARY}")) for isa in ISAS
+]
+
+
+@contextmanager
+def loaded(
+    artifact: Artifact, num_blocks: int = 120, num_host_blocks: int = 20, **options: Any
+) -> Iterator[NativeExecutor]:
+    executor = load_executor(artifact, ExecutorOptions(name="native", **options), lambda stage, share: None)
+    assert isinstance(executor, NativeExecutor)
+    executor.allocate(num_blocks, num_host_blocks)
+    yield executor
+    executor.close()

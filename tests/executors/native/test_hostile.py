@@ -1,0 +1,134 @@
+"""Programs, steps and arguments that no caller of ours would give: the library refuses them in a sentence."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.artifacts.model import Encoding, ModelConfig
+from lockstep.errors import ExecutorError
+from lockstep.executors.native.forward import Forward
+from lockstep.executors.native.packs import Matrix
+from lockstep.executors.native.products import ThreadPool
+from lockstep.executors.native.program import Buffer, Op, Program
+from tests.executors.native.test_packs import library
+from tests.executors.native.test_program import program_of
+from tests.executors.openvino.support import TINY, config_of
+
+CONFIG: ModelConfig = replace(config_of(TINY["tiny-qwen3"]), num_layers=1)
+HOSTILE = (-(2**31), -2, -1, 0, 1, 7, 2**16, 2**31 - 1)
+NUMBERS = [name for name in Op._fields if name not in ("action", "epsilon", "factor", "divisor", "scale", "adds")]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPool]:
+    with ThreadPool(library(), 2) as found:
+        yield found
+
+
+def run(pool: ThreadPool, program: Program, config: ModelConfig = CONFIG) -> None:
+    """Two tokens, if the program is taken."""
+    forward = Forward(library(), pool, program, config, "f16")
+    size = int(library().handle.native_block_bytes(config.num_kv_heads, config.head_dim, 1))
+    caches = [np.zeros((2, size), np.uint8)] * config.num_layers
+    try:
+        forward.step(np.array([1, 2]), np.array([1, 0, 0, 2, 0, 1, 1], np.int32), caches, np.array([0]))
+        forward.logits(np.array([1]), np.empty((1, config.vocab_size), np.float32))
+    finally:
+        forward.close()
+
+
+def test_the_program_itself_is_taken(pool: ThreadPool) -> None:
+    for encoding in ("F32", "Q8_0"):
+        run(pool, program_of(TINY["tiny-qwen3"], encoding))
+
+
+@given(st.sampled_from(["F32", "Q8_0"]), st.integers(0, 10**9))
+def test_a_changed_operation_is_refused_or_harmless(encoding: str, seed: int) -> None:
+    """Harmless: it reads and writes the program's own memory only."""
+    rng = random.Random(seed)
+    program = program_of(TINY["tiny-qwen3"], encoding)
+    for _ in range(rng.choice((1, 1, 3))):
+        index = rng.randrange(len(program.ops))
+        changes: dict[str, Any] = {rng.choice(NUMBERS): rng.choice(HOSTILE)}
+        program.ops[index] = program.ops[index]._replace(**changes)
+    with ThreadPool(library(), 2) as pool, suppress(ExecutorError):
+        run(pool, program)
+
+
+@pytest.mark.parametrize("field", ["state", "gathered", "hidden", "logits", "final_begin", "head_begin"])
+@pytest.mark.parametrize("value", [-1, 99, 2**20])
+def test_results_that_are_nowhere_are_refused(pool: ThreadPool, field: str, value: int) -> None:
+    program = program_of(TINY["tiny-qwen3"])
+    setattr(program, field, value)
+    with pytest.raises(ExecutorError):
+        run(pool, program)
+
+
+def test_cut_weights_and_buffers_are_refused(pool: ThreadPool) -> None:
+    for encoding in ("F32", "Q8_0", "F16"):
+        program = program_of(TINY["tiny-qwen3"], encoding)
+        for index, matrix in enumerate(program.weights):
+            cut = replace(matrix, data=matrix.data[:-1])
+            wide = replace(matrix, columns=matrix.columns + 256)
+            for wrong in (cut, wide, replace(matrix, features=0), replace(matrix, features=2**25)):
+                weights = [*program.weights[:index], wrong, *program.weights[index + 1 :]]
+                with pytest.raises(ExecutorError):
+                    run(pool, replace_in(program, weights=weights))
+        for index in range(len(program.buffers)):
+            for buffer in (Buffer(0, False, True), Buffer(2**25, False, True), Buffer(3, False, True)):
+                buffers = [*program.buffers[:index], buffer, *program.buffers[index + 1 :]]
+                with pytest.raises(ExecutorError):
+                    run(pool, replace_in(program, buffers=buffers))
+
+
+def replace_in(program: Program, **changes: object) -> Program:
+    return replace(program, **changes)  # type: ignore[arg-type]  # fields by name
+
+
+@pytest.mark.parametrize("changes", [{"num_heads": 3}, {"head_dim": 12}, {"head_dim": 1024}, {"num_kv_heads": 0}])
+def test_other_heads_are_refused(pool: ThreadPool, changes: dict[str, int]) -> None:
+    with pytest.raises(ExecutorError, match=r"heads|head's"):
+        run(pool, program_of(TINY["tiny-qwen3"]), replace(CONFIG, **changes))  # type: ignore[arg-type]  # fields by name
+
+
+@given(st.lists(st.sampled_from([*HOSTILE, 2, 3, 4, 5]), max_size=12), st.integers(0, 3))
+def test_any_plan_is_refused_or_within_the_pool(plan: list[int], num_tokens: int) -> None:
+    program = program_of(TINY["tiny-qwen3"])
+    with ThreadPool(library(), 1) as pool:
+        forward = Forward(library(), pool, program, CONFIG, "f16")
+        size = int(library().handle.native_block_bytes(CONFIG.num_kv_heads, CONFIG.head_dim, 1))
+        guarded = np.full((4, size), 0x55, np.uint8)
+        try:
+            forward.step(np.ones(num_tokens, np.int64), np.array(plan, np.int32), [guarded[1:3]], np.zeros(0, np.int64))
+        except ExecutorError:
+            pass
+        finally:
+            forward.close()
+    assert (guarded[[0, 3]] == 0x55).all()
+
+
+def test_nothing_in_the_place_of_pointers_is_refused() -> None:
+    handle = library().handle
+    for name in ("make", "step", "logits"):
+        function = handle[f"native_forward_{name}"]
+        function.restype = ctypes.c_char_p
+        assert function(None, None, None, None, None)
+    handle.native_forward_free(None)
+
+
+def test_a_matrix_of_no_known_type_is_refused(pool: ThreadPool) -> None:
+    program = program_of(TINY["tiny-qwen3"])
+    first = program.weights[0]
+    program.weights[0] = Matrix(Encoding.Q4_K, first.features, first.columns + 32, first.data)
+    with pytest.raises(ExecutorError, match=r"whole blocks|cut"):
+        run(pool, program)

@@ -1,0 +1,197 @@
+"""Packed weights in files: mapped again, refused where damaged, made anew, and in memory where no file can be."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.artifacts.model import Artifact, Encoding
+from lockstep.errors import ExecutorError
+from lockstep.executors.native import packs
+from lockstep.executors.native.library import NativeLibrary, native_library
+from lockstep.executors.native.packs import DATA, TABLE, ModelWeights, load_weights, packed_encoding
+from tests.disks import mounted
+from tests.executors.native.loading import loaded
+from tests.executors.openvino.support import SMALL_LLAMA, TINY_LLAMA, random_artifact, run
+from tools.random_models import ENCODINGS
+
+IDS = np.random.default_rng(2).integers(0, 512, 40).tolist()
+
+
+def library() -> NativeLibrary:
+    found = native_library()
+    assert isinstance(found, NativeLibrary)
+    return found
+
+
+def load(artifact: Artifact, folder: Path | None, quantize: str | None = None, limit: int = 1 << 30) -> ModelWeights:
+    return load_weights(artifact, library(), quantize, folder, limit, lambda stage, share: None)
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted((folder / "packed").glob("*/"))
+
+
+def contents(weights: ModelWeights) -> dict[str, bytes]:
+    return {name: each.data.tobytes() for name, each in weights.matrices.items()}
+
+
+@pytest.mark.parametrize("encoding", [*ENCODINGS, "Q4_K_M"])
+def test_a_file_has_what_memory_has_and_the_next_load_maps_it(encoding: str, tmp_path: Path) -> None:
+    artifact = random_artifact(SMALL_LLAMA if "_K" in encoding else TINY_LLAMA, encoding)
+    in_memory = contents(load(artifact, None))
+    first = load(artifact, tmp_path)
+    assert contents(first) == in_memory
+    if encoding in ("F32", "F16", "BF16"):
+        assert not entries(tmp_path), "float weights are read where they are"
+        return
+    [entry] = entries(tmp_path)
+    written = (entry / DATA).stat().st_mtime_ns
+    second = load(artifact, tmp_path)
+    assert contents(second) == in_memory
+    assert (entry / DATA).stat().st_mtime_ns == written
+    second.close()
+    first.close()
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_rounded_weights_have_files_of_their_own(quantize: str, tmp_path: Path) -> None:
+    artifact = random_artifact(TINY_LLAMA, "BF16")
+    weights = load(artifact, tmp_path, quantize)
+    assert contents(weights) == contents(load(artifact, None, quantize))
+    other = load(artifact, tmp_path, "int4" if quantize == "int8" else "int8")
+    assert len(entries(tmp_path)) == 2
+    assert contents(other) != contents(weights)
+
+
+def test_tables_are_never_rounded_to_four_bits() -> None:
+    artifact = random_artifact(TINY_LLAMA, "F32")
+    names = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight")
+    found = [packed_encoding(name, artifact.weights[name], "int4") for name in names]
+    assert found == [Encoding.Q8_0, Encoding.Q8_0, Encoding.Q4_0]
+
+
+def cut(entry: Path) -> None:
+    os.truncate(entry / DATA, 1000)
+
+
+def cut_table(entry: Path) -> None:
+    os.truncate(entry / TABLE, 20)
+
+
+def lose(entry: Path) -> None:
+    (entry / DATA).unlink()
+
+
+def another_key(entry: Path) -> None:
+    manifest = json.loads((entry / "manifest.json").read_text())
+    manifest["key"]["layout"] = "0"
+    (entry / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("damage", [cut, cut_table, lose, another_key])
+def test_what_is_not_whole_is_packed_again(damage: object, tmp_path: Path) -> None:
+    artifact = random_artifact(encoding="Q8_0")
+    first = load(artifact, tmp_path)
+    expected = contents(first)
+    first.close()
+    [entry] = entries(tmp_path)
+    damage(entry)  # type: ignore[operator]  # one of the functions above
+    assert contents(load(artifact, tmp_path)) == expected
+    [entry] = entries(tmp_path)
+    assert (entry / DATA).stat().st_size > 1000
+
+
+def test_a_flipped_bit_ends_the_executor_and_the_file(tmp_path: Path) -> None:
+    artifact = random_artifact(encoding="Q8_0")
+    with loaded(artifact, cache_dir=tmp_path) as executor:
+        expected = run(executor, (IDS, 0, (1, 2)))
+    [entry] = entries(tmp_path)
+    with (entry / DATA).open("r+b") as file:
+        file.seek(70_001)
+        flipped = bytes([file.read(1)[0] ^ 4])
+        file.seek(70_001)
+        file.write(flipped)
+    with loaded(artifact, cache_dir=tmp_path) as executor:
+        assert executor._weights._check is not None
+        executor._weights._check.join()
+        with pytest.raises(ExecutorError, match=f"damaged at byte 0 of {entry / DATA}"):
+            run(executor, (IDS, 0, (1, 2)))
+    assert not entries(tmp_path)
+    with loaded(artifact, cache_dir=tmp_path) as executor:
+        assert np.array_equal(run(executor, (IDS, 0, (1, 2))), expected)
+
+
+def test_a_full_disk_costs_memory_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    artifact = random_artifact(encoding="Q8_0")
+    with mounted(tmp_path / "disk", "256k") as disk, caplog.at_level(logging.WARNING):
+        weights = load(artifact, disk)
+        assert contents(weights) == contents(load(artifact, None))
+        assert "its packed weights are in memory and not in a file" in caplog.text
+        assert os.strerror(errno.ENOSPC) in caplog.text
+        assert not entries(disk)
+
+
+def test_a_folder_that_cannot_be_made_costs_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "packed").write_text("a file")
+    artifact = random_artifact(encoding="Q4_0")
+    assert contents(load(artifact, tmp_path)) == contents(load(artifact, None))
+    assert "in memory" in caplog.text
+
+
+def test_the_least_recently_used_goes_and_what_is_mapped_stays_readable(tmp_path: Path) -> None:
+    first, second = random_artifact(encoding="Q8_0"), random_artifact(encoding="Q8_0", seed=1)
+    weights = load(first, tmp_path)
+    expected, [old] = contents(weights), entries(tmp_path)
+    load(second, tmp_path, limit=weights.num_bytes + 4096)
+    assert old not in entries(tmp_path)
+    assert contents(weights) == expected
+
+
+def test_two_processes_that_pack_at_once_both_work(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from tests.executors.native.test_packs import contents, load\n"
+        "from tests.executors.openvino.support import random_artifact\n"
+        "import hashlib\n"
+        "found = contents(load(random_artifact(encoding='Q8_0'), Path(sys.argv[1])))\n"
+        "print(hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest())\n"
+    )
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in "ab"
+    ]
+    outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    assert outputs[0] == outputs[1] != ""
+    assert len(entries(tmp_path)) == 1
+
+
+def test_bytes_are_those_of_the_file(tmp_path: Path) -> None:
+    """What a cluster's budget counts: blocks as the file has them, at most 3 % more."""
+    for encoding, most in (("Q8_0", 1.0), ("Q4_0", 1.0), ("Q4_K", 1.03), ("Q6_K", 1.0), ("F16", 1.0)):
+        artifact = random_artifact(SMALL_LLAMA, encoding)
+        tensors = [artifact.weights[name] for name in artifact.weights.names()]
+        stored = sum(tensor.data.nbytes for tensor in tensors if len(tensor.shape) == 2)
+        assert stored <= load(artifact, None).num_bytes <= most * stored, encoding
+    assert packs.LAYOUT_VERSION
+
+
+def test_packs_of_models_that_are_gone_are_removed(tmp_path: Path) -> None:
+    kept, gone = tmp_path / "kept.gguf", tmp_path / "gone.gguf"
+    for number, path in enumerate((kept, gone)):
+        path.touch()
+        load(replace(random_artifact(encoding="Q8_0", seed=number), path=path), tmp_path).close()
+    assert [pack.source for pack in packs.kept_packs(tmp_path)] == [gone, kept]
+    assert packs.remove_orphans(tmp_path) == 0
+    gone.unlink()
+    [of_gone, of_kept] = packs.kept_packs(tmp_path)
+    assert packs.remove_orphans(tmp_path) == of_gone.num_bytes
+    assert packs.kept_packs(tmp_path) == [of_kept]

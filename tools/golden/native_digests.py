@@ -1,0 +1,67 @@
+"""Digests of what the native executor computes, for tests/golden/native_digests.json: the same on every machine.
+
+    python -m tools.golden.native_digests
+
+They change when bits change: raise ``BITS_VERSION`` in bits.hpp then, and run this again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.artifacts.model import Artifact
+from lockstep.engine.loading import verify_model
+from lockstep.engine.options import LoadOptions
+from lockstep.executors.loading import load_executor
+from lockstep.executors.options import ExecutorOptions
+from tests.executors.openvino.support import SMALL_LLAMA, SMALL_QWEN3, TINY, random_artifact, run
+
+DIGESTS = Path(__file__).resolve().parents[2] / "tests" / "golden" / "native_digests.json"
+LENGTH = 140
+"""Tokens of the prompt: more than a segment of attention, so that segments are folded."""
+
+
+def cases() -> dict[str, tuple[str, str, str]]:
+    """By name: shape, encoding and precision of keys and values."""
+    of_architectures = {f"{name} F32 f32": (name, "F32", "f32") for name in TINY}
+    of_architectures |= {f"{name} Q8_0 f16": (name, "Q8_0", "f16") for name in TINY}
+    encodings = ("BF16", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+    of_encodings = {f"tiny-llama {each} int8": ("tiny-llama", each, "int8") for each in encodings}
+    blocks = ("Q4_K", "Q5_K", "Q6_K", "Q4_K_M")
+    of_blocks = {f"small-qwen3 {each} f16": ("small-qwen3", each, "f16") for each in blocks}
+    return of_architectures | of_encodings | of_blocks
+
+
+def artifact_of(name: str) -> Artifact:
+    shape_name, encoding, _ = cases()[name]
+    shapes = {**TINY, "small-llama": SMALL_LLAMA, "small-qwen3": SMALL_QWEN3}
+    return random_artifact(replace(shapes[shape_name]), encoding)
+
+
+def prompt_digest(name: str, isa: str | None = None) -> str:
+    """Digest of the logits of every token of a prompt, and of the last one decoded alone."""
+    artifact = artifact_of(name)
+    options = ExecutorOptions(name="native", isa=isa, kv_cache_precision=cases()[name][2])
+    executor = load_executor(artifact, options, lambda stage, share: None)
+    executor.allocate(12, 0)
+    tokens = (np.arange(LENGTH) * 37 % artifact.config.vocab_size).tolist()
+    table = (7, 3, 9, 1, 5)
+    logits = [run(executor, (tokens[:-1], 0, table), all_rows=True), run(executor, (tokens[-1:], LENGTH - 1, table))]
+    executor.close()
+    return hashlib.blake2b(np.concatenate(logits).tobytes(), digest_size=12).hexdigest()
+
+
+def main() -> None:
+    digests = {name: prompt_digest(name) for name in cases()}
+    options = LoadOptions(executor=ExecutorOptions(name="native"), probe=False)
+    digests["pocket://"] = verify_model("pocket://", options).digest or ""
+    DIGESTS.write_text(json.dumps(digests, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
