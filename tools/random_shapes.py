@@ -85,6 +85,7 @@ SHAPES: Mapping[str, Shape] = {
     "smollm2-135m": Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, tied_embeddings=True),
     "llama-138m": Shape("llama", 16, 768, 2048, 12, 4, 64, 49152, 8192, 100000.0, tied_embeddings=True),
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, 1e-6, tied_embeddings=True),
+    "llama-3.2-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, tied_embeddings=True),
     "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
 }
 

@@ -105,12 +105,15 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_another_process_may_publish_the_same_key_first(tmp_path: Path) -> None:
     cache = BuildCache(tmp_path, 10_000, FILES)
 
+    published = []
+
     def save_while_another_does(model: Path) -> None:
-        BuildCache(tmp_path, 10_000, FILES).store(KEY, saver())
+        published.append(BuildCache(tmp_path, 10_000, FILES).store(KEY, saver()).stat())
         saver()(model)
 
-    assert cache.store(KEY, save_while_another_does).read_bytes() == b"graph"
-    assert cache.find(KEY) is not None
+    path = cache.store(KEY, save_while_another_does)
+    assert path.stat().st_ino == published[0].st_ino, "the other process is about to map it"
+    assert cache.find(KEY) == path
     assert len(list(tmp_path.iterdir())) == 1
 
 

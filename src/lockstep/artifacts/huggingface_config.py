@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import Context, Decimal
 from typing import Any
 
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
@@ -93,12 +94,17 @@ def read_rope(declared: Metadata, architecture: Architecture, head_dim: int) -> 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:
     """YaRN's temperature (arXiv 2309.00071, equation 22), as a factor of queries and keys alike."""
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * _log(factor) + 1.0
 
 
 def longrope_attention(stretch: float, trained: float) -> float:
     """Phi-3's factor of queries and keys for a context stretched that many times."""
-    return 1.0 if stretch <= 1.0 else math.sqrt(1 + math.log(stretch) / math.log(trained))
+    return 1.0 if stretch <= 1.0 else math.sqrt(1 + _log(stretch) / _log(trained))
+
+
+def _log(x: float) -> float:
+    """Natural logarithm, rounded once: the C library's differs by its version, and would change answers."""
+    return float(Decimal(x).ln(Context(prec=30)))
 
 
 def _architecture(declared: Metadata) -> Architecture:

@@ -67,13 +67,13 @@ class BuildCache:
             (directory / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
             for name in (*self._files, MANIFEST):
                 _flush(directory / name)
-            self.remove(key)
-            try:
-                directory.rename(entry)
-            except OSError:
-                # Another process published the same key meanwhile: the same content under the same name.
-                if not self._is_intact(entry, key):
-                    raise
+            if not self._is_intact(entry, key):  # else another process published the same content meanwhile
+                self.remove(key)
+                try:
+                    directory.rename(entry)
+                except OSError:
+                    if not self._is_intact(entry, key):
+                        raise
         _flush(self._root)
         self._evict(keep=entry)
         return entry / self._files[0]

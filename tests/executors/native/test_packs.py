@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,11 +20,11 @@ from lockstep.artifacts.model import Artifact, Encoding
 from lockstep.errors import ExecutorError
 from lockstep.executors.native import packs
 from lockstep.executors.native.library import NativeLibrary, native_library
-from lockstep.executors.native.packs import DATA, TABLE, ModelWeights, load_weights, packed_encoding
+from lockstep.executors.native.packs import DATA, TABLE, FileCheck, ModelWeights, load_weights, packed_encoding
 from tests.disks import mounted
 from tests.executors.native.loading import loaded
 from tests.executors.openvino.support import SMALL_LLAMA, TINY_LLAMA, random_artifact, run
-from tools.random_models import ENCODINGS
+from tools.random_models import BLOCKS, ENCODINGS
 
 IDS = np.random.default_rng(2).integers(0, 512, 40).tolist()
 
@@ -63,6 +65,20 @@ def test_a_file_has_what_memory_has_and_the_next_load_maps_it(encoding: str, tmp
     first.close()
 
 
+LAYOUT = ("1", "b71391dd9000497984ab73ab")
+"""Version of the layout, and the digest of what it makes of every encoding."""
+
+
+def test_a_layout_has_its_version() -> None:
+    """A file of the same version is mapped as it is: other bytes need another version."""
+    digest = hashlib.blake2b(digest_size=12)
+    for encoding in (*BLOCKS, "Q4_K_M"):
+        weights = load(random_artifact(SMALL_LLAMA if "_K" in encoding else TINY_LLAMA, encoding), None)
+        for name, data in sorted(contents(weights).items()):
+            digest.update(name.encode() + data)
+    assert (packs.LAYOUT_VERSION, digest.hexdigest()) == LAYOUT
+
+
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_rounded_weights_have_files_of_their_own(quantize: str, tmp_path: Path) -> None:
     artifact = random_artifact(TINY_LLAMA, "BF16")
@@ -92,13 +108,19 @@ def lose(entry: Path) -> None:
     (entry / DATA).unlink()
 
 
+def flip_in_the_table(entry: Path) -> None:
+    table = bytearray((entry / TABLE).read_bytes())
+    table[len(table) // 2] ^= 1
+    (entry / TABLE).write_bytes(table)
+
+
 def another_key(entry: Path) -> None:
     manifest = json.loads((entry / "manifest.json").read_text())
     manifest["key"]["layout"] = "0"
     (entry / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("damage", [cut, cut_table, lose, another_key])
+@pytest.mark.parametrize("damage", [cut, cut_table, flip_in_the_table, lose, another_key])
 def test_what_is_not_whole_is_packed_again(damage: object, tmp_path: Path) -> None:
     artifact = random_artifact(encoding="Q8_0")
     first = load(artifact, tmp_path)
@@ -128,6 +150,33 @@ def test_a_flipped_bit_ends_the_executor_and_the_file(tmp_path: Path) -> None:
             run(executor, (IDS, 0, (1, 2)))
     assert not entries(tmp_path)
     with loaded(artifact, cache_dir=tmp_path) as executor:
+        assert np.array_equal(run(executor, (IDS, 0, (1, 2))), expected)
+
+
+def test_a_file_that_took_the_place_of_a_damaged_one_stays(tmp_path: Path) -> None:
+    """Another process may have removed and packed it again while this one still reads the old one."""
+    artifact = random_artifact(encoding="Q8_0")
+    weights = load(artifact, tmp_path)
+    expected, [entry] = contents(weights), entries(tmp_path)
+    weights.close()
+    panels = np.fromfile(entry / DATA, np.uint8)
+    written = (entry / DATA).stat()
+    facts = json.loads((entry / TABLE).read_text())
+    shutil.rmtree(entry)
+    load(artifact, tmp_path).close()
+    panels[1_000] ^= 1
+    check = FileCheck(entry / DATA, written, panels, facts["part"], facts["crc32"])
+    check.join()
+    assert check.fault is not None
+    assert contents(load(artifact, tmp_path)) == expected
+    assert entries(tmp_path) == [entry]
+
+
+def test_weights_stay_readable_when_their_file_is_removed(tmp_path: Path) -> None:
+    artifact = random_artifact(encoding="Q4_0")
+    with loaded(artifact, cache_dir=tmp_path) as executor:
+        expected = run(executor, (IDS, 0, (1, 2)))
+        shutil.rmtree(tmp_path / "packed")
         assert np.array_equal(run(executor, (IDS, 0, (1, 2))), expected)
 
 

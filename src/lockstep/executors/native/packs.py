@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import mmap
+import os
 import shutil
 import threading
 import zlib
@@ -266,7 +267,7 @@ def _panels(
         key = {"artifact": artifact.fingerprint, "layout": LAYOUT_VERSION, "quantize": quantize or "none"}
         try:
             table = cache.find(key) or cache.store(key, lambda path: _write(path, packing, artifact))
-            return _mapped(table, lambda: cache.remove(key))
+            return _mapped(table)
         except (OSError, ValueError) as error:
             # A full or read-only disk costs memory and the next load time, never this one its model.
             reason = " ".join(str(error).split())
@@ -298,7 +299,7 @@ def _write(path: Path, packing: _Packing, artifact: Artifact) -> None:
     path.write_text(json.dumps(table))
 
 
-def _mapped(table: Path, remove: Callable[[], None]) -> tuple[Bytes, FileCheck]:
+def _mapped(table: Path) -> tuple[Bytes, FileCheck]:
     """A file's panels, mapped read-only, and their check, which has begun.
 
     Raises:
@@ -308,30 +309,33 @@ def _mapped(table: Path, remove: Callable[[], None]) -> tuple[Bytes, FileCheck]:
     path = table.with_name(DATA)
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        written = os.fstat(file.fileno())
     if len(memory) != facts["bytes"]:
         raise ValueError(f"{path} has {len(memory)} bytes; {facts['bytes']} were written")
     with suppress(OSError, AttributeError):  # a system without it
         memory.madvise(mmap.MADV_HUGEPAGE)
     panels = np.frombuffer(memory, np.uint8)
-    return panels, FileCheck(path, panels, facts["part"], facts["crc32"], remove)
+    return panels, FileCheck(path, written, panels, facts["part"], facts["crc32"])
 
 
 class FileCheck:
     """Compares a mapped file with its checksums in a thread of its own.
 
+    A damaged file is removed with its folder, so that the next load packs it again.
+
     Args:
-        remove: called where the file is damaged, so that the next load packs it again.
+        written: the file that is mapped; another one that took its path meanwhile stays.
     """
 
     def __init__(
-        self, path: Path, panels: Bytes, part: int, checksums: Sequence[int], remove: Callable[[], None]
+        self, path: Path, written: os.stat_result, panels: Bytes, part: int, checksums: Sequence[int]
     ) -> None:
         self.fault: str | None = None
         self._path = path
         self._panels = panels
         self._part = part
         self._checksums = checksums
-        self._remove = remove
+        self._written = written
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="check of packed weights", daemon=True)
         self._thread.start()
@@ -348,6 +352,11 @@ class FileCheck:
                 )
                 self._remove()
                 return
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            if os.path.samestat(self._path.stat(), self._written):
+                shutil.rmtree(self._path.parent)
 
     def join(self) -> None:
         """Wait for its end."""
