@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 compiled test-compiled cover surface lint measures format bench bench-all peers lock clean dist map site
+.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-portable compiled test-compiled cover surface lint measures format bench bench-all peers lock clean dist map site
 
 demo: $(STAMP)
 	$(BIN)/lockstep demo $(if $(KEEP),--keep)
@@ -26,15 +26,12 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow"
 
 # The default suite as other machines would have it: with an embedded model of other weights, which draws other tokens
-# (SEED=n is another one), and on the kernels of processors with less. Both variables: each library reads its own.
+# (SEED=n is another one), and on the kernels of processors with less.
 test-perturbed: $(STAMP)
 	$(BIN)/python -m tools.perturbed --seed $(or $(SEED),0) $(WORKERS)
 
-test-avx2: $(STAMP)
-	ONEDNN_MAX_CPU_ISA=AVX2 OV_CPU_MAX_ISA=AVX2 $(BIN)/python -m pytest $(WORKERS)
-
-test-avx512: $(STAMP)
-	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest $(WORKERS)
+test-avx2 test-portable: test-%: $(STAMP)
+	LOCKSTEP_ISA=$* $(BIN)/python -m pytest $(WORKERS)
 
 # A copy of the package with the compiled parts, away from the sources: PYTHONPATH=build/compiled runs it.
 compiled: $(STAMP)
@@ -117,9 +114,8 @@ lock: $(STAMP)
 	$(BIN)/uv pip compile --group compiler --universal --python-version 3.11 --generate-hashes -q \
 		--custom-compile-command "make lock" -o requirements/compiler.txt
 
-OPS := src/lockstep/executors/openvino/ops
 NATIVE := src/lockstep/executors/native/cpp
-$(STAMP): requirements/dev.txt requirements/compiler.txt pyproject.toml hatch_build.py $(wildcard $(OPS)/*.?pp) $(wildcard $(NATIVE)/*.?pp)
+$(STAMP): requirements/dev.txt requirements/compiler.txt pyproject.toml hatch_build.py $(wildcard $(NATIVE)/*.?pp)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/dev.txt
 	test -n "$$CXX" || command -v g++ || command -v c++ || command -v clang++ || \

@@ -1,13 +1,11 @@
-"""Build of the compiled parts: two libraries, and the modules of the core that mypyc compiles.
+"""Build of the compiled parts: the native executor's library, and the modules of the core that mypyc compiles.
 
-One library is the attention operator for OpenVINO, the other one has the native executor's kernels.
-
-    python hatch_build.py               the libraries, in the source tree, as an editable installation has them
-    python hatch_build.py build/compiled    a copy of the package there, with the libraries and the compiled modules
+    python hatch_build.py               the library, in the source tree, as an editable installation has it
+    python hatch_build.py build/compiled    a copy of the package there, with the library and the compiled modules
 
 A wheel has both. Modules are never compiled beside their sources, where an old one would stand for an edited file.
-Without a compiler, or on another system than Linux, one line says so for each part that is not built: everything works
-without, on OpenVINO's own operator and interpreted. ``LOCKSTEP_PURE=1`` in the environment asks for that.
+Without a compiler one line says so for each part that is not built. Without the library no model can be loaded but
+stubs; the core is interpreted then. ``LOCKSTEP_PURE=1`` in the environment asks for neither part.
 """
 
 from __future__ import annotations
@@ -26,20 +24,13 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-OPS = Path("src/lockstep/executors/openvino/ops")
-LIBRARY = "liblockstep_ops.so"
 X86 = ("x86_64", "amd64")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall")
 """No contraction and no fast arithmetic: each operation rounds as the source says, on every processor."""
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-KERNEL_FLAGS = {
-    "kernel_avx2.cpp": AVX2,
-    "kernel_avx512.cpp": (*AVX2, "-mavx512f", "-mprefer-vector-width=512", "-Wno-maybe-uninitialized"),
-}
-"""Only these sources are compiled for more than the least processor; the library chooses among them when it runs."""
-
 NATIVE = Path("src/lockstep/executors/native")
 NATIVE_LIBRARY = "liblockstep_native.so"
+ZIGLANG = "ziglang>=0.15"
 ZIG = (sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu.2.28", "-mcpu=x86_64")
 """The compiler of PyPI's `ziglang`, for the least processor: by itself it compiles for the one that it runs on."""
 NATIVE_FLAGS = (*FLAGS, "-fno-trapping-math", "-pthread")
@@ -67,19 +58,22 @@ GROUP = "lockstep"
 class CustomBuildHook(BuildHookInterface[Any]):
     """Hatchling's hook: an editable installation gets the library among its sources, a wheel a copy of all parts."""
 
+    def dependencies(self) -> list[str]:
+        """A compiler, where the machine has none."""
+        return [] if os.environ.get("LOCKSTEP_PURE") or shutil.which(cpp_compiler()[0]) else [ZIGLANG]
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
         if version == "editable":
-            build(root, root / OPS / LIBRARY, self.app.display_warning)
             build_native(root, root / NATIVE / NATIVE_LIBRARY, self.app.display_warning)
             return
         folder, warn = Path(tempfile.mkdtemp()), self.app.display_warning
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        for make, place in ((build, OPS / LIBRARY), (build_native, NATIVE / NATIVE_LIBRARY)):
-            if make(root, folder / place.name, warn):
-                build_data["pure_python"] = False
-                build_data["tag"] = f"py3-none-{platform}"
-                build_data["force_include"][str(folder / place.name)] = str(place.relative_to("src"))
+        place = NATIVE / NATIVE_LIBRARY
+        if build_native(root, folder / place.name, warn):
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform}"
+            build_data["force_include"][str(folder / place.name)] = str(place.relative_to("src"))
         compiled = build_core(root, folder / "core", warn)
         if compiled:
             python = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -88,43 +82,16 @@ class CustomBuildHook(BuildHookInterface[Any]):
             build_data["force_include"].update({str(folder / "core" / name): name for name in compiled})
 
 
-def build(root: Path, target: Path, warn: Callable[[str], object]) -> bool:
-    """Compile and link the attention operator; whether it is there now.
-
-    Raises:
-        subprocess.CalledProcessError: a compiler that is there did not compile it.
-    """
-    target.unlink(missing_ok=True)  # an old one would stand for sources that it was not made of
-    reason = _obstacle_to_all() or _obstacle_to_library()
-    if reason is not None:
-        warn(f"the attention operator is not built ({reason}); OpenVINO's own will be used")
-        return False
-    package = openvino_package()
-    libraries = [next((package / "libs").glob(pattern)) for pattern in ("libopenvino.so.*", "libtbb.so.*")]
-    with tempfile.TemporaryDirectory() as folder:
-        commands = {}
-        for source in sorted((root / OPS).glob("*.cpp")):
-            place = str(Path(folder) / f"{source.stem}.o")
-            flags = (*FLAGS, *_kernel_flags(source.name), "-isystem", str(package / "include"))
-            commands[place] = [*cpp_compiler(), *flags, "-c", str(source), "-o", place]
-        objects = _run_all(commands)
-        # Both libraries are in every process that has imported OpenVINO, so no path to them is written down.
-        subprocess.run(
-            [*cpp_compiler(), "-shared", "-s", *objects, *map(str, libraries), "-o", str(target)], check=True
-        )
-    return True
-
-
 def build_native(root: Path, target: Path, warn: Callable[[str], object]) -> bool:
-    """Compile and link the native executor's kernels, which need no OpenVINO; whether the library is there now.
+    """Compile and link the native executor's kernels; whether the library is there now.
 
     Raises:
         subprocess.CalledProcessError: a compiler that is there did not compile it.
     """
     target.unlink(missing_ok=True)
-    reason = _obstacle_to_all() or _obstacle_to_compiling()
+    reason = _obstacle_to_compiling()
     if reason is not None:
-        warn(f"the native library is not built ({reason})")
+        warn(f"the native library is not built ({reason}), without which no model but a stub can be loaded")
         return False
     with tempfile.TemporaryDirectory() as folder:
         commands = {}
@@ -132,7 +99,8 @@ def build_native(root: Path, target: Path, warn: Callable[[str], object]) -> boo
             place = str(Path(folder) / f"{source.stem}.o")
             commands[place] = [*cpp_compiler(), *native_flags(source), "-c", str(source), "-o", place]
         objects = _run_all(commands)
-        subprocess.run([*cpp_compiler(), "-shared", "-s", "-pthread", *objects, "-o", str(target)], check=True)
+        strip = ("-s",) if sys.platform.startswith("linux") else ()
+        subprocess.run([*cpp_compiler(), "-shared", *strip, "-pthread", *objects, "-o", str(target)], check=True)
     return True
 
 
@@ -148,7 +116,7 @@ def build_core(root: Path, target: Path, warn: Callable[[str], object]) -> list[
     Raises:
         subprocess.CalledProcessError: a compiler that is there did not compile it.
     """
-    reason = _obstacle_to_all() or _obstacle_to_core()
+    reason = _obstacle_to_core()
     if reason is not None:
         warn(f"the core is not compiled ({reason}); it will be interpreted")
         return []
@@ -173,8 +141,6 @@ def build_copy(root: Path, target: Path) -> bool:
     """Copy the package to a folder and compile all parts there; whether the core is compiled."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(root / PACKAGE, target / "lockstep", ignore=shutil.ignore_patterns("__pycache__"))
-    if not (root / OPS / LIBRARY).exists():
-        build(root, target / OPS.relative_to("src") / LIBRARY, print)
     if not (root / NATIVE / NATIVE_LIBRARY).exists():
         build_native(root, target / NATIVE.relative_to("src") / NATIVE_LIBRARY, print)
     return bool(build_core(root, target, print))
@@ -201,16 +167,11 @@ def _run_all(commands: Mapping[str, list[str]]) -> list[str]:
     return list(commands)
 
 
-def _obstacle_to_all() -> str | None:
-    """Reason why nothing can be built here."""
+def _obstacle_to_core() -> str | None:
     if os.environ.get("LOCKSTEP_PURE"):
         return "LOCKSTEP_PURE is set"
     if not sys.platform.startswith("linux"):
-        return f"it is built on Linux only, not on {sys.platform}"
-    return None
-
-
-def _obstacle_to_core() -> str | None:
+        return f"it is compiled on Linux only, not on {sys.platform}"
     if shutil.which(_c_compiler()) is None:
         return f"there is no C compiler {_c_compiler()!r}; on Debian: apt install gcc"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
@@ -222,19 +183,10 @@ def _obstacle_to_core() -> str | None:
 
 
 def _obstacle_to_compiling() -> str | None:
+    if os.environ.get("LOCKSTEP_PURE"):
+        return "LOCKSTEP_PURE is set"
     if shutil.which(cpp_compiler()[0]) is None:
         return f"there is no C++ compiler {cpp_compiler()[0]!r}; on Debian: apt install g++, or pip install ziglang"
-    return None
-
-
-def _obstacle_to_library() -> str | None:
-    reason = _obstacle_to_compiling()
-    if reason is not None:
-        return reason
-    if cpp_compiler() == ZIG:
-        return "OpenVINO's libraries are g++'s, and only Zig's compiler is here; on Debian: apt install g++"
-    if find_spec("openvino") is None:
-        return "the package openvino, whose headers it needs, is not installed"
     return None
 
 
@@ -252,21 +204,8 @@ def _c_compiler() -> str:
     return os.environ.get("CC", "gcc")
 
 
-def openvino_package() -> Path:
-    """Folder of the installed OpenVINO, with its headers and libraries; found without importing it."""
-    spec = find_spec("openvino")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0])
-
-
-def _kernel_flags(name: str) -> tuple[str, ...]:
-    return KERNEL_FLAGS.get(name, ()) if os.uname().machine.lower() in X86 else ()
-
-
 if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     if len(sys.argv) > 1:
         sys.exit(not build_copy(here, Path(sys.argv[1]).resolve()))
-    build(here, here / OPS / LIBRARY, print)
     build_native(here, here / NATIVE / NATIVE_LIBRARY, print)

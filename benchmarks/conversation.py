@@ -3,7 +3,7 @@ cold, and whether the answers are the same.
 
     python -m tools.random_models gguf smollm2-135m Q8_0 model.gguf
     python -m benchmarks.conversation model.gguf
-    python -m benchmarks.conversation 'stub://s?decode_equals_prefill=1&token_us=100'
+    python -m benchmarks.conversation 'stub://s?token_us=100'
 
 Cold is the same prompt under a salt that nobody else has, so nothing of it is found; warm and cold take turns, in an
 order that changes from turn to turn. Figures are medians over the rounds, each a conversation of its own; ratios are
@@ -107,11 +107,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     length = options.first + options.turns * (options.message + options.output)
-    model, config = load_model(options.model, LoadOptions(EngineOptions(max_num_seqs=4), probe=False))
+    model, config = load_model(options.model, LoadOptions(EngineOptions(max_num_seqs=4)))
     if length > config.max_model_len:
         parser.error(f"the conversation comes to {length} tokens; this model takes {config.max_model_len}")
     engine = Engine(model, config)
-    found = "found again" if config.publishes_answers else "not found again: decoding gives other bits than prompts"
+    found = "found again" if config.enable_prefix_caching else "not found again"
     print(f"{model.name}, blocks of {config.block_size}, answers are {found}")
     ask(engine, tuple(range(40, 80)), 4, "warming up")
     show([converse(engine, seed, options) for seed in range(options.rounds)])

@@ -42,6 +42,7 @@ class NullExecutor:
     def __init__(self, vocab_size: int, num_sequences: int) -> None:
         self.geometry = Geometry(32, 1, 1, 8192, vocab_size)
         self.environment: Mapping[str, str] = {"executor": "null"}
+        self.machine: Mapping[str, str] = {}
         self._logits: Logits = np.random.default_rng(0).standard_normal((num_sequences, vocab_size), np.float32)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -156,7 +157,7 @@ def main() -> None:
         roomy = replace(config, block_size=32, num_blocks=count * 20)
         report("no forward pass", measure(null, roomy, count, arguments.prompt_tokens, arguments.steps), count)
     if arguments.model:
-        options = LoadOptions(EngineOptions(max_num_seqs=32), probe=False)
+        options = LoadOptions(EngineOptions(max_num_seqs=32))
         model, config = load_model(arguments.model, options)
         for count in (1, 8, 32):
             stopwatch = measure(model, config, count, arguments.prompt_tokens, max(20, arguments.steps // 3))

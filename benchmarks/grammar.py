@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=32)
     options = parser.parse_args()
     engine = EngineOptions(max_num_seqs=options.num_seqs, enable_prefix_caching=False)
-    with LLM(options.model, LoadOptions(engine, probe=False)) as llm:
+    with LLM(options.model, LoadOptions(engine)) as llm:
         builds(llm)
         seam()
         steps(llm, options.num_seqs)

@@ -183,7 +183,7 @@ def main() -> None:
         "--bytes", type=int, default=GIGABYTE, help="that are kept and come back beside a stream; 0: no stream"
     )
     args = parser.parse_args()
-    model, config = load_model(args.model, LoadOptions(EngineOptions(num_blocks=2048), probe=False))
+    model, config = load_model(args.model, LoadOptions(EngineOptions(num_blocks=2048)))
     with tempfile.TemporaryDirectory() as folder, stores(Path(folder)) as store:
         engine = Engine(model, config, store=store)
         first_tokens(engine, store, args.length, args.rounds)

@@ -1,4 +1,4 @@
-"""Steps of the native executor beside those of OpenVINO's and of llama.cpp, in turns, each in a process of its own."""
+"""Steps of the executor beside those of another checkout and of llama.cpp, in turns, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class Contender:
     python: str
     isa: str | None = None
     sources: Path | None = None
+    cache_dir: str | None = None
+    """Where it keeps packed weights; None: the user's cache."""
 
 
 class Running:
@@ -47,6 +49,8 @@ class Running:
         environ = dict(os.environ)
         if contender.sources is not None:
             environ["PYTHONPATH"] = str(contender.sources)
+        if contender.cache_dir is not None:
+            environ["XDG_CACHE_HOME"] = contender.cache_dir
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, stderr=subprocess.DEVNULL
         )
@@ -96,7 +100,8 @@ def race(contenders: Sequence[Contender], model: str, threads: int, turns: int, 
 
 
 def contenders_of(baseline: Path | None, peer_python: str | None, isa: str | None) -> list[Contender]:
-    """The native executor first, then those that there are."""
-    own = Contender("native", "native", sys.executable, isa)
-    theirs = [Contender("OpenVINO", "openvino", sys.executable, sources=baseline and baseline / "src")]
-    return [own, *theirs, *([Contender("llama.cpp", "llama.cpp", peer_python)] if peer_python else [])]
+    """This checkout's executor first, then those that there are."""
+    found = [Contender("native", "native", sys.executable, isa)]
+    if baseline is not None:
+        found.append(Contender(baseline.name, "native", sys.executable, isa, baseline / "src"))
+    return [*found, *([Contender("llama.cpp", "llama.cpp", peer_python)] if peer_python else [])]

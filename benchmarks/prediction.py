@@ -27,8 +27,7 @@ Each slice begins and ends with an idle server.
 
 Throughput is output tokens by the time from the first arrival to the last end of each slice. Times count from a
 request's arrival in the worker; what the client saw stands beside them and has HTTP, tokens and text in it. Requests
-that warm up are served and simulated, and counted in neither; there are enough to meet most sizes of a forward pass
-once, since OpenVINO prepares its kernels for each, which no later pass of that size pays.
+that warm up are served and simulated, and counted in neither.
 """
 
 from __future__ import annotations
@@ -134,9 +133,7 @@ class LiveRun:
     def __init__(self, scenario: Scenario, model: str, folder: Path, opened: ExitStack) -> None:
         self.scenario = scenario
         self._folder = folder
-        self._target, _ = opened.enter_context(
-            serving(model, 64, ["--no-probe", "--trace", str(folder), *scenario.flags])
-        )
+        self._target, _ = opened.enter_context(serving(model, 64, ["--trace", str(folder), *scenario.flags]))
         self._client: list[Slice] = []
         self._serve(NUM_WARMUPS, scenario.rate, seed=0)
 

@@ -105,7 +105,7 @@ class Serving:
 
     def begin(self, source: str) -> None:
         engine = EngineOptions(num_blocks=40 * self._num_streams, max_num_seqs=self._num_streams)
-        self.worker.handle(Load("a", source, LoadOptions(engine, probe=False), TrialOptions(enabled=False)))
+        self.worker.handle(Load("a", source, LoadOptions(engine), TrialOptions(enabled=False)))
         self.is_loaded.wait()
         for _ in range(self._num_streams):
             self.submit()

@@ -109,7 +109,7 @@ def rounds(model: str, num_rounds: int) -> dict[str, list[float]]:
     """Values of all figures by name; the first round warms up and is left out."""
     values: dict[str, list[float]] = {}
     with ExitStack() as stack:
-        loading = LoadOptions(EngineOptions(max_num_seqs=SEQUENCES), probe=False)
+        loading = LoadOptions(EngineOptions(max_num_seqs=SEQUENCES))
         llm = stack.enter_context(LLM(model, loading))
         server = start_server("served", own_server(model, available_cores(), SEQUENCES))
         stack.callback(server.close)

@@ -1,12 +1,11 @@
 """One executor in a process of its own for ``python -m benchmarks.native steps``: asked by JSON lines, it sends times.
 
-Started as ``python step_contestant.py ENGINE MODEL THREADS [ISA]``, under a Python that has the engine: ``native``,
-``openvino`` (also of an older checkout, whose sources PYTHONPATH names) or ``llama.cpp``.
+Started as ``python step_contestant.py ENGINE MODEL THREADS [ISA]``, under a Python that has the engine: ``native``
+(also of another checkout, whose sources PYTHONPATH names) or ``llama.cpp``.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -22,23 +21,18 @@ Run = Callable[[], object]
 
 
 class Executors:
-    """Our own executors. A step is made once, and repeated."""
+    """Our own executor. A step is made once, and repeated."""
 
-    def __init__(self, name: str, model: str, threads: int, isa: str | None) -> None:
+    def __init__(self, model: str, threads: int, isa: str | None) -> None:
         from lockstep.artifacts.source import open_artifact
+        from lockstep.engine.loading import default_cache_dir
+        from lockstep.executors.native.executor import load_executor
+        from lockstep.executors.options import ExecutorOptions
 
         artifact = open_artifact(model)
         begin = time.perf_counter()
-        if name == "native":
-            from lockstep.executors.native.executor import load_executor
-            from lockstep.executors.options import ExecutorOptions
-
-            options = ExecutorOptions(name="native", threads=threads, isa=isa, cache_dir=_cache_dir())
-            self._executor: Any = load_executor(artifact, options, lambda stage, share: None)
-        else:
-            from lockstep.executors.openvino.executor import load_executor as load
-
-            self._executor = load(artifact, _openvino_options(threads))
+        options = ExecutorOptions(threads=threads, isa=isa, cache_dir=default_cache_dir())
+        self._executor: Any = load_executor(artifact, options, lambda stage, share: None)
         self.load_s = time.perf_counter() - begin
         self._executor.allocate(MAX_STREAMS_TOKENS // 32, 1)
 
@@ -113,20 +107,6 @@ class LlamaCpp:
         lib.llama_batch_free(batch)
 
 
-def _openvino_options(threads: int) -> Any:
-    try:
-        from lockstep.executors.options import ExecutorOptions
-    except ImportError:  # a checkout from before the native executor
-        return importlib.import_module("lockstep.executors.openvino.options").OpenVINOOptions(threads=threads)
-    return ExecutorOptions(threads=threads)
-
-
-def _cache_dir() -> Any:
-    from lockstep.engine.loading import default_cache_dir
-
-    return default_cache_dir()
-
-
 def memory_mb() -> dict[str, int]:
     """Memory of this process by kind, in MB, from /proc."""
     found = {}
@@ -148,7 +128,7 @@ def main() -> None:
     if name == "llama.cpp":
         engine = LlamaCpp(model, int(threads))
     else:
-        engine = Executors(name, model, int(threads), rest[0] if rest else None)
+        engine = Executors(model, int(threads), rest[0] if rest else None)
     out.write(json.dumps({"load_s": engine.load_s}) + "\n")
     for line in sys.stdin:
         asked = json.loads(line)

@@ -139,9 +139,9 @@ def report(model: str, pairs: Sequence[tuple[Round, Round]]) -> None:
 def compare(model: str, arguments: argparse.Namespace) -> None:
     """Rounds of both sides, one after the other; the first pair warms up and is left out."""
     engine = EngineOptions(kv_cache_memory_bytes=arguments.kv_bytes, max_num_seqs=arguments.requests)
-    options = LoadOptions(engine, probe=False)
+    options = LoadOptions(engine)
     lengths = RandomLengths(arguments.input_len, arguments.output_len)
-    extra = ["--no-probe", "--kv-cache-memory-bytes", str(arguments.kv_bytes), *arguments.serve_flag]
+    extra = ["--kv-cache-memory-bytes", str(arguments.kv_bytes), *arguments.serve_flag]
     with LLM(model, options) as llm, serving(model, arguments.requests, extra) as (target, server):
         with Remote(target) as remote:
             served_name = remote.model_or_first(None)

@@ -57,7 +57,7 @@ class Device:
     def load(self, key: str, source: str, num_streams: int, priority: int) -> None:
         engine = EngineOptions(num_blocks=num_streams * 100, max_num_seqs=num_streams)
         before = len(self._loaded)
-        options = LoadOptions(engine, probe=False)
+        options = LoadOptions(engine)
         self.worker.handle(Load(key, source, options, TrialOptions(enabled=False), priority))
         with self._said:
             self._said.wait_for(lambda: len(self._loaded) > before, LOAD_LIMIT_S)

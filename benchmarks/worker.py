@@ -104,7 +104,7 @@ def processor_time_s(pid: int | None) -> float:
 
 async def compare(model: str, num_streams: int, num_tokens: int, rounds: int) -> None:
     """All ways in turns; medians of each, and of the ratios to the engine in this process."""
-    load = LoadOptions(EngineOptions(max_num_seqs=num_streams), probe=False)
+    load = LoadOptions(EngineOptions(max_num_seqs=num_streams))
     manifest = Manifest.of_model(model, ("m",))
     thread = Cluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("thread")))
     process = Cluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("process")))

@@ -7,7 +7,7 @@ import sys
 
 import lockstep
 
-HEAVY = ("numpy", "llguidance", "openvino", "tokenizers", "jinja2", "gguf", "typer", "rich", "pydantic")
+HEAVY = ("numpy", "llguidance", "tokenizers", "jinja2", "gguf", "typer", "rich", "pydantic")
 
 
 def test_every_public_name_can_be_imported() -> None:

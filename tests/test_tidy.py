@@ -72,8 +72,6 @@ CONFINED = {
     "duckdb": "release/store.py",
     "huggingface_hub": "artifacts/hub",
     "llguidance": "executors/grammar",
-    "openvino": "executors/openvino",
-    "openvino._offline_transformations": "executors/openvino/paged.py",
     "ray": "hosts/ray_connection.py",
 }
 
@@ -158,7 +156,7 @@ def test_imports_go_one_way() -> None:
 
 
 def test_executors_do_not_know_each_other() -> None:
-    families = {"openvino", "stub"}
+    families = {"native", "stub"}
     for path in MODULES:
         parts = module_name(path).split(".")
         if len(parts) > 2 and parts[1] == "executors" and parts[2] in families:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 
-import pytest
 from msgspec.structs import replace as changed
 
 from lockstep.cli.feed import Event, RequestReplay, RequestRow, RequestWait, View
 from lockstep.cli.frame import SORTS, Look, frame
 from lockstep.cluster.figures import EngineFigures, StoreTier
-from lockstep.cluster.snapshot import BudgetSnapshot, SessionSnapshot
+from lockstep.cluster.snapshot import BudgetSnapshot, EngineSnapshot, SessionSnapshot
 from tests.cli.views import URL, snapshot_of, view_of
 from tests.server.managing import Hosted
 
@@ -59,7 +58,7 @@ def test_what_others_wrote_is_one_line_of_text() -> None:
 
 def test_the_head_says_who_it_is_and_how_it_is() -> None:
     first, second, *_ = lines_of(view_of(snapshot_of(), uptime_s=180.0))
-    assert first == f"lockstep top  small  ready  deterministic  up 3 min  1.2.3  {URL}"
+    assert first == f"lockstep top  small  ready  up 3 min  1.2.3  {URL}"
     assert second.startswith("running 1  waiting 0  tokens/s -  requests/s -  sessions 1  requests 3")
 
 
@@ -72,18 +71,13 @@ def test_who_waits_in_an_engine_is_not_running() -> None:
     assert second.startswith("running 0  waiting 1 ")
 
 
-@pytest.mark.parametrize(
-    ("probed", "badge"),
-    [
-        ((True, True), " deterministic "),
-        ((True, False), " not deterministic "),
-        ((True, None), " determinism not probed "),
-    ],
-)
-def test_the_badge_is_that_of_all_that_is_loaded(probed: tuple[bool | None, ...], badge: str) -> None:
-    cluster = snapshot_of(("a", "b"))
-    replicas = tuple(changed(each, deterministic=found) for each, found in zip(cluster.replicas, probed, strict=True))
-    assert badge in lines_of(view_of(changed(cluster, replicas=replicas)))[0]
+def test_the_head_names_what_models_are_computed_with() -> None:
+    cluster = snapshot_of(("a", "b", "c"))
+    engine = EngineSnapshot(100, 4, 320, 1 << 20, 0, 0, 1 << 20, "avx2", 2, "f16", "none")
+    replicas = tuple(
+        changed(each, engine=found) for each, found in zip(cluster.replicas, (engine, engine, None), strict=True)
+    )
+    assert "  avx2, 2 threads  up" in lines_of(view_of(changed(cluster, replicas=replicas)))[0]
 
 
 def test_fifty_models_are_cut_and_scrolled() -> None:

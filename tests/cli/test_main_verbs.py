@@ -16,7 +16,6 @@ HEAVY = {
     "jinja2",
     "llguidance",
     "numpy",
-    "openvino",
     "rich",
     "tokenizers",
     "uvicorn",

@@ -20,7 +20,7 @@ from tools.random_models import write_gguf, write_huggingface
 Lockstep = Callable[..., subprocess.CompletedProcess[str]]
 Here = Callable[..., tuple[int, str, str]]
 """Exit code, standard output, standard error."""
-SHORT = ("-p", "hello", "--max-tokens", "4", "--temperature", "0", "--ignore-eos", "--json", "--no-probe")
+SHORT = ("-p", "hello", "--max-tokens", "4", "--temperature", "0", "--ignore-eos", "--json")
 
 
 @pytest.fixture

@@ -51,18 +51,18 @@ def test_every_stage_is_a_line_and_one_that_lasts_is_told_again() -> None:
         "a: fetching model.gguf, 25% done after 5 s",
         "b: loading it on trial in a process of its own, as this machine never ran it",
     ]
-    tell("a", "compile", 0.0)
+    tell("a", "pack", 0.0)
     watch.now_s += 7.0
     tell.remind()
     assert lines() == [
-        "a: compiling",
-        "a: compiling, for 7 s",
+        "a: packing its weights",
+        "a: packing its weights, for 7 s",
         "b: loading it on trial in a process of its own, as this machine never ran it, for 7 s",
     ]
     tell("a", "ready", 1.0)
     tell("b", "ready", 1.0)
     assert lines() == [
-        "a: ready after 67.0 s (open 5.0 s, download 5.0 s, compile 7.0 s)",
+        "a: ready after 67.0 s (open 5.0 s, download 5.0 s, pack 7.0 s)",
         "b: ready after 7.0 s (trial 7.0 s)",
     ]
     watch.now_s += 100.0
@@ -74,16 +74,16 @@ def test_a_terminal_has_bars_and_keeps_what_is_done(capsys: pytest.CaptureFixtur
     drawn = io.StringIO()
     progress = ServingProgress(Console(file=drawn, force_terminal=True, width=100))
     with progress.running():
-        progress.update("a", "compile", 0.0)
+        progress.update("a", "pack", 0.0)
         progress.announce("lockstep: listening on there, loading [a]")
-        progress.update("b[1]", "build", 0.0)
-        progress.update("b[1]", "build", 0.5)
+        progress.update("b[1]", "pack", 0.0)
+        progress.update("b[1]", "pack", 0.5)
         progress.update("a", "ready", 1.0)
         progress.update("b[1]", "ready", 1.0)
         progress.announce("lockstep: ready")
     text = drawn.getvalue()
-    assert "a: compiling" in text
-    assert "b[1]: converting its weights" in text
+    assert "a: packing its weights" in text
+    assert "b[1]: packing its weights" in text
     assert "a: ready after" in text
     assert "b[1]: ready after" in text
     assert capsys.readouterr().out == "lockstep: listening on there, loading [a]\nlockstep: ready\n"
@@ -93,5 +93,5 @@ def test_a_log_for_machines_has_no_bars(monkeypatch: pytest.MonkeyPatch, caplog:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     caplog.set_level("INFO", "lockstep")
     progress = ServingProgress.for_this("json")
-    progress.update("a", "probe", 0.0)
-    assert caplog.messages == ["a: probing that batching does not change a bit"]
+    progress.update("a", "pack", 0.0)
+    assert caplog.messages == ["a: packing its weights"]

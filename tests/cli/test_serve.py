@@ -298,7 +298,6 @@ def test_the_files_values_become_what_flags_would_hold(tmp_path: Path) -> None:
     assert read_config(path, known_flags(), {"api_key"}) == {
         "api_key": ["one"],
         "port": 1,
-        "probe": False,
         "host": "::1",
         "chat_template_kwargs": '{"a": [1]}',
     }

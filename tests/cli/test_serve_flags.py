@@ -52,8 +52,6 @@ SAMPLES: dict[str, object] = {
     "enable_prefix_caching": False,
 }
 """Another value than the default for every field of a scheduler that somebody may intend."""
-MEASURED = {"decode_equals_prefill"}
-"""Fields of a scheduler that only loading knows: nobody intends them."""
 VLLM_NAMES = {
     "max_chunk_tokens": "--long-prefill-token-threshold",
     "chunking": "--enable-chunked-prefill",
@@ -97,10 +95,9 @@ def config_of_recording(path: Path) -> dict[str, object]:
 
 
 def test_every_field_of_the_scheduler_has_a_flag_and_a_key_of_a_manifest() -> None:
-    """And what can be said of an engine beside them has both as well; what only loading knows has neither."""
-    names = [f.name for f in fields(SchedulerConfig) if f.name not in MEASURED]
+    """And what can be said of an engine beside them has both as well."""
+    names = [f.name for f in fields(SchedulerConfig)]
     flags = parameters()
-    assert not MEASURED & (flags.keys() | set(engine_keys()))
     assert [name for name in names if name not in flags] == []
     assert [name for name in names if name not in engine_keys()] == []
     assert SAMPLES.keys() == set(names)
@@ -119,7 +116,7 @@ def test_the_help_of_a_flag_is_the_sentence_under_its_field() -> None:
     assert flags["max_skips"].help == docs["max_skips"]
     assert flags["max_num_step_seqs"].help == "Sequences in one step, prompts and decodes alike."
     assert flags["max_num_step_seqs"].show_default == "as max-num-seqs"
-    assert all(len(flags[name].help) > 10 for name in docs.keys() - MEASURED)
+    assert all(len(flags[name].help) > 10 for name in docs)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -145,7 +142,7 @@ def test_all_of_them_reach_the_scheduler_that_serves(tmp_path: Path) -> None:
     flags = [word for name, value in samples.items() for word in said(name, value)]
     with serve(STUB, *IN_THREAD, *flags, "--trace", str(tmp_path / "flight")) as server, server.client() as client:
         assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "priority": 1}).status_code == 200
-    assert config_of_recording(tmp_path / "flight") == {**samples, **dict.fromkeys(MEASURED, False)}
+    assert config_of_recording(tmp_path / "flight") == samples
 
 
 def test_a_recording_has_the_callers_names_and_digests_under_the_operators_key(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def snapshot_of(names: tuple[str, ...] = ("router",), **changes: Any) -> Cluster
     whole = Managed().snapshot()
     models = tuple(replace(whole.models[0], id=name, replica=f"key of {name}") for name in names)
     replicas = tuple(
-        ReplicaSnapshot(f"key of {name}", "stub://x", "resident", (name,), 9, 9, 9, 1.0, 0, 0, "f", True, None)
+        ReplicaSnapshot(f"key of {name}", "stub://x", "resident", (name,), 9, 9, 9, 1.0, 0, 0, "f", None)
         for name in names
     )
     return replace(whole, **{"models": models, "replicas": replicas, **changes})

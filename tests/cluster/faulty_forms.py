@@ -216,10 +216,10 @@ VALUES: dict[str, Case] = {
     ),
     "a chunk that no prompt moves on with": (
         "tier: resident",
-        "engine: {max_chunk_tokens: 2}",
+        "engine: {max_chunk_tokens: -3}",
         8,
         "models.router.engine.max_chunk_tokens",
-        ["is 2", "at least 3"],
+        ["is -3", "at least 1"],
     ),
     "skips, negative": (
         "tier: resident",

@@ -91,7 +91,6 @@ async def test_models_of_one_artifact_are_loaded_once_and_batch_together() -> No
         num_tokens = sum(len(said.output.prompt_token_ids) + said.output.num_output_tokens for said in answers)
         assert steps.count < num_tokens / 4, "a step holds several of them"
         assert {card.parent for card in cluster.cards()} == {None, "m0"}
-        assert all(card.deterministic is not None for card in cluster.cards())
 
 
 NAMES = [(None, True), ("customer-support-agent", True), ("router", True), ("billing", False), ("legal", False)]

@@ -43,7 +43,7 @@ class OnlyRemote(Cluster):
         self._model = model
 
     def card(self, name: str | None) -> ModelCard:
-        return ModelCard("far", (), "hf://a/b", 0, "remote", None, None, True)
+        return ModelCard("far", (), "hf://a/b", 0, "remote", None, True)
 
     def tokenizer(self, name: str | None) -> Tokenizer:
         return self._model.tokenizer

@@ -31,7 +31,8 @@ class OracleModel:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
-        self.has_one_kernel = config.decode_equals_prefill
+        self.has_one_kernel = True
+        """A token gets the same bits computed alone as among others: executors promise it."""
         self.device: list[list[bytes | None]] = [[None] * config.block_size for _ in range(config.num_blocks + 1)]
         self.host: list[list[bytes | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
 
@@ -255,14 +256,11 @@ class Loop:
             served = self.served[chunk.seq_id]
             assert served.reason is None, "an ended sequence is served"
             end = chunk.start + chunk.length
-            if config.recomputes_in_chunks:
+            if config.chunking:
                 assert chunk.length <= max(config.max_chunk_tokens, config.max_forced_tokens)
                 outputs += chunk.samples
             elif chunk.start < served.num_prompt:
                 assert end <= served.num_prompt
-                assert config.decode_equals_prefill or chunk.length > 1 or served.num_prompt == 1
-                assert config.decode_equals_prefill or served.num_prompt - end != 1
-                assert not config.chunking or chunk.length <= config.max_chunk_tokens
                 prompt_tokens += chunk.length
                 outputs += chunk.samples
             else:
@@ -287,7 +285,6 @@ def alone(job: Job, config: SchedulerConfig, *, can_stop: bool = True, forces: b
         max_num_batched_tokens=1024,
         max_chunk_tokens=1024,
         max_forced_tokens=config.max_forced_tokens,
-        decode_equals_prefill=config.decode_equals_prefill,
     )
     loop = Loop(roomy, can_stop, forces)
     seq_id = loop.add(Job(job.prompt, job.max_output, allows_forced=job.allows_forced))

@@ -139,7 +139,7 @@ def test_nobody_is_asked_again_until_something_is_free() -> None:
 
 
 def test_who_lacked_budget_is_asked_again() -> None:
-    core = scheduler(max_num_prefill_tokens=7, max_chunk_tokens=6)
+    core = scheduler(max_num_prefill_tokens=6, max_chunk_tokens=6)
     core.add(Request(12, 30))
     step(core)
     core.add(Request(5, 2))

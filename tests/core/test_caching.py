@@ -24,8 +24,8 @@ def test_a_second_request_shares_the_full_blocks() -> None:
     assert core.stats().num_held_blocks == 5
 
 
-@pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 0), (6, 4), (8, 4), (9, 4), (10, 8), (1, 0), (3, 0)])
-def test_a_hit_leaves_at_least_two_tokens_to_compute(length: int, cached: int) -> None:
+@pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (6, 4), (8, 4), (9, 8), (10, 8), (1, 0), (3, 0)])
+def test_a_hit_leaves_at_least_one_token_to_compute(length: int, cached: int) -> None:
     core = scheduler()
     core.add(prompt(length, 1))
     run(core)
@@ -36,7 +36,7 @@ def test_a_hit_leaves_at_least_two_tokens_to_compute(length: int, cached: int) -
 
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (6, 4), (8, 4), (9, 8), (1, 0)])
 def test_a_hit_leaves_one_token_where_it_may_be_computed_alone(length: int, cached: int) -> None:
-    core = scheduler(decode_equals_prefill=True)
+    core = scheduler()
     for _ in range(2):
         core.add(prompt(length, 1))
         run(core)
@@ -44,7 +44,7 @@ def test_a_hit_leaves_one_token_where_it_may_be_computed_alone(length: int, cach
 
 
 def test_a_one_token_prompt_is_shared_where_it_is_like_any_other() -> None:
-    core = scheduler(block_size=1, decode_equals_prefill=True, max_chunk_tokens=3)
+    core = scheduler(block_size=1, max_chunk_tokens=3)
     core.add(prompt(1, 1, block_size=1))
     run(core)
     core.add(prompt(5, 1, block_size=1))
@@ -52,15 +52,14 @@ def test_a_one_token_prompt_is_shared_where_it_is_like_any_other() -> None:
     assert rows(step(core)) == [(1, 4, 1)], "a remainder of one token"
 
 
-def test_a_one_token_prompt_is_never_shared() -> None:
-    """With blocks of one token its block would be full, but another kernel computed it."""
+def test_a_prompt_of_one_token_is_shared() -> None:
     core = scheduler(block_size=1)
     core.add(prompt(1, 1, block_size=1))
     run(core)
     core.add(prompt(5, 1, block_size=1))
-    assert rows(step(core)) == [(1, 0, 5)]
+    assert rows(step(core)) == [(1, 1, 4)]
     core.add(prompt(5, 1, block_size=1))
-    assert rows(step(core)) == [(2, 3, 2)]
+    assert rows(step(core)) == [(2, 4, 1)]
 
 
 def test_nothing_is_published_before_it_is_computed() -> None:
@@ -91,7 +90,7 @@ def test_generated_tokens_and_partial_blocks_are_not_cached() -> None:
     core.add(prompt([*turn, 3], 1))
     assert rows(step(core)) == [(1, 8, 17)]
     core.add(prompt([*turn, 3], 1))
-    assert rows(step(core)) == [(2, 20, 5)]
+    assert rows(step(core)) == [(2, 24, 1)]
 
 
 def named(tokens: list[int], num_prompt: int, block_size: int = 4) -> tuple[bytes, ...]:
@@ -101,7 +100,7 @@ def named(tokens: list[int], num_prompt: int, block_size: int = 4) -> tuple[byte
 
 def test_a_named_answer_is_hit_by_the_next_turn() -> None:
     """A prompt of 10 and 14 answered tokens, the last of them without KV: five full blocks."""
-    core = scheduler(decode_equals_prefill=True)
+    core = scheduler()
     turn = [1] * 10 + [2] * 14
     core.add(prompt(turn[:10], 14))
     for _ in range(13):
@@ -117,7 +116,7 @@ def test_a_named_answer_is_hit_by_the_next_turn() -> None:
 
 def test_an_answer_is_named_up_to_the_blocks_that_are_computed_when_it_ends() -> None:
     """A client that leaves: 5 of its tokens are known, 4 of them computed; more hashes than that mean nothing yet."""
-    core = scheduler(decode_equals_prefill=True)
+    core = scheduler()
     turn = [1] * 4 + [2] * 12
     core.add(prompt(turn[:4], 12))
     for _ in range(5):
@@ -130,7 +129,7 @@ def test_an_answer_is_named_up_to_the_blocks_that_are_computed_when_it_ends() ->
 
 
 def test_a_preempted_sequence_that_ends_leaves_what_it_has_on_the_device() -> None:
-    core = scheduler(num_blocks=6, decode_equals_prefill=True)
+    core = scheduler(num_blocks=6)
     core.add(prompt([1] * 8, 12))
     core.add(prompt([2] * 8, 12))
     while not core.stats().num_preempted:
@@ -145,19 +144,19 @@ def test_a_preempted_sequence_that_ends_leaves_what_it_has_on_the_device() -> No
 
 
 @pytest.mark.parametrize(
-    "limits", [{}, {"decode_equals_prefill": True, "enable_prefix_caching": False}, {"decode_equals_prefill": True}]
+    ("limits", "has_hashes"), [({"enable_prefix_caching": False}, True), ({}, False)], ids=["nothing", "no hashes"]
 )
-def test_a_name_that_nothing_follows_from_changes_nothing(limits: dict[str, bool]) -> None:
-    """Answers are not published; nothing is; or the prompt came without hashes, so that a chain would have a hole."""
+def test_a_name_that_nothing_follows_from_changes_nothing(limits: dict[str, bool], has_hashes: bool) -> None:
+    """Nothing is published; or the prompt came without hashes, so that a chain would have a hole."""
     core = scheduler(**limits)
-    core.add(replace(prompt(8, 9), block_hashes=() if len(limits) == 1 else prompt(8).block_hashes))
+    core.add(replace(prompt(8, 9), block_hashes=prompt(8).block_hashes if has_hashes else ()))
     for _ in range(9):
         plan = core.schedule()
         core.name_answer(0, named([7] * 16, 8))
         commit(core, plan)
     core.name_answer(0, named([7] * 16, 8))
     core.name_answer(1, named([7] * 16, 8))
-    assert core.stats().num_cached_blocks == (0 if limits else 2)
+    assert core.stats().num_cached_blocks == 0
 
 
 def test_ten_turns_compute_only_what_is_new() -> None:
@@ -290,7 +289,7 @@ def test_pinned_prompts_are_evicted_last_and_sweeping_frees_them() -> None:
     plan = step(core)
     assert len(plan.evicted) == 1
     core.add(session)
-    assert rows(step(core)) == [(3, 4, 5)]
+    assert rows(step(core)) == [(3, 8, 1)]
     core.check()
     assert core.sweep(session.block_hashes) == (2, 1)
     assert core.cached_blocks(session.block_hashes) == (None, None)

@@ -69,7 +69,7 @@ def test_each_command_is_told_with_the_step_before_which_it_takes_effect() -> No
 
 def test_names_of_an_answer_are_told_in_a_step_and_between_two() -> None:
     heard = Heard()
-    core = Scheduler(config(decode_equals_prefill=True), heard)
+    core = Scheduler(config(), heard)
     core.add(prompt(list(range(9))))
     step(core)
     heard.all.clear()

@@ -32,7 +32,6 @@ class Machine(RuleBasedStateMachine):
         priority_aging_steps=st.sampled_from([0, 2]),
         preemption=st.sampled_from(["swap", "recompute"]),
         max_skips=st.sampled_from([0, 1, 64]),
-        decode_equals_prefill=st.booleans(),
     )
     def start(self, block_size, spare_blocks, num_host_blocks, num_seqs, width, places, chunk, chunking, **policy):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
         self.config = SchedulerConfig(

@@ -72,7 +72,7 @@ def drive(loop: Loop, rng: random.Random) -> set[int]:
     aborted = set()
     for _ in range(rng.randint(5, 40)):
         for _ in range(rng.choice([0, 1, 2])):
-            heads = [*prefixes, *loop.turns()] if loop.config.decode_equals_prefill else prefixes
+            heads = [*prefixes, *loop.turns()]
             loop.add(random_job(rng, heads, max(loop.jobs, default=None)))
         kind = rng.random()
         hashes = block_hashes(NAMESPACE, rng.choice(prefixes), loop.config.block_size)
@@ -91,13 +91,12 @@ def drive(loop: Loop, rng: random.Random) -> set[int]:
     return aborted
 
 
-@pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_schedule_gives_each_request_what_it_gets_alone(seed: int, one_kernel: bool) -> None:
+def test_every_schedule_gives_each_request_what_it_gets_alone(seed: int) -> None:
     """Also where prompts go on from answers whose blocks can be hit."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    config = replace(random_config(rng), decode_equals_prefill=one_kernel)
+    config = random_config(rng)
     loop = Loop(config)
     aborted = drive(loop, rng)
     for seq_id, job in loop.jobs.items():
@@ -120,13 +119,11 @@ JOBS = [Job(tuple((seed * index) % 3 for index in range(9 + seed)), 12) for seed
 ROOMY = SchedulerConfig(4, 200, 40, max_num_seqs=6)
 
 
-@pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("num_host_blocks", [0, 2, 40])
-def test_preempted_or_not(preemption: Literal["swap", "recompute"], num_host_blocks: int, one_kernel: bool) -> None:
-    roomy = replace(ROOMY, decode_equals_prefill=one_kernel)
-    expected, calm = outputs_of(roomy, JOBS)
-    tight = replace(roomy, num_blocks=12, num_host_blocks=num_host_blocks, preemption=preemption)
+def test_preempted_or_not(preemption: Literal["swap", "recompute"], num_host_blocks: int) -> None:
+    expected, calm = outputs_of(ROOMY, JOBS)
+    tight = replace(ROOMY, num_blocks=12, num_host_blocks=num_host_blocks, preemption=preemption)
     got, loop = outputs_of(tight, JOBS)
     assert got == expected
     assert calm.scheduler.stats().num_preemptions == 0
@@ -163,12 +160,12 @@ def conversation(config: SchedulerConfig, num_turns: int = 8) -> tuple[list[tupl
     return answers, loop
 
 
-ONE_KERNEL = SchedulerConfig(4, 200, 200, max_num_seqs=6, decode_equals_prefill=True)
+WIDE = SchedulerConfig(4, 200, 200, max_num_seqs=6)
 
 
 def test_a_conversation_finds_its_answers_again_and_they_change_nothing() -> None:
-    cached, loop = conversation(ONE_KERNEL)
-    assert cached == conversation(replace(ONE_KERNEL, enable_prefix_caching=False))[0]
+    cached, loop = conversation(WIDE)
+    assert cached == conversation(replace(WIDE, enable_prefix_caching=False))[0]
     finished = loop.scheduler.drain_finished()
     lengths = [end.num_prompt_tokens + end.num_output_tokens for end in finished]
     for before, now in zip(lengths, finished[1:], strict=False):
@@ -176,8 +173,8 @@ def test_a_conversation_finds_its_answers_again_and_they_change_nothing() -> Non
 
 
 def test_the_oracle_notices_answers_that_are_hit_where_kernels_differ() -> None:
-    """What is published by decoding has other bits than what the prompt would have: that is why the field exists."""
-    loop = Loop(ONE_KERNEL)
+    """The negative twin: what is published by decoding has other bits than what the prompt would have."""
+    loop = Loop(WIDE)
     loop.model.has_one_kernel = False
     first = loop.add(Job((1, 2, 0), 9))
     loop.run()
@@ -213,9 +210,9 @@ def test_the_oracle_notices_a_lost_swap() -> None:
 # -- same inputs, same plans ----------------------------------------------------------------------------------------
 
 
-def fingerprint_of(seed: int, *, twin: bool = False, one_kernel: bool = False) -> str:
+def fingerprint_of(seed: int, *, twin: bool = False) -> str:
     rng = random.Random(seed)
-    config = replace(random_config(rng), decode_equals_prefill=one_kernel)
+    config = random_config(rng)
     loop = Loop(config)
     if twin:
         loop.add(Job((1, 2), 1))
@@ -235,5 +232,4 @@ def test_ten_identical_runs_have_the_same_fingerprint_and_a_twin_another(seed: i
 
 def test_pinned_fingerprints() -> None:
     """These change when a decision does: on purpose, or not."""
-    assert [fingerprint_of(seed) for seed in (1, 2)] == ["5316b3c56a6ff6dd", "0d4fdca58dd435ba"]
-    assert [fingerprint_of(seed, one_kernel=True) for seed in (1, 2)] == ["ddc2ca025388bdf4", "af8172f51299b30e"]
+    assert [fingerprint_of(seed) for seed in (1, 2)] == ["ddc2ca025388bdf4", "af8172f51299b30e"]

@@ -19,26 +19,22 @@ def test_exact_chunk_arithmetic() -> None:
 
 
 def test_ten_tokens_in_chunks_of_four() -> None:
-    """4/4/2, and never 4/4/1 or 1/...: a prompt of nine is 4/3/2."""
     core = scheduler(max_chunk_tokens=4)
     core.add(Request(10, 1))
     core.add(Request(9, 1))
     plans = run(core)
     assert [[length for seq_id, _, length in rows(plan) if seq_id == 0] for plan in plans] == [[4], [4], [2]]
-    assert [[length for seq_id, _, length in rows(plan) if seq_id == 1] for plan in plans] == [[4], [3], [2]]
+    assert [[length for seq_id, _, length in rows(plan) if seq_id == 1] for plan in plans] == [[4], [4], [1]]
 
 
-def test_nine_tokens_in_chunks_of_four_where_one_token_may_be_computed_alone() -> None:
-    chunks = {}
-    for one_kernel in (False, True):
-        core = scheduler(max_chunk_tokens=4, decode_equals_prefill=one_kernel)
-        core.add(prompt(9, 1))
-        chunks[one_kernel] = [plan.lengths for plan in run(core)]
-    assert chunks == {False: [(4,), (3,), (2,)], True: [(4,), (4,), (1,)]}
+def test_nine_tokens_in_chunks_of_four() -> None:
+    core = scheduler(max_chunk_tokens=4)
+    core.add(prompt(9, 1))
+    assert [plan.lengths for plan in run(core)] == [(4,), (4,), (1,)]
 
 
 def test_without_a_place_to_sample_a_prompt_stops_one_token_short_where_it_may() -> None:
-    core = scheduler(max_num_seqs=2, max_num_decode_seqs=1, decode_equals_prefill=True)
+    core = scheduler(max_num_seqs=2, max_num_decode_seqs=1)
     core.add(prompt([1] * 9, 4))
     core.add(prompt([2] * 9, 4))
     assert rows(step(core)) == [(0, 0, 9), (1, 0, 8)]
@@ -113,9 +109,9 @@ def test_the_prefill_budget_binds_prompts_and_not_decodes() -> None:
     for _ in range(3):
         core.add(Request(4, 9))
     assert [lengths(step(core)) for _ in range(4)] == [
-        {0: 4},
-        {0: 1, 1: 4},
-        {0: 1, 1: 1, 2: 4},
+        {0: 4, 1: 1},
+        {0: 1, 1: 3, 2: 2},
+        {0: 1, 1: 1, 2: 2},
         {0: 1, 1: 1, 2: 1},
     ]
 
@@ -163,18 +159,18 @@ def test_a_higher_priority_samples_first_in_the_priority_order() -> None:
     core = scheduler(max_num_seqs=3, max_num_decode_seqs=1, decode_order="priority")
     for priority in (0, 0, -1):
         core.add(Request(2, 2, priority=priority))
-    assert [plan.seq_ids for plan in run(core)] == [(0,), (2,), (2,), (1,), (0,), (1,)]
+    assert [plan.seq_ids for plan in run(core)] == [(0, 1, 2), (2,), (2,), (1,), (0,), (1,)]
 
 
-def test_without_a_place_to_sample_a_prompt_stops_two_tokens_short() -> None:
+def test_without_a_place_to_sample_a_prompt_stops_one_token_short() -> None:
     core = scheduler(max_num_seqs=3, max_num_decode_seqs=1)
     core.add(Request(6, 4))
     core.add(Request(6, 4))
     core.add(Request(3, 4))
     first = step(core)
-    assert rows(first) == [(0, 0, 6), (1, 0, 4)]
-    assert first.samples == (True, False)
-    assert [rows(step(core)) for _ in range(4)] == [[(1, 4, 2)], [(2, 0, 3)], [(0, 6, 1)], [(1, 6, 1)]]
+    assert rows(first) == [(0, 0, 6), (1, 0, 5), (2, 0, 2)]
+    assert first.samples == (True, False, False)
+    assert [rows(step(core)) for _ in range(4)] == [[(1, 5, 1)], [(2, 2, 1)], [(0, 6, 1)], [(1, 6, 1)]]
 
 
 def test_one_place_of_a_step_is_kept_for_a_prompt() -> None:

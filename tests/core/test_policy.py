@@ -43,10 +43,10 @@ def test_defaults_are_the_documented_ones() -> None:
         ({"num_host_blocks": -1}, "negative"),
         ({"max_skips": -1}, "negative"),
         ({"priority_aging_steps": -1}, "negative"),
-        ({"max_chunk_tokens": 2}, "max_chunk_tokens is 2"),
-        ({"max_num_prefill_tokens": 2}, "max_num_prefill_tokens is 2"),
+        ({"max_chunk_tokens": 0}, "max_chunk_tokens is 0"),
+        ({"max_num_prefill_tokens": 0}, "max_num_prefill_tokens is 0"),
         ({"max_num_batched_tokens": 78}, "at least 79"),
-        ({"max_num_batched_tokens": 10, "max_num_seqs": 9, "max_forced_tokens": 1}, "at least 11"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9, "max_forced_tokens": 1}, "at least 9"),
         ({"order": "lifo"}, "order is 'lifo'; known are fcfs, priority, fair"),
         ({"decode_order": "x"}, "decode_order is 'x'; known are weighted, priority, oldest"),
         ({"admission": "x"}, "known are optimistic, reserve"),
@@ -74,52 +74,21 @@ def test_the_minimum_of_a_limit_is_accepted_and_one_less_is_not(name: str) -> No
         config(**{**small, name: least - 1})
 
 
-def test_a_chunk_and_its_remainder_are_never_one_token() -> None:
-    """Where a single query has a kernel of its own."""
-    for remaining in range(2, 40):
-        for room in range(45):
-            for may_end in (True, False):
-                length = prompt_chunk(remaining, room, may_end, 2)
-                assert 0 <= length <= min(room, remaining)
-                assert length != 1
-                assert remaining - length != 1
-                assert may_end or length < remaining
-                if may_end:
-                    assert length > 0 or room < min(3, remaining)
-                if room >= remaining:
-                    assert length == (remaining if may_end else remaining - 2 if remaining > 3 else 0)
-
-
-def test_a_prompt_of_one_token_is_one_chunk() -> None:
-    assert [prompt_chunk(1, room, True, 2) for room in (0, 1, 5)] == [0, 1, 1]
-    assert prompt_chunk(1, 5, False, 2) == 0
-
-
-def test_where_there_is_one_kernel_a_chunk_is_as_long_as_there_is_room() -> None:
+def test_a_chunk_is_as_long_as_there_is_room() -> None:
     for remaining in range(1, 40):
         for room in range(45):
-            assert prompt_chunk(remaining, room, True, 1) == min(remaining, room)
-            assert prompt_chunk(remaining, room, False, 1) == min(remaining - 1, room), "what samples waits its turn"
+            assert prompt_chunk(remaining, room, True) == min(remaining, room)
+            assert prompt_chunk(remaining, room, False) == min(remaining - 1, room), "what samples waits its turn"
 
 
-@pytest.mark.parametrize(
-    ("one_kernel", "blocks"), [(False, [0, 0, 0, 0, 0, 1, 1, 1, 1, 2]), (True, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2])]
-)
-def test_a_cache_leaves_a_prompt_a_chunk_to_compute(one_kernel: bool, blocks: list[int]) -> None:
-    ours = config(decode_equals_prefill=one_kernel)
-    assert [ours.usable_blocks(length) for length in range(1, 11)] == blocks
-
-
-def test_answers_are_published_where_they_have_a_prompts_bits_and_anything_is() -> None:
-    assert config(decode_equals_prefill=True).publishes_answers
-    assert not config().publishes_answers
-    assert not config(decode_equals_prefill=True, enable_prefix_caching=False).publishes_answers
+def test_a_cache_leaves_a_prompt_a_token_to_compute() -> None:
+    assert [config().usable_blocks(length) for length in range(1, 11)] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
 
 
 def test_adaptive_share_of_prompts() -> None:
     ours = config(prefill_share="adaptive", max_num_batched_tokens=100, max_num_prefill_tokens=60)
     assert [prefill_budget(ours, waiting, 9) for waiting in (0, 1, 9, 1000)] == [60, 10, 50, 60]
-    assert prefill_budget(ours, 1, 1000) == 3
+    assert prefill_budget(ours, 1, 1000) == 1
     fixed = config(max_num_batched_tokens=100, max_num_prefill_tokens=60)
     assert prefill_budget(fixed, 1, 1000) == 60
 

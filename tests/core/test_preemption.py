@@ -54,15 +54,13 @@ def test_a_victim_keeps_its_head_and_recomputes_only_what_it_lost() -> None:
     plans = run(core)
     resumed = next(plan for plan in plans if plan.resumed)
     index = plans.index(resumed)
-    assert [rows(plan) for plan in plans[index : index + 3]] == [[(1, 8, 3)], [(1, 11, 1)], [(1, 12, 1)]], (
-        "the rest of the prompt, then the generated tokens one by one"
-    )
-    assert [plan.samples for plan in plans[index : index + 3]] == [(False,), (False,), (True,)]
+    assert [rows(plan) for plan in plans[index : index + 2]] == [[(1, 8, 5)], [(1, 13, 1)]], "at once, like a prompt"
+    assert [plan.samples for plan in plans[index : index + 2]] == [(True,), (True,)]
     assert [done.first_token_step for done in core.drain_finished()] == [0, 0], "a prompt computed again is not news"
 
 
 def test_where_an_answer_may_be_computed_as_a_prompt_what_was_lost_comes_back_in_chunks() -> None:
-    core = scheduler(num_blocks=6, preemption="recompute", decode_equals_prefill=True, max_chunk_tokens=4)
+    core = scheduler(num_blocks=6, preemption="recompute", max_chunk_tokens=4)
     core.add(Request(11, 3))
     core.add(Request(11, 9))
     plans = run(core)
@@ -76,17 +74,17 @@ def test_where_an_answer_may_be_computed_as_a_prompt_what_was_lost_comes_back_in
 def test_a_long_answer_is_not_replayed_token_by_token() -> None:
     """Two of 104 tokens in a pool for 120: one loses more than 40 until the other has ended."""
     num_steps = {}
-    for one_kernel in (False, True):
-        core = scheduler(num_blocks=30, preemption="recompute", decode_equals_prefill=one_kernel)
+    for chunking in (False, True):
+        core = scheduler(num_blocks=30, preemption="recompute", chunking=chunking)
         core.add(Request(4, 100))
         core.add(Request(4, 100))
-        num_steps[one_kernel] = len(run(core))
+        num_steps[chunking] = len(run(core))
         assert core.stats().num_preemptions == 1
     assert num_steps[False] - num_steps[True] >= 40
 
 
 def test_forced_segments_are_replayed_whole_and_do_not_sample() -> None:
-    core = scheduler(num_blocks=7, preemption="recompute", max_forced_tokens=4)
+    core = scheduler(num_blocks=7, preemption="recompute", max_forced_tokens=4, chunking=False)
     core.add(Request(10, 18))
     core.add(Request(6, 14))
     step(core, tokens={1: 3})
@@ -96,21 +94,21 @@ def test_forced_segments_are_replayed_whole_and_do_not_sample() -> None:
     while view(core, 1).state is SequenceState.RUNNING:
         step(core, tokens={0: 4})
     segments = view(core, 1).segments
-    assert view(core, 1).num_computed in (0, 4, 6), "block borders are 4 and 8; 8 lies inside the segment at 6"
+    assert view(core, 1).num_computed == 8, "a border of blocks, inside the segment at 6"
     replayed = [(start, length) for plan in run(core) for seq_id, start, length in rows(plan) if seq_id == 1]
     outputs = [chunk for chunk in replayed if chunk[0] >= 6]
     assert outputs[: len(segments) - 1] == [tuple(segment) for segment in segments[1:]]
 
 
-def test_the_cut_never_leaves_one_prompt_token() -> None:
-    """A prompt of 9 in blocks of 4: losing the third block would leave one token, so the second goes too."""
+def test_a_cut_may_leave_one_prompt_token() -> None:
+    """A prompt of 9 in blocks of 4 that loses its third block."""
     core = scheduler(num_blocks=7, preemption="recompute")
     core.add(Request(15, 9))
     core.add(Request(9, 9))
     step(core)
     while view(core, 1).state is SequenceState.RUNNING:
         step(core)
-    assert (view(core, 1).table, view(core, 1).num_computed) == ((5,), 4)
+    assert (view(core, 1).table, view(core, 1).num_computed) == ((5, 6), 8)
     core.check()
 
 
@@ -198,8 +196,8 @@ def test_the_place_of_one_that_waits_for_blocks_goes_to_the_next_in_turn() -> No
     core = scheduler(num_blocks=4, max_num_seqs=2, max_num_decode_seqs=1)
     core.add(Request(8, 5))
     core.add(Request(8, 5))
-    assert rows(step(core)) == [(0, 0, 8), (1, 0, 6)]
-    assert rows(step(core)) == [(1, 6, 2)]
+    assert rows(step(core)) == [(0, 0, 8), (1, 0, 7)]
+    assert rows(step(core)) == [(1, 7, 1)]
     plan = step(core)
     assert (rows(plan), plan.preempted) == ([(0, 8, 1)], (1,))
     run(core)
@@ -233,11 +231,13 @@ def test_an_unfinished_prompt_can_be_a_victim() -> None:
 
 
 def test_a_preempted_sequence_keeps_out_its_class_and_those_below() -> None:
-    core = scheduler(num_blocks=7, preemption="recompute", order="priority")
+    core = scheduler(num_blocks=8, preemption="recompute", order="priority")
     core.add(Request(15, 9))
     core.add(Request(9, 9))
+    short = core.add(Request(1, 3, priority=-1))
     while core.stats().num_preempted == 0:
         step(core)
+    core.abort(short)
     assert core.stats().num_free_blocks == 1
     core.add(Request(2, 2, priority=0))
     core.add(Request(2, 2, priority=1))

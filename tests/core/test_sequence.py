@@ -52,22 +52,6 @@ def test_segments_remember_how_each_token_was_computed() -> None:
     assert seq.num_output == 7
 
 
-def test_a_cut_never_falls_inside_a_segment() -> None:
-    seq = decoding(5, 1, 3, 1, 2, 1)
-    assert [seq.border_at(position, 4, 2) for position in range(5, 13)] == [5, 6, 6, 6, 9, 10, 10, 12]
-
-
-def test_a_cut_never_leaves_one_prompt_token() -> None:
-    assert [decoding(9).border_at(position, 4, 2) for position in (0, 4, 8)] == [0, 4, 4]
-    assert [decoding(10).border_at(position, 4, 2) for position in (0, 4, 8)] == [0, 4, 8]
-    assert decoding(1).border_at(0, 4, 2) == 0
-    assert decoding(8).border_at(8, 4, 2) == 8
-
-
-def test_a_cut_leaves_one_prompt_token_where_it_may_be_computed_alone() -> None:
-    assert [decoding(9).border_at(position, 4, 1) for position in (0, 4, 8)] == [0, 4, 8]
-
-
 def test_what_remains_of_a_sequence_is_a_copy() -> None:
     seq = decoding(4, 1, 1)
     seq.num_preemptions = 2

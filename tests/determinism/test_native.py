@@ -1,4 +1,4 @@
-"""What one processor computed another one computes again: recordings, kept KV and digests of the native executor.
+"""What one processor computed another one computes again: recordings, kept KV and digests.
 
 Processors are stood in for by instruction sets, threads and NumPy's code for this processor, each of which is withheld.
 """
@@ -32,7 +32,7 @@ WITHHELD = {"NPY_DISABLE_CPU_FEATURES": " ".join(optional_features())}
 
 @contextmanager
 def served(*flags: str) -> Iterator[ServerProcess]:
-    with ServerProcess("pocket://", *IN_THREAD, "--executor", "native", *flags) as server:
+    with ServerProcess("pocket://", *IN_THREAD, *flags) as server:
         server.wait_ready()
         yield server
         assert server.stop() == 0
@@ -99,7 +99,7 @@ def test_kept_keys_and_values_are_restored_on_another_processor(tmp_path: Path) 
 
 @pytest.mark.parametrize("isa", EACH_ISA)
 def test_pocket_has_the_digest_in_the_repository(isa: str) -> None:
-    options = LoadOptions(EngineOptions(num_blocks=64), ExecutorOptions(name="native", isa=isa), probe=False)
+    options = LoadOptions(EngineOptions(num_blocks=64), ExecutorOptions(isa=isa))
     model, config = load_model("pocket://", options)
     digest = model_digest(model.executor, config.num_blocks)
     model.close()
@@ -107,6 +107,6 @@ def test_pocket_has_the_digest_in_the_repository(isa: str) -> None:
 
 
 def test_verify_prints_the_digest() -> None:
-    printed = json.loads(command("models", "verify", "pocket://", "--executor", "native", "--json", environ=WITHHELD))
+    printed = json.loads(command("models", "verify", "pocket://", "--json", environ=WITHHELD))
     assert printed["digest"] == json.loads(DIGESTS.read_text())["pocket://"]
     assert printed["deterministic"] is True

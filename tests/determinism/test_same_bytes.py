@@ -14,20 +14,16 @@ from lockstep.core import step_builder
 from lockstep.engine.loading import load_model
 from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
 from tests.determinism.harness import ALONE, CASES, MATRIX, SAMPLINGS, Answer, Case, Subject
-from tests.executors.openvino.support import needs_operator
 from tools.random_models import SHAPES, write_gguf
 
 POOL = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, max_num_seqs=40)
-MODELS = (
-    *("pocket", "random-qwen3", "random-qwen3 openvino f16"),
-    pytest.param("random-qwen3 lockstep int8", marks=needs_operator),
-)
-"""A model, and the attention operator and precision of its KV where it is not what one gets unasked."""
+MODELS = ("pocket", "random-qwen3", "random-qwen3 int8")
+"""A model, and the precision of its KV where it is not the default."""
 
 
-def load(source: str, cache_dir: Path, attention: str = "auto", kv_cache_precision: str = "f16") -> Subject:
-    executor = ExecutorOptions(attention=attention, kv_cache_precision=kv_cache_precision)
-    options = LoadOptions(POOL, executor, cache_dir=cache_dir, probe=False)
+def load(source: str, cache_dir: Path, kv_cache_precision: str = "f16") -> Subject:
+    executor = ExecutorOptions(kv_cache_precision=kv_cache_precision)
+    options = LoadOptions(POOL, executor, cache_dir=cache_dir)
     return Subject(*load_model(source, options))
 
 
@@ -82,11 +78,9 @@ def test_the_bytes_are_the_same_in_the_full_matrix(
 def test_unloading_and_reloading_changes_nothing(
     subject: Subject, expected: Mapping[str, Answer], cache_dir: Path, tmp_path: Path
 ) -> None:
-    """From the cached graph and from one that is built anew."""
+    """From the packed weights and from those that are packed anew."""
     for directory in (cache_dir, tmp_path):
-        environment = subject.model.executor.environment
-        attention, _, _ = environment["attention"].partition(" ")
-        again = load(subject.model.source, directory, attention, environment["kv_cache_precision"])
+        again = load(subject.model.source, directory, subject.model.executor.environment["kv_cache_precision"])
         assert {name: again.ask(ALONE, params)[0] for name, params in SAMPLINGS.items()} == expected
         again.model.close()
 
@@ -106,25 +100,13 @@ def broken_by(subject: Subject, cases: tuple[Case, ...]) -> Iterator[str]:
         yield from (case.name for case in cases if subject.ask(case, params)[0] != alone)
 
 
-def test_a_u8_kv_cache_breaks_it(subject: Subject, cache_dir: Path) -> None:
-    quantised = load(subject.model.source, cache_dir, "openvino", "u8")
-    try:
-        chunked = tuple(case for case in CASES if case.name.startswith(("chunks", "ragged", "warm")))
-        assert next(broken_by(quantised, chunked), "")
-    finally:
-        quantised.model.close()
-
-
-def test_a_prompt_chunk_of_one_token_breaks_it_unless_decoding_equals_prefill(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def one_at_a_time(remaining: int, room: int, may_end: bool, least: int) -> int:
+def test_computing_one_token_at_a_time_changes_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_at_a_time(remaining: int, room: int, may_end: bool) -> int:
         return min(1, room)
 
     alone = {name: subject.ask(ALONE, params)[0] for name, params in SAMPLINGS.items()}
     monkeypatch.setattr(step_builder, "prompt_chunk", one_at_a_time)
-    one_by_one = {name: subject.ask(ALONE, params)[0] for name, params in SAMPLINGS.items()}
-    assert (one_by_one == alone) is subject.config.decode_equals_prefill
+    assert {name: subject.ask(ALONE, params)[0] for name, params in SAMPLINGS.items()} == alone
 
 
 class BatchDependent:

@@ -1,4 +1,4 @@
-"""Promise 1 on every number of threads that the machine has cores for; OpenVINO takes no more threads than cores."""
+"""Promise 1 on every number of threads that the machine has cores for."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from lockstep import EngineOptions, ExecutorOptions, LoadOptions
 from lockstep.engine.loading import load_model
 from lockstep.executors.machine import available_cores
 from tests.determinism.harness import ALONE, CASES, SAMPLINGS, Answer, Case, Subject
-from tests.executors.openvino.support import needs_operator
 
 POOL = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, max_num_seqs=40)
 THREADS = [number for number in (1, 2, 3, 4, 8, 16, 32) if number <= available_cores()]
-SUBJECTS = [
-    pytest.param((number, kv), id=f"{number}-{kv}", marks=[needs_operator] if kv == "int8" else [])
-    for number in THREADS
-    for kv in ("f16", "int8")
-]
+SUBJECTS = [pytest.param((number, kv), id=f"{number}-{kv}") for number in THREADS for kv in ("f16", "int8")]
 BY_DEFAULT = ("batched with 31", "ragged chunks beside 9", "warm prefix, batched with 7", "recomputed")
 
 
@@ -32,8 +27,8 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def subject(request: pytest.FixtureRequest, cache_dir: Path) -> Iterator[Subject]:
     threads, kv = request.param
     executor = ExecutorOptions(threads=threads, kv_cache_precision=kv)
-    loaded = Subject(*load_model("pocket://", LoadOptions(POOL, executor, cache_dir=cache_dir, probe=False)))
-    assert loaded.model.executor.environment["threads"] == str(threads)
+    loaded = Subject(*load_model("pocket://", LoadOptions(POOL, executor, cache_dir=cache_dir)))
+    assert loaded.model.executor.machine["threads"] == str(threads)
     yield loaded
     loaded.model.close()
 

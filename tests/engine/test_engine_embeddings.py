@@ -22,7 +22,7 @@ TEXTS = ["I was charged twice", "My login page shows an error " * 12, "Is a clau
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     cache_dir: Path = tmp_path_factory.mktemp("cache")
-    options = LoadOptions(EngineOptions(num_blocks=200), cache_dir=cache_dir, probe=False)
+    options = LoadOptions(EngineOptions(num_blocks=200), cache_dir=cache_dir)
     with LLM("pocket://", options) as loaded:
         yield loaded
 
@@ -62,7 +62,7 @@ def test_vectors_tell_texts_apart(llm: LLM) -> None:
 
 
 async def test_an_async_program_gets_the_same(llm: LLM, tmp_path: Path) -> None:
-    options = LoadOptions(EngineOptions(num_blocks=64), cache_dir=tmp_path, probe=False)
+    options = LoadOptions(EngineOptions(num_blocks=64), cache_dir=tmp_path)
     async with AsyncEngine("pocket://", options) as engine:
         assert np.array_equal(await engine.embed(TEXTS[0]), llm.embed(TEXTS[0])[0])
 

@@ -99,7 +99,7 @@ def test_another_environment_finds_nothing_and_says_so_once(
     for number in (1, 2, 3):
         answer(engine, ask(prompt(number), f"s{number}"))
     leave(engine)
-    other = dict(pocket[0].executor.environment) | {"openvino": "another version"}
+    other = dict(pocket[0].executor.environment) | {"bits": "another version"}
     monkeypatch.setattr(pocket[0].executor, "environment", other)
     engine = Engine(*pocket, store=store)
     assert engine.sessions.stored() == ()

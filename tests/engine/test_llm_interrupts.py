@@ -262,7 +262,7 @@ def test_a_load_that_is_interrupted_leaves_no_thread_and_no_file(tmp_path: Path)
         break
     with llm:
         assert llm.generate("a", SamplingParams(max_tokens=2))
-    assert {"open", "probe", "ready"} <= set(stages)
+    assert {"open", "pack", "ready"} <= set(stages)
     left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert not [name for name in left if "tmp" in name or "partial" in name], left
 
@@ -311,7 +311,7 @@ def test_interrupts_at_random_moments_leave_the_model_usable(source: str, call: 
     print(f"seed {seed}")
     rng = random.Random(seed)
     interrupter = Interrupter()
-    options = LoadOptions(EngineOptions(num_blocks=40), probe=False)
+    options = LoadOptions(EngineOptions(num_blocks=40))
     params = [SamplingParams(max_tokens=rng.randrange(20, 60), seed=number, ignore_eos=True) for number in range(8)]
     try:
         with LLM(source, options) as llm:

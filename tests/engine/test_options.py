@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from lockstep.engine.options import EngineOptions, check_limits, check_sizes, plan_config
@@ -27,12 +25,6 @@ def test_what_the_user_says_wins() -> None:
     assert plan_config(EngineOptions(num_blocks=7), GEOMETRY, 10_000).num_blocks == 7
     by_blocks = EngineOptions(num_host_blocks=3, host_kv_memory_bytes=9000)
     assert plan_config(by_blocks, GEOMETRY, PLENTY).num_host_blocks == 3
-
-
-@pytest.mark.parametrize("value", [False, True])
-def test_the_executor_alone_says_whether_decoding_gives_a_prompts_bits(value: bool) -> None:
-    config = plan_config(EngineOptions(), replace(GEOMETRY, decode_equals_prefill=value), PLENTY)
-    assert config.decode_equals_prefill is value
 
 
 @pytest.mark.parametrize(

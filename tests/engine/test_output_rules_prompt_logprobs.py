@@ -33,7 +33,7 @@ _TIGHT = {"num_blocks": 14, "max_chunk_tokens": 16, "max_num_seqs": 8}
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     cache_dir: Path = tmp_path_factory.mktemp("cache")
     pool = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20)
-    with LLM("pocket://", LoadOptions(pool, cache_dir=cache_dir, probe=False)) as loaded:
+    with LLM("pocket://", LoadOptions(pool, cache_dir=cache_dir)) as loaded:
         yield loaded
 
 

@@ -221,7 +221,7 @@ def test_what_cannot_be_a_session_is_refused(make: Make, fields: dict[str, objec
 
 def test_a_session_changes_no_byte() -> None:
     """A conversation of three turns beside other work: tokens and log-probabilities, with and without a session."""
-    options = LoadOptions(EngineOptions(num_blocks=64, max_num_seqs=4), probe=False)
+    options = LoadOptions(EngineOptions(num_blocks=64, max_num_seqs=4))
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, ignore_eos=True, logprobs=2)
     noise = random.Random(3)
 

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.kv_pool import KVPool
-from tests.executors.openvino.support import batch_of
+from tests.executors.native.support import batch_of
 
 SIZES = (24, 40)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.executors.machine import (
-    anonymous_memory_bytes,
     available_cores,
     available_memory_bytes,
     machine_memory_bytes,
@@ -63,9 +62,3 @@ def test_available_memory_is_cut_by_the_cgroup(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path) == 4500, "what was read and may be forgotten is free"
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory_bytes(tmp_path) > 3000
-
-
-def test_anonymous_memory_is_that_of_this_process_where_the_system_tells(tmp_path: Path) -> None:
-    (tmp_path / "status").write_text("VmRSS:\t   900 kB\nRssAnon:\t     500 kB\n")
-    assert anonymous_memory_bytes(tmp_path / "status") == 500 * 1024
-    assert anonymous_memory_bytes(tmp_path / "none") is None

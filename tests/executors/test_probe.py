@@ -32,6 +32,10 @@ class HonestExecutor:
     def environment(self) -> Mapping[str, str]:
         return {}
 
+    @property
+    def machine(self) -> Mapping[str, str]:
+        return {}
+
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         self.blocks = np.full((num_blocks + 1, self.block_size), -1, np.int64)
         self.host = np.full((num_host_blocks, self.block_size), -1, np.int64)

@@ -13,7 +13,7 @@ from msgspec import structs
 from lockstep.errors import InvalidPlanError
 from lockstep.executors.base import StepBatch
 from lockstep.executors.step_inputs import Chunks, Limits, TableRows, check_moves, checked_chunks
-from tests.executors.openvino.support import Item, batch_of
+from tests.executors.native.support import Item, batch_of
 
 LIMITS = Limits(block_size=4, num_blocks=9, num_host_blocks=3, max_model_len=20, vocab_size=50)
 

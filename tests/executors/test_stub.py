@@ -119,7 +119,6 @@ def test_the_tokenizer_maps_bytes_and_specials_both_ways() -> None:
         ("stub://x?load_ms=nan", "load_ms is 'nan' and must be a number, at least 0"),
         ("stub://x?fail_every=1.5", "fail_every is '1.5' and must be a whole number, at least 0"),
         ("stub://x?block_size=0", "block_size is '0' and must be a whole number, at least 1"),
-        ("stub://x?decode_equals_prefill=perhaps", "decode_equals_prefill is 'perhaps' and must be true or false"),
     ],
 )
 def test_a_wrong_option_is_named(source: str, message: str) -> None:
@@ -136,13 +135,6 @@ def test_all_wrong_options_are_reported_at_once() -> None:
         "unknown stub option 'step_mss' (did you mean 'step_ms'?); "
         "load_ms is 'x' and must be a number, at least 0; known: field, ids, "
     )
-
-
-def test_a_stub_says_of_itself_what_its_source_says() -> None:
-    of = {
-        text: StubExecutor(StubOptions.parse(f"stub://x{text}")).geometry for text in ("", "?decode_equals_prefill=1")
-    }
-    assert [each.decode_equals_prefill for each in of.values()] == [False, True]
 
 
 def _batch(step: int) -> StepBatch:

@@ -34,7 +34,7 @@ models:
       source: pocket://
       engine: {num_blocks: 8, max_num_seqs: 4, max_num_batched_tokens: 40, preemption: recompute, order: fair}
     - id: fake
-      source: stub://fake?token_us=20&decode_equals_prefill=1
+      source: stub://fake?token_us=20
       priority: high
       max_active_sessions: 3
       engine: {num_blocks: 16, host_kv_memory_bytes: 1KB, max_num_seqs: 8, max_num_batched_tokens: 64, order: priority}

@@ -42,7 +42,7 @@ class Flight:
         self._draw = random.Random(seed)
         self._turns = DeviceScheduler()
         self._recorder = Recorder(TraceOptions(str(folder), file_bytes * MAX_FILES, has_content=True), self._turns)
-        self._model, config = load_model("stub://alpha", LoadOptions(POOL, probe=False))
+        self._model, config = load_model("stub://alpha", LoadOptions(POOL))
         self._engine = Engine(self._model, config, recorder=self._recorder.of_engine(KEY, self._model, config))
         self._priorities = {KEY: 0}
         self._now_us = 0

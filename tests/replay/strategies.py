@@ -33,7 +33,6 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_skips=draw(st.sampled_from([0, 64])),
         max_num_queued_reqs=draw(st.sampled_from([3, 1000])),
         enable_prefix_caching=draw(st.booleans()),
-        decode_equals_prefill=draw(st.booleans()),
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
-from lockstep.errors import TraceError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.execute import describe, execute
 from lockstep.replay.playback import Playback
@@ -22,7 +21,7 @@ from lockstep.worker.messages import Abort, Outputs, Submit
 from tests.replay.recordings import files_of, rewrite_entries
 from tests.worker.support import Bench, running
 
-SOURCE = "stub://alpha?decode_equals_prefill=1"
+SOURCE = "stub://alpha"
 POOL = LoadOptions(EngineOptions(num_blocks=40, max_num_seqs=3, max_num_batched_tokens=40))
 
 
@@ -58,8 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_answers_that_were_found_again_are_found_again(folder: Path) -> None:
     trace = open_trace(folder)
-    [config] = [engine.config for engine in trace.engines]
-    assert config.decode_equals_prefill
     named: list[Named] = []
     hits: list[tuple[int, int]] = []
     for event in Playback(trace.entries()).play():
@@ -91,8 +88,3 @@ def test_a_name_that_is_not_computed_again_is_told(folder: Path, tmp_path: Path)
     [execution] = execute(open_trace(copied), SOURCE)
     assert execution.diverged is not None
     assert "1 blocks of sequence 2's answer were named; here" in execution.diverged.what
-
-
-def test_a_model_without_the_field_cannot_be_loaded_as_it_was_recorded(folder: Path) -> None:
-    with pytest.raises(TraceError, match="decode_equals_prefill differ"):
-        list(execute(open_trace(folder), "stub://alpha"))

@@ -76,7 +76,7 @@ def test_every_step_of_a_live_cluster_is_decided_again(recorded: Path) -> None:
     assert sorted(took_turns) == ["fake", "pocket", "pocket"], "two embedded models and a stub"
 
 
-@pytest.mark.parametrize("source", ["pocket://", "stub://fake?token_us=20&decode_equals_prefill=1"])
+@pytest.mark.parametrize("source", ["pocket://", "stub://fake?token_us=20"])
 def test_every_token_is_computed_again_in_another_process(recorded: Path, source: str) -> None:
     code, said = lockstep("replay", "--execute", str(recorded), "--model", source)
     assert code == 0, said

@@ -57,7 +57,7 @@ class Managed(Cluster):
         found = {"law": "org/legal"}.get(name or "router", name or "router")
         if found not in self.states:
             raise ModelNotFoundError(f"The model `{name}` does not exist.", param="model")
-        return ModelCard(found, (), "stub://x", 1, self.states[found], 10, None, True)
+        return ModelCard(found, (), "stub://x", 1, self.states[found], 10, True)
 
     def snapshot(self) -> ClusterSnapshot:
         models = tuple(_model(name, state) for name, state in self.states.items())

@@ -26,7 +26,6 @@ def test_every_name_is_listed_in_openais_shape(server: ServerProcess) -> None:
         "parent": None,
         "max_model_len": 8192,
         "tier": "resident",
-        "deterministic": None,
     }.items() <= model.items()
 
 

@@ -24,7 +24,7 @@ SIZE = 256
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("pocket://", LoadOptions(EngineOptions(num_blocks=64), probe=False)) as loaded:
+    with LLM("pocket://", LoadOptions(EngineOptions(num_blocks=64))) as loaded:
         yield loaded
 
 

@@ -205,16 +205,16 @@ def test_a_signal_before_the_port_is_open_ends_it() -> None:
     assert lines == []
 
 
-ENGINE = EngineSnapshot(100, 2, 3200, 4_000_000, 0, 0, "CPU", 2, "f32", "f16", "int8")
+ENGINE = EngineSnapshot(100, 2, 3200, 4_000_000, 0, 0, 9_000_000, "avx2", 2, "f16", "int8")
 
 
 def test_what_is_said_at_ready_is_bounded() -> None:
-    replica = ReplicaSnapshot("k", "s", "resident", ("a", "b"), 1, 1, 1, 1.0, 0, 0, None, None, None, ENGINE)
+    replica = ReplicaSnapshot("k", "s", "resident", ("a", "b"), 1, 1, 1, 1.0, 0, 0, None, None, ENGINE)
     seen = Managed().snapshot()
     lines = ready_lines(structs.replace(seen, replicas=(replica,) * 51), "http://h", ServerOptions())
     assert lines[0] == (
-        "a, b: context of 100 tokens; KV of 3,200 tokens in 4.0 MB; 2 sequences at once; CPU, 2 threads; "
-        "f32 with KV in f16; weights rounded to int8"
+        "a, b: context of 100 tokens; KV of 3,200 tokens in 4.0 MB; 2 sequences at once; weights of 9.0 MB, "
+        "KV in f16; avx2, 2 threads; weights rounded to int8"
     )
     assert lines[8] == "43 engines more: GET http://h/v1/cluster"
     assert lines[9:] == [

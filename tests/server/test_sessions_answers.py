@@ -15,7 +15,7 @@ BLOCK = 16
 MANIFEST = """\
 cluster: talking
 models:
-  router: {source: 'stub://talker?decode_equals_prefill=1', max_active_sessions: 4}
+  router: {source: 'stub://talker', max_active_sessions: 4}
 """
 Messages = list[dict[str, str]]
 

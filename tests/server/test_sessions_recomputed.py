@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import openvino
 import pytest
 
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.kv_tiers import KVStoreOptions
+from lockstep.executors.native import executor
 from tests.server.living import Living, living_cluster
 from tests.waiting import until
 from tools.perturbed import POCKET, ROOT, perturb
@@ -88,7 +88,8 @@ def another_artifact(kept: Kept) -> None:
 
 
 def another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openvino, "get_version", lambda: "another")
+    own = executor.environment_of
+    monkeypatch.setattr(executor, "environment_of", lambda *given: own(*given) | {"bits": "another"})
 
 
 CASES: dict[str, tuple[Callable[[Kept], None] | None, str]] = {

@@ -18,6 +18,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.executors.constraint import Constraint
+from lockstep.executors.options import ISAS
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.messages import (
     Abort,
@@ -147,9 +148,10 @@ def test_loading_tells_its_stages(bench: Bench) -> None:
     assert stages[0] == "open"
     assert stages[-1] == "ready"
     assert loaded.has_hidden_states
-    assert loaded.probe is not None
+    assert loaded.weights_bytes
     assert loaded.load_s > 0
-    assert loaded.environment["executor"] == "openvino"
+    assert loaded.environment["executor"] == "native"
+    assert loaded.machine["isa"] in ISAS
 
 
 def test_unloading_ends_what_runs_and_refuses_what_comes(bench: Bench) -> None:

@@ -43,7 +43,7 @@ class Crowd:
 
     def load(self, name: str, precision: str, priority: int) -> int:
         """Load the embedded model with KV of its own where the precision is; returns the bytes of a block."""
-        options = LoadOptions(EngineOptions(num_blocks=96), ExecutorOptions(kv_cache_precision=precision), probe=False)
+        options = LoadOptions(EngineOptions(num_blocks=96), ExecutorOptions(kv_cache_precision=precision))
         return self.bench.ready(name, "pocket://", options, priority).geometry.bytes_per_block
 
     @property

@@ -61,12 +61,12 @@ def test_sessions_are_told_listed_swept_and_ended(bench: Bench) -> None:
         bench.answer(number)
     (listed,) = bench.ask(AskSessions(), SessionsReport).replicas.values()
     assert [(report.session_id, report.num_blocks, report.num_busy) for report in listed] == [
-        ("one", 1, 0),
-        ("two", 2, 0),
-        ("three", 3, 0),
+        ("one", 2, 0),
+        ("two", 3, 0),
+        ("three", 4, 0),
     ]
-    assert bench.ask(Sweep("a", "two"), SessionsSwept) == SessionsSwept(1, 0)
-    assert bench.ask(EndSession("a", "one"), SessionsSwept) == SessionsSwept(1, 0)
+    assert bench.ask(Sweep("a", "two"), SessionsSwept) == SessionsSwept(1, 1)
+    assert bench.ask(EndSession("a", "one"), SessionsSwept) == SessionsSwept(1, 1)
     assert bench.ask(Sweep("nobody"), SessionsSwept) == SessionsSwept(0, 0)
     bench.tell(Unload("a"))
     bench.heard(Unloaded)
@@ -76,14 +76,14 @@ def test_sessions_are_told_listed_swept_and_ended(bench: Bench) -> None:
         (change.session_id, change.what, change.num_tokens, change.reason) for e in said for change in e.changes
     ] == [
         ("one", "admitted", 0, None),
-        ("one", "kept", 16, None),
+        ("one", "kept", 32, None),
         ("two", "admitted", 0, None),
-        ("two", "kept", 32, None),
+        ("two", "kept", 48, None),
         ("three", "admitted", 0, None),
-        ("three", "kept", 48, None),
-        ("two", "swept", 0, "idle"),
-        ("one", "swept", 0, "ended"),
-        ("three", "swept", 48, "unloaded"),
+        ("three", "kept", 64, None),
+        ("two", "swept", 16, "idle"),
+        ("one", "swept", 16, "ended"),
+        ("three", "swept", 64, "unloaded"),
     ]
 
 

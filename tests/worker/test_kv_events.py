@@ -30,7 +30,7 @@ from tests.waiting import HANG_S
 from tests.worker.support import SMALL, Bench, running
 
 TINY = LoadOptions(EngineOptions(num_blocks=24, max_num_seqs=3))
-STUB = "stub://a?decode_equals_prefill=true"
+STUB = "stub://a"
 BLOCK = 16
 HANG_MS = int(HANG_S * 1e3)
 

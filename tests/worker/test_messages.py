@@ -65,7 +65,7 @@ def _loaded(side: TokenizerPayload) -> Event:
     from lockstep.engine.options import LoadOptions
 
     model, config = load_model("stub://x", LoadOptions())
-    return Loaded("model", "x", "f", config, model.executor.geometry, {}, None, {}, False, 0.0, side)
+    return Loaded("model", "x", "f", config, model.executor.geometry, {}, {}, {}, False, 0.0, side)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -133,7 +133,6 @@ def test_how_to_load_comes_out_as_it_went_in() -> None:
         EngineOptions(num_blocks=7, order="fair", max_num_seqs=3),
         ExecutorOptions(threads=1, cache_dir=Path("/a/b")),
         cache_dir=Path("/c"),
-        probe=False,
         chat_template="{{ messages }}",
     )
     command = Load("model", "pocket://", options, TrialOptions(limit_s=3.5), -2)

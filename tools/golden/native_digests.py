@@ -17,9 +17,9 @@ import numpy as np
 from lockstep.artifacts.model import Artifact
 from lockstep.engine.loading import verify_model
 from lockstep.engine.options import LoadOptions
-from lockstep.executors.loading import load_executor
+from lockstep.executors.native.executor import load_executor
 from lockstep.executors.options import ExecutorOptions
-from tests.executors.openvino.support import SMALL_LLAMA, SMALL_QWEN3, TINY, random_artifact, run
+from tests.executors.native.support import SMALL_LLAMA, SMALL_QWEN3, TINY, random_artifact, run
 
 DIGESTS = Path(__file__).resolve().parents[2] / "tests" / "golden" / "native_digests.json"
 LENGTH = 140
@@ -46,7 +46,7 @@ def artifact_of(name: str) -> Artifact:
 def prompt_digest(name: str, isa: str | None = None) -> str:
     """Digest of the logits of every token of a prompt, and of the last one decoded alone."""
     artifact = artifact_of(name)
-    options = ExecutorOptions(name="native", isa=isa, kv_cache_precision=cases()[name][2])
+    options = ExecutorOptions(isa=isa, kv_cache_precision=cases()[name][2])
     executor = load_executor(artifact, options, lambda stage, share: None)
     executor.allocate(12, 0)
     tokens = (np.arange(LENGTH) * 37 % artifact.config.vocab_size).tolist()
@@ -58,7 +58,7 @@ def prompt_digest(name: str, isa: str | None = None) -> str:
 
 def main() -> None:
     digests = {name: prompt_digest(name) for name in cases()}
-    options = LoadOptions(executor=ExecutorOptions(name="native"), probe=False)
+    options = LoadOptions(executor=ExecutorOptions())
     digests["pocket://"] = verify_model("pocket://", options).digest or ""
     DIGESTS.write_text(json.dumps(digests, indent=1) + "\n")
 

@@ -79,7 +79,7 @@ class ModelConfig:
     """A dense decoder as data: differences between architectures are fields here, not subclasses."""
 
     architecture: str
-    """A name of `architectures.ARCHITECTURES`; of an exported OpenVINO model, its model type."""
+    """A name of `architectures.ARCHITECTURES`."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -146,14 +146,13 @@ class Artifact:
     name: str
     path: Path
     format: str
-    """``gguf``, ``safetensors`` or ``openvino``."""
+    """``gguf`` or ``safetensors``."""
     fingerprint: str
     """32 hex digits over the content; the path does not matter."""
     num_bytes: int
     """Size of the weight files."""
     config: ModelConfig
     weights: Weights
-    """Empty for an exported OpenVINO model, whose graph holds them."""
     load_tokenizer: Callable[[], TokenizerParts]
     """Reads the tokenizer; MissingTokenizerError when there is none."""
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)

@@ -10,15 +10,14 @@ from lockstep.artifacts.hub.source import SCHEME as _HUB
 from lockstep.artifacts.hub.source import DownloadProgress, HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.huggingface import open_huggingface
 from lockstep.artifacts.model import Artifact
-from lockstep.artifacts.openvino_ir import GRAPH, open_openvino
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.spelling import nearest
 
 _POCKET = "pocket://"
 _MAX_LISTED = 8
 _WHAT_WOULD_BE_RIGHT = (
-    "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json), an OpenVINO one "
-    "(openvino_model.xml), hf://org/name or pocket://"
+    "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json), hf://org/name or "
+    "pocket://"
 )
 
 
@@ -92,8 +91,6 @@ def _open_pocket(source: str, cache_dir: Path) -> Artifact:
 
 
 def _open_directory(path: Path, source: str, cache_dir: Path) -> Artifact:
-    if (path / GRAPH).is_file() and not any(path.glob("*.safetensors")):
-        return open_openvino(path, source, cache_dir)
     if (path / "config.json").is_file():
         return open_huggingface(path, source, cache_dir)
     names = sorted(entry.name for entry in path.iterdir())

@@ -295,7 +295,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def own_server(model: str, threads: int, max_seqs: int, manifest: str | None = None) -> list[str]:
     """Command of `lockstep serve`; with a manifest the model is behind every name of it."""
     served = [model] if manifest is None else ["--manifest", manifest, "--backend", model]
-    limits = ("--max-num-seqs", str(max_seqs), "--threads", str(threads), "--no-probe", "--log-level", "warning")
+    limits = ("--max-num-seqs", str(max_seqs), "--threads", str(threads), "--log-level", "warning")
     return [sys.executable, "-m", "lockstep", "serve", *served, *limits, "--port"]
 
 

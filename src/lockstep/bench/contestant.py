@@ -219,7 +219,7 @@ class Lockstep:
         from lockstep.version import __version__
 
         engine = EngineOptions(max_num_seqs=max_seqs)
-        self._llm = LLM(model, LoadOptions(engine, ExecutorOptions(threads=threads), probe=False))
+        self._llm = LLM(model, LoadOptions(engine, ExecutorOptions(threads=threads)))
         self.version = f"Lockstep {__version__}"
         self.vocabulary = self._llm.model.vocab_size
 

@@ -225,7 +225,6 @@ def throughput(
     pool: flags.Pool,
     executor: flags.Executor,
     cache_dir: flags.CacheDir = None,
-    probe: flags.Probe = False,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
@@ -235,7 +234,7 @@ def throughput(
 
     options = ThroughputOptions(**asdict(load))
     engine = flags.checked(replace(pool, max_num_seqs=load.concurrency))
-    loading = LoadOptions(engine, executor, cache_dir, probe)
+    loading = LoadOptions(engine, executor, cache_dir)
     with loading_progress(model) as progress:
         llm = LLM(model, loading, progress=progress)
     with llm, loading_progress(model) as progress:

@@ -16,7 +16,7 @@ from lockstep.cli import options as flags
 from lockstep.version import __version__
 
 PACKAGES = (
-    *("openvino", "numpy", "tokenizers", "jinja2", "llguidance", "msgspec", "huggingface-hub", "fastapi", "uvicorn"),
+    *("numpy", "tokenizers", "jinja2", "llguidance", "msgspec", "huggingface-hub", "fastapi", "uvicorn"),
     *("uvloop", "httptools", "httpx2", "pydantic", "prometheus-client", "typer", "rich", "psutil", "platformdirs"),
     *("prompt-toolkit", "opentelemetry-sdk", "openai", "torch", "transformers", "llama-cpp-python"),
 )
@@ -49,8 +49,7 @@ def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
             "version": __version__,
             "python": f"{platform.python_implementation()} {platform.python_version()}",
             "core": "compiled" if is_compiled() else "interpreted",
-            "attention": _attention(),
-            "native": _native(),
+            "kernels": _kernels(),
         },
         "packages": _packages(),
         "system": _system(),
@@ -68,19 +67,7 @@ def is_compiled() -> bool:
     return not (scheduler.__file__ or "").endswith(".py")
 
 
-def _attention() -> str:
-    """The attention operator that models get, and why where it is not ours."""
-    from lockstep.executors.machine import instruction_set
-    from lockstep.executors.openvino import ops, runtime
-
-    runtime.the_core()  # brings the libraries that ours is linked against
-    library = ops.own_library()
-    if isinstance(library, str):
-        return f"openvino, because of ours {library}"
-    return f"lockstep {library.lockstep_version()}, kernel {ops.kernel_for(instruction_set())}"
-
-
-def _native() -> str:
+def _kernels() -> str:
     """The native library: its instruction sets that this processor runs, the fastest first, and its bits' version."""
     from lockstep.executors.native.library import native_library
 
@@ -132,7 +119,7 @@ def _processor() -> dict[str, Any]:
 
     return {
         "model": processor_name(),
-        "instructions": str(instruction_set()),
+        "instructions": instruction_set(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": available_cores(),
@@ -158,9 +145,10 @@ def _memory() -> dict[str, Any]:
 def _caches() -> dict[str, Any]:
     from lockstep.artifacts.hub.cache import cache_directory
     from lockstep.engine.loading import default_cache_dir
+    from lockstep.executors.native.packs import FOLDER
 
-    graphs = Path(os.environ.get("LOCKSTEP_CACHE_DIR") or default_cache_dir()).expanduser()
-    return {"graphs": _cache(graphs), "hub": _cache(cache_directory())}
+    packed = Path(os.environ.get("LOCKSTEP_CACHE_DIR") or default_cache_dir()).expanduser()
+    return {"packed_weights": _cache(packed / FOLDER), "hub": _cache(cache_directory())}
 
 
 def _cache(path: Path) -> dict[str, Any]:

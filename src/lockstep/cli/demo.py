@@ -203,8 +203,7 @@ def _show_cluster(console: Console, snapshot: dict[str, Any]) -> None:
     for replica in replicas.values():
         figures.add_row(
             f"replica of {len(replica['models'])} models",
-            f"{replica['bytes'] / 1e6:.0f} MB, loaded in {replica['load_s'] or 0:.2f} s, "
-            f"deterministic: {str(replica['deterministic']).lower()}",
+            f"{replica['bytes'] / 1e6:.0f} MB, loaded in {replica['load_s'] or 0:.2f} s",
         )
     for name, value in snapshot["counters"].items():
         figures.add_row(name, str(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from lockstep.cli.grid import (
 from lockstep.cli.ps import host_row, place_row, size
 from lockstep.cluster.budget import NO_LIMIT, memory_of
 from lockstep.cluster.figures import EngineFigures
-from lockstep.cluster.snapshot import ModelSnapshot
+from lockstep.cluster.snapshot import EngineSnapshot, ModelSnapshot
 from lockstep.report.document import ABSENT
 
 SHARED = "·"
@@ -175,7 +175,7 @@ def _header(view: View, width: int) -> list[Text]:
     first = [
         Text.assemble(("lockstep top", "bold"), GAP, (plain(cluster.cluster), "bold cyan")),
         Text(plain(reading.status), _STYLES.get(reading.status, "bold red")),
-        Text(*_badge([each.deterministic for each in cluster.replicas if each.phase == "resident"])),
+        *(Text(words) for words in _kernels(each.engine for each in cluster.replicas)),
         Text(f"up {duration(figures.uptime_s)}"),
         Text(plain(reading.version)),
         Text(view.url, "dim"),
@@ -206,13 +206,9 @@ def _figure(name: str, value: str, style: str = "bold") -> Text:
     return Text.assemble(f"{name} ", (value, style))
 
 
-def _badge(probed: Sequence[bool | None]) -> tuple[str, str]:
-    """The badge of determinism: words and a style, from what the probe found of each loaded replica."""
-    if any(each is False for each in probed):
-        return "not deterministic", "bold red"
-    if not probed or None in probed:
-        return "determinism not probed", "dim"
-    return "deterministic", "bold green"
+def _kernels(engines: Iterable[EngineSnapshot | None]) -> Iterable[str]:
+    """Instruction set and threads of the loaded models' forward passes, each once."""
+    return dict.fromkeys(f"{each.isa}, {each.threads} threads" for each in engines if each and each.isa)
 
 
 def _memory(view: View, width: int) -> list[Text]:

@@ -75,11 +75,11 @@ def verify(
 ) -> None:
     """Check on this machine that batching, chunking, swapping and reloading change no bit; exit code 1 if one does.
 
-    With --executor native it prints a digest too, which is the same on every machine.
+    It prints a digest too, which is the same on every machine.
     """
     from lockstep.engine.loading import verify_model
 
-    options = LoadOptions(EngineOptions(max_num_seqs=1), executor, cache_dir, probe=False)
+    options = LoadOptions(EngineOptions(max_num_seqs=1), executor, cache_dir)
     with loading_progress(model) as progress:
         found = verify_model(model, options, progress)
     if as_json:
@@ -91,7 +91,7 @@ def verify(
 
 
 def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
-    from lockstep.executors.openvino.precision import precision_summary
+    from lockstep.executors.native.packs import encodings_of
 
     config = artifact.config
     tensors = [artifact.weights[name] for name in artifact.weights.names()]
@@ -104,7 +104,7 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
         "parameters": num_parameters or None,
         "bytes": artifact.num_bytes,
         "encodings": dict(sorted(Counter(tensor.encoding.value for tensor in tensors).items())),
-        "loaded_as": precision_summary(artifact.weights, quantize) or "exported",
+        "loaded_as": encodings_of(artifact, quantize),
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "heads": f"{config.num_heads} ({config.num_kv_heads} key-value)",
@@ -161,8 +161,7 @@ def _print_report(model: str, found: Verification) -> None:
         table.add_row(case.name, "yes" if case.passed else "NO", case.detail)
     Console().print(table)
     print(f"deterministic: {str(found.report.deterministic).lower()}")
-    if found.digest is not None:
-        print(f"digest: {found.digest}")
+    print(f"digest: {found.digest}")
 
 
 Source = Annotated[str, typer.Argument(help="hf://org/name, with @revision or #file.gguf where they are needed.")]

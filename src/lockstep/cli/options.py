@@ -14,20 +14,15 @@ from lockstep.errors import UsageError
 from lockstep.executors.options import ExecutorOptions
 
 SIZE_FLAGS = {"kv_cache_memory_bytes": "--kv-cache-memory-bytes", "host_kv_memory_bytes": "--swap-space-bytes"}
-MODEL_HELP = (
-    "A .gguf file, a Hugging Face or OpenVINO directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
-)
+MODEL_HELP = "A .gguf file, a Hugging Face directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 POOL = OptionFlags(EngineOptions, {"max_model_len": Flag(), "kv_cache_memory_bytes": Flag()})
 EXECUTOR = OptionFlags(
     ExecutorOptions,
     {
-        "name": Flag("executor"),
         "isa": Flag(is_hidden=True),
         "threads": Flag(),
-        "device": Flag(),
         "kv_cache_precision": Flag("kv_cache_dtype"),
-        "attention": Flag("attention_backend"),
         "quantize": Flag(),
     },
 )
@@ -36,9 +31,8 @@ Executor = Annotated[ExecutorOptions, EXECUTOR]
 Quantize = Annotated[ExecutorOptions, OptionFlags(ExecutorOptions, {"quantize": Flag()})]
 CacheDir = Annotated[
     Path | None,
-    typer.Option(envvar="LOCKSTEP_CACHE_DIR", help="Where built graphs are kept.", show_default="the user's cache"),
+    typer.Option(envvar="LOCKSTEP_CACHE_DIR", help="Where packed weights are kept.", show_default="the user's cache"),
 ]
-Probe = Annotated[bool, typer.Option(help="Check at load that batching does not change a bit.")]
 ChatTemplate = Annotated[
     Path | None,
     typer.Option("--chat-template", metavar="FILE", help="A Jinja file in the place of the model's template."),

@@ -30,11 +30,7 @@ _DOWNLOAD = "download "
 _DOING = {
     "open": "opening its files",
     "trial": "loading it on trial in a process of its own, as this machine never ran it",
-    "build": "converting its weights",
-    "save": "keeping the converted weights",
-    "read": "reading the converted weights",
-    "compile": "compiling",
-    "probe": "probing that batching does not change a bit",
+    "pack": "packing its weights",
 }
 _QUIET = ("open",)
 """Stages that are told only if they last."""

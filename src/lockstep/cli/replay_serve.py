@@ -124,7 +124,7 @@ def _model(name: str, recorded: RecordedName, texts: Mapping[str, Tokenizer], an
     from lockstep.cluster.recorded import RecordedModel, RecordedText
 
     engine = recorded.engine
-    text = RecordedText(texts[engine.text], engine.config.max_model_len, engine.deterministic)
+    text = RecordedText(texts[engine.text], engine.config.max_model_len)
     return RecordedModel(name, text, recorded.index, answers.speed, is_strict=answers.strict)
 
 

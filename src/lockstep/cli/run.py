@@ -127,7 +127,6 @@ def run(
     pool: flags.Pool,
     executor: flags.Executor,
     cache_dir: flags.CacheDir = None,
-    probe: flags.Probe = True,
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
     debug: flags.Debug = False,
@@ -140,7 +139,6 @@ def run(
         flags.checked(replace(pool, max_num_seqs=1)),
         executor,
         cache_dir,
-        probe,
         flags.read_template(chat_template),
     )
     if prompt is None and as_json:
@@ -242,7 +240,6 @@ def _as_json(llm: LLM, answerer: LocalAnswerer, conversation: Conversation, prom
     output = answerer.output
     assert output is not None, "an answer that was not interrupted has come whole"
     completion = output.completions[0]
-    probe = llm.model.probe
     num_prompt, num_new = len(output.prompt_token_ids), output.num_output_tokens
     return {
         "model": llm.model.name,
@@ -262,6 +259,5 @@ def _as_json(llm: LLM, answerer: LocalAnswerer, conversation: Conversation, prom
             "total_ms": round(output.timings.total_s * 1e3, 3),
             "tokens_per_second": answer.tokens_per_s,
         },
-        "deterministic": None if probe is None else probe.deterministic,
         "artifact": llm.model.fingerprint,
     }

@@ -88,7 +88,6 @@ def run_batch(
     pool: flags.Pool,
     executor: flags.Executor,
     cache_dir: flags.CacheDir = None,
-    probe: flags.Probe = True,
     debug: flags.Debug = False,
 ) -> None:
     """Answer a file of requests, in OpenAI's batch format, without a server; exit code 1 if some failed."""
@@ -98,7 +97,7 @@ def run_batch(
     names = tuple(run.served_model_name or names_of_source(name))
     kwargs, template = flags.template_kwargs(chat_template_kwargs), flags.read_template(chat_template)
     engine = flags.checked(replace(pool, max_num_seqs=run.max_num_seqs))
-    load = LoadOptions(engine, executor, cache_dir, probe, template)
+    load = LoadOptions(engine, executor, cache_dir, template)
     if target != PIPE:
         check_places([(Path(target).expanduser(), OUTPUT)], [None if source == PIPE else source])
     with _input(source) as path:

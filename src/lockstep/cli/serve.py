@@ -95,7 +95,7 @@ def serve(
         )
         progress = ServingProgress.for_this(report.log_format)
         decided = decided_options(engine, "fcfs" if cluster_flags.manifest is None else "priority")
-        load = LoadOptions(decided, executor, worker_flags.cache_dir, worker_flags.probe)
+        load = LoadOptions(decided, executor, worker_flags.cache_dir)
         kv = kv_options(worker_flags)
         cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, kv, progress.update)
         warnings = answers_to(foreign)
@@ -209,10 +209,6 @@ def _cluster(
     from lockstep.server.reload import ManifestReload, stamp_of
 
     _check_together(model, model_flags, cluster_flags)
-    if load.executor.device == "gpu":  # the one that may not be there
-        from lockstep.executors.openvino.loading import check_device
-
-        check_device(load.executor.device)
     options = ClusterOptions(
         backend_of(cluster_flags.backend),
         load,

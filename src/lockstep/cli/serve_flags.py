@@ -16,7 +16,7 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli.flag_groups import SWITCH, Flag, OptionFlags, field_docs
 from lockstep.cli.manifests import BackendName
-from lockstep.core.policy import MIN_CHUNK_TOKENS, MIN_LIMITS, SchedulerConfig
+from lockstep.core.policy import MIN_LIMITS, SchedulerConfig
 from lockstep.engine.options import DEFAULTS, EngineOptions
 from lockstep.errors import UsageError
 from lockstep.server.options import ServerOptions
@@ -84,7 +84,6 @@ class WorkerFlags:
     """The device worker, and the checks of a load."""
 
     cache_dir: flags.CacheDir = None
-    probe: flags.Probe = True
     worker: Literal["process", "thread"] = "process"
     """Where the model runs: a supervised process of its own."""
     worker_timeout: Annotated[float, Flag(low=0.0)] = MAX_SILENCE_S
@@ -121,10 +120,8 @@ _SPECIAL: Mapping[str, Flag] = {
     "num_blocks": Flag(also=("num-gpu-blocks-override",), low=1),
     "kv_cache_memory_bytes": Flag(),
     "host_kv_memory_bytes": Flag("swap_space_bytes", low=0),
-    "max_num_batched_tokens": Flag(low=MIN_CHUNK_TOKENS, shown="512, or what max-num-seqs needs"),
-    "max_chunk_tokens": Flag(
-        also=("long-prefill-token-threshold",), low=MIN_CHUNK_TOKENS, default=DEFAULTS["max_chunk_tokens"]
-    ),
+    "max_num_batched_tokens": Flag(low=1, shown="512, or what max-num-seqs needs"),
+    "max_chunk_tokens": Flag(also=("long-prefill-token-threshold",), low=1, default=DEFAULTS["max_chunk_tokens"]),
     "chunking": Flag(also=("enable-chunked-prefill",), default=DEFAULTS["chunking"]),
     "order": Flag(also=("scheduling-policy",), shown="fcfs; with --manifest by the models' priority"),
 }

@@ -76,8 +76,6 @@ class ModelCard:
     """``resident`` when it can answer at once; ``loading``, ``failed`` otherwise."""
     max_model_len: int | None
     """None until it is loaded; so are the following."""
-    deterministic: bool | None
-    """What the determinism probe found at load; None also where it was not run."""
     has_chat_template: bool | None
     parent: str | None = None
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from lockstep.cluster.manifest import Resources, Tier
 
-WEIGHTS_FACTOR = 1.25
-"""What loaded weights take, in parts of their files, when nothing better is known: the compiled graph comes on top."""
+WEIGHTS_FACTOR = 1.03
+"""What loaded weights take at most, in parts of their files: Q4_K as it is packed."""
 COLUMNS = ("resident", "in memory", "size", "verdict")
 """Of a table, after who it is about."""
 GPU_BUDGET = "gpu_budget"

@@ -449,7 +449,6 @@ class Cluster:
     def _card(self, model: Model) -> ModelCard:
         replica = model.replica
         loaded = None if replica is None else replica.loaded
-        probe = None if loaded is None else loaded.probe
         recorded = model.remote.text if isinstance(model.remote, RecordedModel) else None
         tokenizer = recorded.tokenizer if recorded else replica.tokenizer if replica else None
         mates = () if replica is None else self._state.models_on(replica)
@@ -460,7 +459,6 @@ class Cluster:
             created_s=self._created_s,
             tier=model.status(time.monotonic()),
             max_model_len=recorded.max_model_len if recorded else loaded.config.max_model_len if loaded else None,
-            deterministic=recorded.deterministic if recorded else probe.deterministic if probe else None,
             has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
             parent=mates[0].id if mates and mates[0] is not model else None,
         )

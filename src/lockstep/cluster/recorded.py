@@ -39,8 +39,6 @@ class RecordedText:
 
     tokenizer: Tokenizer
     max_model_len: int
-    deterministic: bool | None = None
-    """What the probe had found when it was loaded."""
 
 
 class RecordedModel:

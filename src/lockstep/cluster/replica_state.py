@@ -271,14 +271,14 @@ class ReplicaState:
             num_busy=self.num_busy,
             num_waiting=len(self.waiting),
             fingerprint=None if loaded is None else loaded.fingerprint,
-            deterministic=None if loaded is None or loaded.probe is None else loaded.probe.deterministic,
             failure=None if self.failure is None else str(self.failure),
             engine=None if loaded is None or self.phase is not Phase.RESIDENT else _engine(loaded),
         )
 
 
 def _engine(loaded: Loaded) -> EngineSnapshot:
-    config, geometry, environment = loaded.config, loaded.geometry, loaded.environment
+    config, geometry = loaded.config, loaded.geometry
+    environment, machine = loaded.environment, loaded.machine
     return EngineSnapshot(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -286,9 +286,9 @@ def _engine(loaded: Loaded) -> EngineSnapshot:
         kv_bytes=config.num_blocks * geometry.bytes_per_block,
         host_kv_tokens=config.num_host_blocks * geometry.block_size,
         host_kv_bytes=config.num_host_blocks * geometry.bytes_per_block,
-        device=environment.get("device", environment["executor"]),
-        threads=int(environment["threads"]) if "threads" in environment else None,
-        precision=environment.get("inference_precision", ""),
+        weights_bytes=geometry.weights_bytes,
+        isa=machine.get("isa", ""),
+        threads=int(machine["threads"]) if machine else None,
         kv_precision=environment.get("kv_cache_precision", ""),
         quantize=environment.get("quantize", ""),
     )

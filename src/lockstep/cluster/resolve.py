@@ -289,9 +289,8 @@ def _spec(entry: Entry, source: Source, options: LoadOptions, footprint: Footpri
     def measure(loaded: Loaded) -> int:
         if source.is_stub:  # its weights are a fiction
             return footprint.resident_bytes
-        weights = predict(None, source.file_bytes, 0).resident_bytes
-        if loaded.weights_bytes is not None:
-            weights = max(source.file_bytes, loaded.weights_bytes)  # what stays mapped from its file is there as well
+        assert loaded.weights_bytes is not None, "only a stub's are a fiction"
+        weights = loaded.weights_bytes
         return group.num * (weights + loaded.config.num_blocks * loaded.geometry.bytes_per_block)
 
     def tokenizer() -> Tokenizer:

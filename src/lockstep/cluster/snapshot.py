@@ -40,11 +40,12 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     host_kv_tokens: int
     """For the KV of preempted sequences."""
     host_kv_bytes: int
-    device: str
+    weights_bytes: int | None
+    """As they are packed; None: they are a fiction, as a stub's."""
+    isa: str
+    """Instruction set of its kernels; empty where nothing is computed, as are the next three."""
     threads: int | None
-    """Of a forward pass; None: it has none of its own, as a stub."""
-    precision: str
-    """Of activations; empty where nothing is computed, as are the next two."""
+    """Of a forward pass."""
     kv_precision: str
     quantize: str
     """What float weights were rounded to, or ``none``."""
@@ -73,8 +74,6 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """Calls that wait for it to be loaded."""
     fingerprint: str | None
     """Of the artifact's content, once it was loaded."""
-    deterministic: bool | None
-    """What the determinism probe found; None: it was not run."""
     failure: str | None
     """Why its last load failed; None: it did not."""
     engine: EngineSnapshot | None = None

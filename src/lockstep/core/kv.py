@@ -141,13 +141,14 @@ class KVCache:
 
     def _keep(self, seq: Sequence, num_device: int, num_host: int) -> None:
         """Leave the sequence its first ``num_device`` blocks where they are and the ``num_host`` after them on the
-        host; forget the rest, back to a border from which recomputing is exact."""
+        host; forget the rest.
+
+        That is computed again in chunks, the answer like the prompt. Without chunking it may be more than a step
+        computes, so the answer is computed again segment by segment.
+        """
         position = min(seq.num_computed, (num_device + num_host) * self._block_size)
-        if position < seq.num_computed:
-            if self._config.recomputes_in_chunks:
-                seq.prefill_known()
-            else:
-                position = seq.border_at(position, self._block_size, self._config.least_chunk)
+        if position < seq.num_computed and self._config.chunking:
+            seq.prefill_known()
         kept = self._config.blocks_for(position)
         num_device = min(num_device, kept)
         num_host = kept - num_device

@@ -9,18 +9,14 @@ from typing import Literal, get_args
 from lockstep.core.request import Request
 from lockstep.errors import ConfigError, InvalidParameterError, PromptTooLongError
 
-MIN_CHUNK_TOKENS = 3
-"""With this many tokens a prompt of any length moves on without a chunk or a remainder of one token."""
-
 POSITIVE = (
-    *("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_forced_tokens"),
+    *("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_forced_tokens", "max_chunk_tokens"),
     *("max_num_queued_reqs", "max_num_queued_tokens", "max_finished", "max_num_tenants"),
-    *("max_num_step_seqs", "max_num_decode_seqs"),
+    *("max_num_step_seqs", "max_num_decode_seqs", "max_num_prefill_tokens"),
 )
 """Fields of SchedulerConfig that are at least 1 where they are a number; the other counts may be 0."""
 MIN_LIMITS: Mapping[str, int] = {
     **dict.fromkeys(POSITIVE, 1),
-    **dict.fromkeys(("max_chunk_tokens", "max_num_prefill_tokens", "max_num_batched_tokens"), MIN_CHUNK_TOKENS),
     "max_model_len": 2,
 }
 """Minimum of each field of SchedulerConfig that is a count, whatever the other fields are; 0 where it is not listed.
@@ -94,10 +90,6 @@ class SchedulerConfig:
     """Tenants whose served tokens are remembered, beyond those with unfinished requests."""
     enable_prefix_caching: bool = True
     """Equal beginnings share their blocks; if not, block hashes are ignored."""
-    decode_equals_prefill: bool = False
-    """A token computed alone gets the same bits as among others; the executor's.
-
-    Where it does, chunks and prompts of one token are like any others, and the blocks of answers can be hit."""
 
     def __post_init__(self) -> None:
         self._check_positive()
@@ -109,10 +101,6 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; {self.decode_limit} decoding sequences "
                 f"and a chunk beside them need at least {needed}"
             )
-        limits = {"max_chunk_tokens": self.max_chunk_tokens, "max_num_prefill_tokens": self.prefill_limit}
-        for name, limit in limits.items():
-            if limit < MIN_CHUNK_TOKENS:
-                raise ConfigError(f"{name} is {limit}; a prompt needs at least {MIN_CHUNK_TOKENS} tokens to move on")
         if self.prefill_share == "adaptive" and not self.chunking:
             raise ConfigError("prefill_share 'adaptive' cuts prompts to a share; turn chunking on or use 'fixed'")
 
@@ -148,29 +136,13 @@ class SchedulerConfig:
         """Prompt tokens in one step."""
         return self.max_num_batched_tokens if self.max_num_prefill_tokens is None else self.max_num_prefill_tokens
 
-    @property
-    def publishes_answers(self) -> bool:
-        """True if the blocks of answers can be hit."""
-        return self.decode_equals_prefill and self.enable_prefix_caching
-
-    @property
-    def recomputes_in_chunks(self) -> bool:
-        """True if the lost KV of an answer is computed as a prompt's is, instead of segment by segment. Without
-        chunking it is not: prompt and answer may be more than a step computes."""
-        return self.decode_equals_prefill and self.chunking
-
-    @property
-    def least_chunk(self) -> int:
-        """Tokens that a chunk of a longer prompt, and what it leaves, have at least."""
-        return 1 if self.decode_equals_prefill else 2
-
     def aged_priority(self, priority: int, num_steps: int) -> int:
         """A priority after so many steps of waiting."""
         return priority - num_steps // self.priority_aging_steps if self.priority_aging_steps else priority
 
     def usable_blocks(self, num_prompt_tokens: int) -> int:
         """Blocks of a prompt that a cache may give: what is left is computed, so that there is something to sample."""
-        return max(0, num_prompt_tokens - self.least_chunk) // self.block_size
+        return (num_prompt_tokens - 1) // self.block_size
 
     def blocks_for(self, num_positions: int) -> int:
         """Blocks that hold this many positions."""
@@ -183,25 +155,18 @@ class SchedulerConfig:
 
 def least_batched_tokens(num_decode_seqs: int, max_forced_tokens: int) -> int:
     """Tokens that a step needs so that this many sequences may decode in it and a chunk has room beside them."""
-    return num_decode_seqs - 1 + max(MIN_CHUNK_TOKENS, max_forced_tokens)
+    return num_decode_seqs - 1 + max_forced_tokens
 
 
-def prompt_chunk(remaining: int, room: int, may_end: bool, least: int) -> int:
+def prompt_chunk(remaining: int, room: int, may_end: bool) -> int:
     """Length of the next chunk of a prompt; 0: it waits.
 
-    Where attention for a single query runs through another kernel than for several, neither the chunk nor what it
-    leaves is ever one token (a prompt of one token is computed as one).
-
     Args:
-        remaining: prompt tokens to compute; never fewer than ``least`` unless the whole prompt is.
+        remaining: prompt tokens to compute.
         room: what the budgets leave.
         may_end: whether there is a place for the sampling that an ending prompt brings.
-        least: tokens of a chunk and of what it leaves; see `SchedulerConfig.least_chunk`.
     """
-    if may_end and room >= remaining:
-        return remaining
-    length = min(room, remaining - least)
-    return length if length >= least else 0
+    return max(0, min(room, remaining if may_end else remaining - 1))
 
 
 def prefill_budget(config: SchedulerConfig, num_waiting: int, num_decoding: int) -> int:
@@ -214,7 +179,7 @@ def prefill_budget(config: SchedulerConfig, num_waiting: int, num_decoding: int)
     if config.prefill_share == "fixed" or num_waiting == 0:
         return config.prefill_limit
     share = config.max_num_batched_tokens * num_waiting // (num_waiting + num_decoding)
-    return min(max(share, MIN_CHUNK_TOKENS), config.prefill_limit)
+    return min(max(share, 1), config.prefill_limit)
 
 
 def output_limit(config: SchedulerConfig, request: Request) -> int:

@@ -75,8 +75,7 @@ class Scheduler:
         assert num_hashed <= request.num_prompt_tokens, "more hashes than full prompt blocks"
         assert request.sibling_of is None or request.sibling_of < self._next_id, "a sibling follows its first"
         kept = request
-        if not self.config.enable_prefix_caching or request.num_prompt_tokens < self.config.least_chunk:
-            # A prompt of one token may be computed by another kernel than longer ones, which then may not read it.
+        if not self.config.enable_prefix_caching:
             kept = replace(kept, block_hashes=())
         if request.is_bulk and not self.config.chunking:  # a part of a step may be too little for a whole prompt
             kept = replace(kept, is_bulk=False)
@@ -113,7 +112,7 @@ class Scheduler:
         published, and for a request that came without the hashes of its prompt.
         """
         seq, size = self._sequences.get(seq_id), self.config.block_size
-        if seq is None or not hashes or not self.config.publishes_answers:
+        if seq is None or not hashes or not self.config.enable_prefix_caching:
             return
         num_of_prompt = seq.num_prompt // size
         known = seq.request.block_hashes[:num_of_prompt]
@@ -353,7 +352,7 @@ class Scheduler:
         else:
             self._running.remove(seq)
         seq.move_to(SequenceState.FINISHED)
-        if self.config.publishes_answers:
+        if self.config.enable_prefix_caching:
             self._kv.publish(seq, seq.num_computed)
         self._kv.release(seq)
         self._ledger.leave(seq.request.tenant)

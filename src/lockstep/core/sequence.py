@@ -134,20 +134,6 @@ class Sequence:
             self.forced[self.num_known] = num_tokens
         self.num_known += num_tokens
 
-    def border_at(self, position: int, block_size: int, least_chunk: int) -> int:
-        """The last position, ``position`` or before, from which recomputing gives the same bits.
-
-        Never inside a segment, and never with fewer prompt tokens left than a chunk may have (``position`` is then a
-        block border, and one more block is given up).
-        """
-        if position >= self.num_prompt:
-            for start in reversed(self.forced):
-                if start <= position:
-                    return start if position < start + self.forced[start] else position
-        elif self.num_prompt - position < least_chunk:
-            return max(0, position - block_size)
-        return position
-
     def cut_to(self, num_computed: int) -> None:
         """Forget what was computed from ``num_computed`` on; it is computed again."""
         self.num_recomputed_tokens += self.num_computed - num_computed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.core.kv import Moves
-from lockstep.core.policy import MIN_CHUNK_TOKENS, SchedulerConfig, prompt_chunk
+from lockstep.core.policy import SchedulerConfig, prompt_chunk
 from lockstep.core.sequence import Sequence
 from lockstep.core.step import Limit, StepPlan
 
@@ -79,9 +79,9 @@ class StepBuilder:
     def keep_back(self) -> int:
         """Keep the part of bulk prompts from the others; returns its tokens, for `give_back`."""
         room = min(self.num_tokens, self.num_prefill)
-        if room < 2 * MIN_CHUNK_TOKENS:
+        if room < 2:
             return 0  # neither could move on
-        kept = self.num_prefill - room + max(room // BULK_PART, MIN_CHUNK_TOKENS)
+        kept = self.num_prefill - room + max(room // BULK_PART, 1)
         self.give_back(-kept)
         return kept
 
@@ -119,7 +119,7 @@ class StepBuilder:
         left = seq.num_prefill - start
         room = self.chunk_room if self.num_places > 0 else 0
         if self._chunking:
-            return prompt_chunk(left, room, may_end, self._config.least_chunk)
+            return prompt_chunk(left, room, may_end)
         return left if may_end and room >= left else 0
 
     def add_prompt(self, seq: Sequence) -> bool:

@@ -1,4 +1,4 @@
-"""Loading of models: tokenizer first (it fails early), then weights, pool and determinism probe."""
+"""Loading of models: tokenizer first (it fails early), then weights and pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, UsageError
 from lockstep.executors.base import Executor
 from lockstep.executors.grammar_compiler import GrammarCompiler
-from lockstep.executors.machine import anonymous_memory_bytes, available_memory_bytes
+from lockstep.executors.machine import available_memory_bytes
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts
 
@@ -47,11 +47,8 @@ class LoadedModel:
     grammars: GrammarCompiler
     """Puts constraints to work for this model's vocabulary."""
     sampling_defaults: Mapping[str, float | int]
-    probe: ProbeReport | None = None
-    """Findings of the determinism probe at load; None: it was not run."""
     weights_bytes: int | None = None
-    """Memory that loading took beside the blocks on the device: the graph as it was compiled, its weights in their
-    packed form, the tokenizer. Pages that stay mapped from files are not in it. None: it could not be measured."""
+    """Memory that the weights take as they are packed, mapped files included; None: they are a fiction."""
 
     @property
     def vocab_size(self) -> int:
@@ -91,18 +88,16 @@ def load_model(
 def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple[LoadedModel, SchedulerConfig]:
     report("open", 0.0)
     from lockstep.artifacts.source import open_artifact
-    from lockstep.executors.loading import load_executor
+    from lockstep.executors.native.executor import load_executor
 
-    before_bytes = anonymous_memory_bytes()  # with the libraries imported, which are no model's
     cache_dir = options.cache_dir or default_cache_dir()
     artifact = open_artifact(source, cache_dir=cache_dir, progress=download_stage(report))
     tokenizer = load_tokenizer(artifact.load_tokenizer(), options)
     executor = load_executor(artifact, replace(options.executor, cache_dir=cache_dir), report)
     try:
-        config = plan_config(options.engine, executor.geometry, available_memory_bytes())
+        free_bytes = available_memory_bytes() - executor.geometry.mapped_bytes
+        config = plan_config(options.engine, executor.geometry, max(0, free_bytes))
         executor.allocate(config.num_blocks, config.num_host_blocks)
-        report("probe", 0.0)
-        probe = _probe(executor, config.num_blocks) if options.probe else None
     except BaseException:
         executor.close()
         raise
@@ -114,9 +109,7 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
         tokenizer=tokenizer,
         grammars=_grammars(tokenizer, executor),
         sampling_defaults=artifact.sampling_defaults,
-        probe=probe,
-        weights_bytes=executor.geometry.weights_bytes
-        or _grown_by(before_bytes, config.num_blocks * executor.geometry.bytes_per_block),
+        weights_bytes=executor.geometry.weights_bytes,
     )
     return loaded, config
 
@@ -139,8 +132,8 @@ class Verification:
     """Findings about a model on this machine."""
 
     report: ProbeReport
-    digest: str | None
-    """See `model_digest`; equal on every machine. None: this executor's bits depend on the machine."""
+    digest: str
+    """See `model_digest`; equal on every machine."""
 
 
 def verify_model(source: str, options: LoadOptions, progress: Progress | None = None) -> Verification:
@@ -155,25 +148,17 @@ def verify_model(source: str, options: LoadOptions, progress: Progress | None = 
     from lockstep.executors.probe import thorough_probe
 
     engine = replace(options.engine, num_blocks=MAX_PROBE_BLOCKS, host_kv_memory_bytes=None)
-    options = replace(options, engine=engine, probe=False)
+    options = replace(options, engine=engine)
     model, config = load_model(source, options, progress)
 
     def reload() -> Executor:
         return load_model(source, options)[0].executor
 
     try:
-        digest = model_digest(model.executor, config.num_blocks) if options.executor.is_native else None
+        digest = model_digest(model.executor, config.num_blocks)
         return Verification(thorough_probe(model.executor, config.num_blocks, config.num_host_blocks, reload), digest)
     finally:
         model.close()
-
-
-def _grown_by(before_bytes: int | None, pool_bytes: int) -> int | None:
-    """Memory that loading took beside the pool, which is in memory as a whole from its allocation on."""
-    after_bytes = anonymous_memory_bytes()
-    if before_bytes is None or after_bytes is None:
-        return None
-    return max(0, after_bytes - before_bytes - pool_bytes)
 
 
 def download_stage(report: Progress) -> DownloadProgress:
@@ -211,17 +196,3 @@ def default_cache_dir() -> Path:
     import platformdirs
 
     return platformdirs.user_cache_path("lockstep")
-
-
-def _probe(executor: Executor, num_blocks: int) -> ProbeReport:
-    from lockstep.executors.probe import quick_probe
-
-    report = quick_probe(executor, num_blocks)
-    if not report.deterministic:
-        failed = ", ".join(case.name for case in report.cases if not case.passed)
-        log.warning(
-            "with these options the bytes of an answer depend on its company here (%s differs); "
-            "`lockstep models verify` shows with which they do not",
-            failed,
-        )
-    return report

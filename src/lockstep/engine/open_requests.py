@@ -157,7 +157,7 @@ class OpenRequests:
 
     def name_answers(self, touched: Iterable[Generation]) -> None:
         """Have answers found again: of these sequences, those that end with the step under way."""
-        if self._scheduler.config.publishes_answers:
+        if self._scheduler.config.enable_prefix_caching:
             for generation in touched:
                 if generation.finish_reason is not None or generation.is_full:
                     self._name_answer(generation, generation.finish_reason)
@@ -181,7 +181,7 @@ class OpenRequests:
         now_s = self._now_s()
         for generation in live.generations:
             if generation.finish_reason is None:
-                if self._scheduler.config.publishes_answers:
+                if self._scheduler.config.enable_prefix_caching:
                     self._name_answer(generation, reason)
                 self._scheduler.abort(generation.seq_id, reason)
                 self._account(self._scheduler.drain_finished())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 KV_SHARE = 0.3
 """Part of the memory available at load that the KV pool may take when nothing else is sizes."""
-DECIDED_AT_LOAD = ("block_size", "num_blocks", "num_host_blocks", "max_model_len", "decode_equals_prefill")
+DECIDED_AT_LOAD = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
 """Fields of SchedulerConfig that follow from the model and the memory; EngineOptions says what of them is intended."""
 DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SchedulerConfig) if f.name not in DECIDED_AT_LOAD}
 """Of the fields of SchedulerConfig that a user may set, by name."""
@@ -95,9 +95,7 @@ class LoadOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
     executor: ExecutorOptions = field(default_factory=ExecutorOptions)
     cache_dir: Path | None = None
-    """Where fingerprints and built graphs are kept; the user's cache directory by default."""
-    probe: bool = True
-    """Whether to check at load that batching does not change a bit."""
+    """Where fingerprints and packed weights are kept; the user's cache directory by default."""
     chat_template: str | None = None
     """Jinja source in the place of the artifact's chat template."""
 
@@ -196,7 +194,6 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         max_model_len=max_model_len,
-        decode_equals_prefill=geometry.decode_equals_prefill,
         **options.scheduler,
     )
 

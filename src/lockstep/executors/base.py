@@ -29,11 +29,10 @@ class Geometry:
     num_layers: int
     max_model_len: int
     vocab_size: int
-    decode_equals_prefill: bool = False
-    """Whether a token gets the same bits computed alone as among others: decoded one by one, as a prompt, or in chunks
-    of one token."""
     weights_bytes: int | None = None
-    """Memory that the weights take, mapped files included; None: it is found by how memory has grown."""
+    """Memory that the weights take, mapped files included; None: they are a fiction."""
+    mapped_bytes: int = 0
+    """Of it, what is mapped from files: the system counts it as free, and other processes share it."""
 
 
 class StepBatch(msgspec.Struct, frozen=True):
@@ -58,7 +57,12 @@ class Executor(Protocol):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Everything that the bits depend on: library version, instruction set, threads, options, fingerprint."""
+        """Everything that the bits depend on: version of the library's bits, options, fingerprint."""
+        ...
+
+    @property
+    def machine(self) -> Mapping[str, str]:
+        """What speed depends on here and bits do not: instruction set and threads."""
         ...
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -124,7 +128,7 @@ class SequenceObserver(Protocol):
 
 
 def environment_digest(environment: Mapping[str, str]) -> str:
-    """Key of an environment, for traces, stored KV and cached graphs: 32 hex digits, whatever the order of entries."""
+    """Key of an environment, for recordings, stored KV and packed weights: 32 hex digits, in any order of entries."""
     state = hashlib.blake2b(digest_size=16)
     for key in sorted(environment):
         for part in (key, environment[key]):

@@ -60,14 +60,13 @@ def vector(tensor: Tensor, size: int) -> npt.NDArray[np.float32]:
 
 def int8_channels(tensor: Tensor) -> tuple[npt.NDArray[np.int8], Halves]:
     """Symmetric, one scale per row: values ``[rows, columns]``, scales ``[rows, 1]``."""
-    return _round_int8(tensor, (1, tensor.shape[-1]), tensor.shape, (tensor.shape[0], 1))
-
-
-def int8_groups(tensor: Tensor) -> tuple[npt.NDArray[np.int8], Halves]:
-    """Symmetric, one scale per 32 values: values ``[rows, groups, 32]``, scales ``[rows, groups, 1]``."""
-    groups = tensor.shape[-1] // GROUP_SIZE
-    shape = (tensor.shape[0], groups, GROUP_SIZE)
-    return _round_int8(tensor, (groups, GROUP_SIZE), shape, (*shape[:-1], 1))
+    values, scales = np.empty(tensor.shape, np.int8), np.empty((tensor.shape[0], 1), np.float16)
+    for rows, weights in _chunks(tensor):
+        largest = np.abs(weights).max(axis=-1, keepdims=True)
+        with np.errstate(over="ignore", invalid="ignore"):  # a scale that is not finite shows the fault
+            scales[rows] = np.maximum((largest / 127).astype(np.float16), np.float16(2**-24))  # of zeros, any but 0
+            values[rows] = np.rint(weights / scales[rows].astype(np.float32)).clip(-127, 127).astype(np.int8)
+    return values, scales
 
 
 def int4_groups(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], Halves]:
@@ -89,20 +88,6 @@ def refuse_non_finite(tensor: Tensor, finite: bool) -> None:
     """CorruptArtifactError where not all numbers of a tensor are finite."""
     if not finite:
         raise CorruptArtifactError(f"tensor {tensor.name} ({tensor.encoding.value}) holds NaN or infinity")
-
-
-def _round_int8(
-    tensor: Tensor, grouping: tuple[int, int], shape: tuple[int, ...], scales_shape: tuple[int, ...]
-) -> tuple[npt.NDArray[np.int8], Halves]:
-    values, scales = np.empty(shape, np.int8), np.empty(scales_shape, np.float16)
-    for rows, weights in _chunks(tensor):
-        grouped = weights.reshape(len(weights), *grouping)
-        largest = np.abs(grouped).max(axis=-1, keepdims=True)
-        with np.errstate(over="ignore", invalid="ignore"):  # the scale tells: it is not finite either
-            scale = _at_least_tiny((largest / 127).astype(np.float16))
-            rounded = np.rint(grouped / scale.astype(np.float32)).clip(-127, 127).astype(np.int8)
-        values[rows], scales[rows] = rounded.reshape(-1, *shape[1:]), scale.reshape(-1, *scales_shape[1:])
-    return values, scales
 
 
 def _round_int4(weights: Floats) -> tuple[npt.NDArray[np.uint8], Halves]:
@@ -135,12 +120,8 @@ def _sums(groups: Floats) -> Floats:
     return groups
 
 
-def _at_least_tiny(scale: Halves) -> Halves:
-    """A group of zeros has a scale too: any will do, but not zero, by which nothing can be divided."""
-    return np.maximum(scale, np.float16(2**-24))
-
-
 def _signed_tiny(scale: Halves) -> Halves:
+    """A group of zeros has a scale too: any but zero, by which nothing can be divided."""
     return np.where(scale == 0, np.float16(2**-24), scale)
 
 

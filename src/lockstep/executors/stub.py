@@ -71,8 +71,6 @@ class StubOptions:
     """Every n-th sampled row is NaN; 0: none."""
     max_model_len: int = 8192
     block_size: int = 16
-    decode_equals_prefill: bool = False
-    """Whether it says so of itself: what it answers follows from the request, however that is computed."""
     answers: str = ""
     """Not empty: a file of scripted answers; see `read_answers`."""
 
@@ -230,17 +228,11 @@ class StubExecutor:
         self._options = options
         self._answers = read_answers(options)
         self.environment: Mapping[str, str] = {"executor": "stub", "model": options.name}
+        self.machine: Mapping[str, str] = {}
         self._scripts: dict[int, _Script] = {}
         self._num_steps = 0
         self._num_rows = 0
-        self.geometry = Geometry(
-            options.block_size,
-            options.block_size,
-            1,
-            options.max_model_len,
-            VOCAB_SIZE,
-            options.decode_equals_prefill,
-        )
+        self.geometry = Geometry(options.block_size, options.block_size, 1, options.max_model_len, VOCAB_SIZE)
         time.sleep(options.load_ms / 1e3)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:

@@ -49,7 +49,7 @@ FORMAT = "lockstep recording"
 BACKEND = "lockstep"
 _WEIGHTS = ("artifact", "model")
 """Entries of an environment that name the weights: those are compared by themselves."""
-_PRECISION = ("quantize", "inference_precision", "kv_cache_precision", "dynamic_quantization_group_size")
+_PRECISION = ("quantize", "kv_cache_precision")
 """Entries of an environment that say what is computed with the weights: chosen, as the weights are, and not found."""
 _OF_SERVER = re.compile(r"req-[0-9a-f]{32}")
 """Ids that a server gave because the caller gave none: no other server has them."""
@@ -346,11 +346,10 @@ class _Sequences:
             "index": key[1] if self._trace.header.is_simulated else None,
             "model": engine.name,
             "artifact": engine.fingerprint or None,
-            "deterministic": engine.deterministic,
+            "deterministic": engine.environment.get("executor") == "native" or None,
             "precision": _precision_of(engine),
             "environment": _environment_of(engine),
             "backend": BACKEND,
-            "accelerator": engine.environment.get("device"),
             "replica_id": engine.key,
             "scheduler": engine.config.order,
             "segment": sequence.segment or None,
@@ -385,7 +384,7 @@ class _Sequences:
 
 
 def _environment_of(engine: EngineEntry) -> str:
-    """Digest of the machine and the software that the bits of an answer depend on."""
+    """Digest of the software that the bits of an answer depend on, which are the same on every machine."""
     chosen = (*_WEIGHTS, *_PRECISION)
     return environment_digest({name: value for name, value in engine.environment.items() if name not in chosen})
 

@@ -37,7 +37,7 @@ class UnboundedCache:
 
     def admit(self, contents: tuple[int, ...], num_prompt_tokens: int) -> None:
         """Look a prompt up, and keep it."""
-        if num_prompt_tokens < self._config.least_chunk or self._is_exceeded:
+        if self._is_exceeded:
             return
         num_left = num_prompt_tokens // self._block_size
         num_wanted = self._config.usable_blocks(num_prompt_tokens)

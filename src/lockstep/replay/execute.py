@@ -414,25 +414,14 @@ def _load_options(engine: EngineEntry, cache_dir: Path | None, machine: MachineO
         host_kv_memory_bytes=config.num_host_blocks * engine.bytes_per_block,
         **scheduler,
     )
-    executor, quantize = ExecutorOptions(), environment.get("quantize", "none")
-    if environment.get("executor") == "native":
-        executor = ExecutorOptions(
-            name="native",
-            isa=machine.isa,
-            threads=machine.threads,
-            kv_cache_precision=environment["kv_cache_precision"],
-            quantize=None if quantize == "none" else quantize,
-        )
-    elif environment.get("executor") == "openvino":
-        executor = ExecutorOptions(
-            threads=int(environment["threads"]) if machine.threads is None else machine.threads,
-            kv_cache_precision=environment["kv_cache_precision"],
-            attention=environment.get("attention", "openvino").split()[0],
-            inference_precision=environment["inference_precision"],
-            dynamic_quantization_group_size=int(environment["dynamic_quantization_group_size"]),
-            quantize=None if quantize == "none" else quantize,
-        )
-    return LoadOptions(options, executor, cache_dir, probe=False)
+    quantize = environment.get("quantize", "none")
+    executor = ExecutorOptions(
+        isa=machine.isa,
+        threads=machine.threads,
+        kv_cache_precision=environment.get("kv_cache_precision", "f16"),
+        quantize=None if quantize == "none" else quantize,
+    )
+    return LoadOptions(options, executor, cache_dir)
 
 
 def _first_difference(plan: StepPlan, recorded: Rows, computed: Rows) -> str:

@@ -136,7 +136,7 @@ class RunRecording:
     def _begin(self, name: str, config: SchedulerConfig) -> None:
         put = self._chunk.put
         self._written = self._chunk.begin_file(Header(SCHEMA_VERSION, __version__, RUN, 1, is_simulated=True))
-        put(EngineEntry(_ENGINE, name, name, "", config, {}, 0))
+        put(EngineEntry(_ENGINE, name, name, "", config, {}, {}, 0))
         put(SeatsEntry(*DeviceScheduler().seats()))
         put(Priorities(((_ENGINE, 0),)))
 

@@ -78,7 +78,6 @@ class ModelBody(BaseModel):
     parent: str | None
     max_model_len: int | None
     tier: str
-    deterministic: bool | None
 
 
 class ModelListBody(BaseModel):
@@ -337,5 +336,4 @@ def _body(name: str, card: ModelCard) -> ModelBody:
         parent=card.parent,
         max_model_len=card.max_model_len,
         tier=card.tier,
-        deterministic=card.deterministic,
     )

@@ -229,10 +229,10 @@ def _engine_text(engine: EngineSnapshot) -> str:
         f"context of {engine.max_model_len:,} tokens",
         f"KV of {engine.kv_tokens:,} tokens in {megabytes(engine.kv_bytes)}{host}",
         f"{engine.max_num_seqs:,} sequences at once",
-        f"{engine.device}, {engine.threads} threads" if engine.threads else engine.device,
     ]
-    if engine.precision:
-        parts.append(f"{engine.precision} with KV in {engine.kv_precision}")
+    if engine.weights_bytes is not None:
+        weights = f"weights of {megabytes(engine.weights_bytes)}, KV in {engine.kv_precision}"
+        parts += [weights, f"{engine.isa}, {engine.threads} threads"]
     if engine.quantize not in ("", "none"):
         parts.append(f"weights rounded to {engine.quantize}")
     return "; ".join(parts)

@@ -23,7 +23,6 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange, SessionReport
 from lockstep.errors import LockstepError
 from lockstep.executors.base import Geometry
-from lockstep.executors.probe import ProbeReport
 
 GUEST_IDS = 1 << 40
 """Ids of one link over a network: those of the n-th begin at n times this, so that an id says whose it is."""
@@ -290,10 +289,10 @@ class Loaded(_Event, frozen=True):
     config: SchedulerConfig
     geometry: Geometry
     sampling_defaults: dict[str, float | int]
-    probe: ProbeReport | None
-    """What the determinism probe saw; None: it was not run."""
     environment: dict[str, str]
     """What the bits depend on."""
+    machine: dict[str, str]
+    """What speed depends on and bits do not: instruction set and threads."""
     has_hidden_states: bool
     load_s: float
     text: TokenizerPayload

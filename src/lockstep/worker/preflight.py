@@ -1,4 +1,4 @@
-"""Preflight load: what this machine has never run is loaded and probed in a throw-away process first.
+"""Preflight load: what this machine has never run is loaded in a throw-away process first.
 
 A native library that crashes on an artifact ends the trial, and not the worker with all that it serves. That an
 artifact came through is remembered in the cache directory under everything that decides what is executed.
@@ -96,13 +96,14 @@ def _record(load: Load, progress: Progress) -> Path:
     """The file that remembers the success of this trial, whatever the artifact is called."""
     from lockstep.artifacts.source import open_artifact
     from lockstep.executors.base import environment_digest
-    from lockstep.executors.loading import expected_environment
+    from lockstep.executors.machine import instruction_set
+    from lockstep.executors.native.executor import environment_of
 
     options = load.options
     cache_dir = options.cache_dir or default_cache_dir()
     artifact = open_artifact(load.source, cache_dir=cache_dir, progress=download_stage(progress))
-    environment = expected_environment(artifact, options.executor)
-    return cache_dir / "trials" / environment_digest(environment | {"lockstep": __version__})
+    machine = {"lockstep": __version__, "instructions": instruction_set(), "isa": options.executor.isa or "fastest"}
+    return cache_dir / "trials" / environment_digest(environment_of(artifact, options.executor) | machine)
 
 
 def _remember(record: Path) -> None:

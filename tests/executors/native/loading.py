@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.artifacts.model import Artifact
-from lockstep.executors.loading import load_executor
-from lockstep.executors.native.executor import NativeExecutor
+from lockstep.executors.native.executor import NativeExecutor, load_executor
 from lockstep.executors.native.library import native_library
 from lockstep.executors.options import ISAS, ExecutorOptions
 
@@ -25,7 +24,7 @@ EACH_ISA = [
 def loaded(
     artifact: Artifact, num_blocks: int = 120, num_host_blocks: int = 20, **options: Any
 ) -> Iterator[NativeExecutor]:
-    executor = load_executor(artifact, ExecutorOptions(name="native", **options), lambda stage, share: None)
+    executor = load_executor(artifact, ExecutorOptions(**options), lambda stage, share: None)
     assert isinstance(executor, NativeExecutor)
     executor.allocate(num_blocks, num_host_blocks)
     yield executor

@@ -1,4 +1,4 @@
-"""Attention without OpenVINO has the bits of the operator's library, and takes the head sizes that it does not take.
+"""Attention of all sizes of heads is right, and its bits are the same
 
 Bits are the same with every instruction set and in every division among workers.
 """
@@ -14,19 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.executors.native.attention_step import Chunk, Floats, Heads, random_chunk, reference, step_of, table_for
 from tests.executors.native.native_elements import Elements
-from tests.executors.openvino import attention_step
-from tests.executors.openvino.attention_step import Chunk, Floats, Heads, random_chunk, reference, step_of, table_for
-from tests.executors.openvino.support import needs_operator
 
-OF_THE_OPERATOR = (
+USUAL = (
     *(Heads(6, 2, 64, storage, rotary_dim=64) for storage in ("f32", "f16", "int8")),
     Heads(4, 4, 16, rotary_dim=16),
     Heads(16, 8, 128, window=40, rotary_dim=128, is_normed=True),
     Heads(32, 2, 80, "int8", rotary_dim=24),
     Heads(8, 1, 256, window=1),
 )
-OF_OTHER_SIZES = (
+UNUSUAL = (
     *(Heads(6, 2, 72, storage, rotary_dim=36, is_normed=True) for storage in ("f32", "f16", "int8")),
     Heads(3, 1, 8, rotary_dim=8),
     Heads(4, 2, 40, "int8", window=17, rotary_dim=40),
@@ -94,23 +92,8 @@ def attend(
     return out
 
 
-@needs_operator
-@pytest.mark.parametrize("heads", OF_THE_OPERATOR, ids=str)
-def test_it_has_the_bits_of_the_operators_library(isas: list[Elements], heads: Heads) -> None:
-    whole = random_chunk(np.random.default_rng(1), heads, 300, table_for(300))
-    expected_cache = heads.cache(12)
-    expected = attention_step.attend(heads, expected_cache, whole)
-    for native in isas:
-        cache = heads.cache(12)
-        assert np.array_equal(attend(native, heads, cache, [whole]), expected)
-        assert np.array_equal(cache, expected_cache)
-    for storage in range(3):
-        sizes = heads.kv_heads, heads.head_dim, storage
-        assert isas[0].library.native_block_bytes(*sizes) == attention_step.library().lockstep_block_bytes(*sizes)
-
-
-@pytest.mark.parametrize("heads", OF_OTHER_SIZES, ids=str)
-def test_other_head_sizes_are_right_and_alike_with_every_instruction_set(isas: list[Elements], heads: Heads) -> None:
+@pytest.mark.parametrize("heads", [*USUAL, *UNUSUAL], ids=str)
+def test_it_is_right_and_alike_with_every_instruction_set(isas: list[Elements], heads: Heads) -> None:
     whole = random_chunk(np.random.default_rng(2), heads, 150, table_for(150))
     answers, caches = [], []
     for native in isas:
@@ -121,7 +104,7 @@ def test_other_head_sizes_are_right_and_alike_with_every_instruction_set(isas: l
     assert all(np.array_equal(cache, caches[0]) for cache in caches)
 
 
-@pytest.mark.parametrize("heads", [OF_THE_OPERATOR[0], OF_OTHER_SIZES[0], OF_OTHER_SIZES[4]], ids=str)
+@pytest.mark.parametrize("heads", [USUAL[0], UNUSUAL[0], UNUSUAL[4]], ids=str)
 def test_a_row_has_its_bits_alone_in_a_prompt_and_however_work_is_shared(best: Elements, heads: Heads) -> None:
     """With many threads a row's segments are separate items; here the last item comes first."""
     length = 300

@@ -11,11 +11,10 @@ from msgspec.structs import replace
 from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import ExecutorError, InvalidPlanError, UsageError
 from lockstep.executors.base import HiddenStates
-from lockstep.executors.loading import expected_environment, load_executor
-from lockstep.executors.native.executor import NativeExecutor
+from lockstep.executors.native.executor import NativeExecutor, environment_of, load_executor
 from lockstep.executors.options import ExecutorOptions
 from tests.executors.native.loading import loaded
-from tests.executors.openvino.support import TINY_LLAMA, batch_of, random_artifact, run
+from tests.executors.native.support import TINY_LLAMA, batch_of, random_artifact, run
 
 PROMPT = np.random.default_rng(1).integers(0, 512, 70).tolist()
 TABLE = (1, 2, 3)
@@ -33,7 +32,6 @@ def test_geometry(executor: NativeExecutor) -> None:
     f16, keys_and_values, layers, kv_heads, head_dim = 2, 2, 2, 2, 32
     assert geometry.bytes_per_block == f16 * keys_and_values * layers * kv_heads * 32 * head_dim
     assert geometry.max_model_len == TINY_LLAMA.max_model_len
-    assert geometry.decode_equals_prefill
     matrices = [random_artifact().weights[name] for name in random_artifact().weights.names()]
     assert geometry.weights_bytes == sum(each.data.nbytes for each in matrices if len(each.shape) == 2)
 
@@ -42,10 +40,10 @@ def test_the_environment_is_what_bits_depend_on_and_nothing_else() -> None:
     artifact = random_artifact()
     environments = []
     for options in ({"threads": 1, "isa": "portable"}, {"threads": 2}):
-        chosen = ExecutorOptions(name="native", **options)
+        chosen = ExecutorOptions(**options)
         with loaded(artifact, **options) as executor:
             environments.append(dict(executor.environment))
-        assert environments[-1] == expected_environment(artifact, chosen)
+        assert environments[-1] == environment_of(artifact, chosen)
     assert environments[0] == environments[1]
     assert environments[0].keys() == {"executor", "bits", "kv_cache_precision", "quantize", "artifact"}
 
@@ -130,7 +128,7 @@ def test_a_pool_that_does_not_fit_the_memory_is_refused(executor: NativeExecutor
 
 
 def test_without_a_pool_or_closed_it_is_an_error() -> None:
-    executor = load_executor(random_artifact(), ExecutorOptions(name="native"), lambda stage, share: None)
+    executor = load_executor(random_artifact(), ExecutorOptions(), lambda stage, share: None)
     with pytest.raises(ExecutorError, match="no pool"):
         run(executor, ([1], 0, (1,)))
     executor.close()
@@ -143,21 +141,8 @@ def test_without_a_pool_or_closed_it_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"device": "gpu"},
-        {"attention": "openvino"},
-        {"kv_cache_precision": "u8"},
-        {"dynamic_quantization_group_size": 0},
-        {"isa": "neon"},
-    ],
+    [{"kv_cache_precision": "u8"}, {"isa": "neon"}, {"quantize": "int2"}, {"threads": 0}, {"max_cache_bytes": -1}],
 )
-def test_what_it_has_not_is_refused(wrong: dict[str, object]) -> None:
+def test_what_there_is_not_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(wrong))} is"):
-        ExecutorOptions(name="native", **wrong)  # type: ignore[arg-type]  # fields by name
-
-
-def test_an_instruction_set_is_the_native_executors() -> None:
-    with pytest.raises(UsageError, match="--executor native"):
-        ExecutorOptions(isa="avx2")
-    with pytest.raises(UsageError, match="executor is 'cuda'"):
-        ExecutorOptions(name="cuda")
+        ExecutorOptions(**wrong)  # type: ignore[arg-type]  # fields by name

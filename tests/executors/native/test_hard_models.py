@@ -12,9 +12,9 @@ from lockstep.artifacts.layout import EMBEDDING
 from lockstep.artifacts.model import Artifact, Encoding, Tensor
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError, UsageError
 from lockstep.executors.base import Logits
+from tests.executors.native.golden_models import relative_error
 from tests.executors.native.loading import USABLE, loaded
-from tests.executors.native.test_elements_bits import float_environment
-from tests.executors.openvino.support import (
+from tests.executors.native.support import (
     SMALL_LLAMA,
     TINY,
     TINY_LLAMA,
@@ -24,7 +24,7 @@ from tests.executors.openvino.support import (
     run,
     with_tensor,
 )
-from tests.executors.openvino.test_golden_logits import relative_error
+from tests.executors.native.test_elements_bits import float_environment
 from tools.random_models import Shape, random_tensor
 
 IDS = np.random.default_rng(7).integers(0, 512, 70).tolist()

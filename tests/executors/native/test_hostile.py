@@ -19,10 +19,10 @@ from lockstep.errors import ExecutorError
 from lockstep.executors.native.forward import Forward
 from lockstep.executors.native.packs import Matrix
 from lockstep.executors.native.products import ThreadPool
-from lockstep.executors.native.program import Buffer, Op, Program
+from lockstep.executors.native.program import Action, Buffer, Op, Program
+from tests.executors.native.support import TINY, config_of
 from tests.executors.native.test_packs import library
 from tests.executors.native.test_program import program_of
-from tests.executors.openvino.support import TINY, config_of
 
 CONFIG: ModelConfig = replace(config_of(TINY["tiny-qwen3"]), num_layers=1)
 HOSTILE = (-(2**31), -2, -1, 0, 1, 7, 2**16, 2**31 - 1)
@@ -63,6 +63,17 @@ def test_a_changed_operation_is_refused_or_harmless(encoding: str, seed: int) ->
         program.ops[index] = program.ops[index]._replace(**changes)
     with ThreadPool(library(), 2) as pool, suppress(ExecutorError):
         run(pool, program)
+
+
+@pytest.mark.parametrize("field", ["in_", "in_groups"])
+def test_an_input_that_an_operation_does_not_read_is_refused_too(pool: ThreadPool, field: str) -> None:
+    """The rules for parts of a program look at its buffer all the same."""
+    program = program_of(TINY["tiny-qwen3"], "Q8_0")
+    index = next(i for i, op in enumerate(program.ops) if op.action is Action.PRODUCT)
+    for value in (-2, 2**31 - 1):
+        program.ops[index] = program.ops[index]._replace(**{field: value})
+        with pytest.raises(ExecutorError, match="input"):
+            run(pool, program)
 
 
 @pytest.mark.parametrize("field", ["state", "gathered", "hidden", "logits", "final_begin", "head_begin"])

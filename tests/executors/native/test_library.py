@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from hatch_build import NATIVE, NATIVE_LIBRARY, X86, build_native
+from hatch_build import NATIVE_LIBRARY, X86, build_native
 from lockstep.executors.native.library import BITS_VERSION, native_library
 from lockstep.executors.options import ISAS
 
@@ -54,12 +53,3 @@ def test_a_machine_without_a_compiler_gets_a_sentence(tmp_path: Path, monkeypatc
         "or pip install ziglang)",
         "the native library is not built (LOCKSTEP_PURE is set)",
     ]
-
-
-def test_the_library_needs_no_library_of_openvino() -> None:
-    library = ROOT / NATIVE / NATIVE_LIBRARY
-    if not library.exists():
-        pytest.skip("the native library is not built")
-    needed = subprocess.run(["ldd", library], capture_output=True, text=True, check=True).stdout
-    assert "openvino" not in needed
-    assert "tbb" not in needed

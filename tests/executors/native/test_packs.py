@@ -23,8 +23,9 @@ from lockstep.executors.native.library import NativeLibrary, native_library
 from lockstep.executors.native.packs import DATA, TABLE, FileCheck, ModelWeights, load_weights, packed_encoding
 from tests.disks import mounted
 from tests.executors.native.loading import loaded
-from tests.executors.openvino.support import SMALL_LLAMA, TINY_LLAMA, random_artifact, run
-from tools.random_models import BLOCKS, ENCODINGS
+from tests.executors.native.support import SMALL_LLAMA, TINY_LLAMA, random_artifact, run
+from tools.random_blocks import BLOCKS
+from tools.random_models import ENCODINGS
 
 IDS = np.random.default_rng(2).integers(0, 512, 40).tolist()
 
@@ -210,7 +211,7 @@ def test_two_processes_that_pack_at_once_both_work(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
         "from tests.executors.native.test_packs import contents, load\n"
-        "from tests.executors.openvino.support import random_artifact\n"
+        "from tests.executors.native.support import random_artifact\n"
         "import hashlib\n"
         "found = contents(load(random_artifact(encoding='Q8_0'), Path(sys.argv[1])))\n"
         "print(hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest())\n"

@@ -14,8 +14,8 @@ from lockstep.executors.native.packs import ModelWeights, load_weights
 from lockstep.executors.native.program import Action, Op, Program, build_program
 from lockstep.executors.quantise import vector
 from tests.executors.native.loading import loaded
+from tests.executors.native.support import TINY, config_of, random_artifact, run
 from tests.executors.native.test_packs import library
-from tests.executors.openvino.support import TINY, config_of, random_artifact, run
 from tools.random_models import Shape
 
 NAMES = {action: action.name.lower() for action in Action}

@@ -19,7 +19,7 @@ from lockstep.executors.base import Logits
 from lockstep.executors.native.executor import NativeExecutor
 from lockstep.executors.probe import quick_probe, thorough_probe
 from tests.executors.native.loading import EACH_ISA, USABLE, loaded
-from tests.executors.openvino.support import SMALL_LLAMA, TINY, Item, batch_of, random_artifact, run
+from tests.executors.native.support import SMALL_LLAMA, TINY, Item, batch_of, random_artifact, run
 from tools.golden.native_digests import DIGESTS, cases, prompt_digest
 from tools.random_models import Shape
 

@@ -160,7 +160,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
     ]
     answers: Path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
     answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    source = f"stub://agent?max_model_len=16000&decode_equals_prefill=1&answers={answers}"
+    source = f"stub://agent?max_model_len=16000&answers={answers}"
     with living(source, name="agent") as server:
         yield server
 

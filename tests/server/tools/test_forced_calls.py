@@ -56,7 +56,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     options = LoadOptions(
         EngineOptions(num_blocks=2_000, max_num_seqs=64),
         cache_dir=tmp_path_factory.mktemp("cache"),
-        probe=False,
     )
     with LLM("pocket://", options) as model:
         yield model

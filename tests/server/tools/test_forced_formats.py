@@ -26,7 +26,7 @@ SEEDS = 2
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    options = LoadOptions(EngineOptions(num_blocks=500), cache_dir=tmp_path_factory.mktemp("cache"), probe=False)
+    options = LoadOptions(EngineOptions(num_blocks=500), cache_dir=tmp_path_factory.mktemp("cache"))
     with LLM("pocket://", options) as model:
         yield model
 

@@ -64,7 +64,7 @@ def recorded(
 ) -> Path:
     """A recording of a model that answers some requests, one after the other."""
     with running(trace=TraceOptions(str(folder), has_content=has_content, key_file=key)) as bench:
-        bench.ready("a", source, LoadOptions(EngineOptions(num_blocks=64), probe=False))
+        bench.ready("a", source, LoadOptions(EngineOptions(num_blocks=64)))
         for number, request in enumerate(requests):
             bench.tell(Submit(number, "a", request))
             bench.answer(number)

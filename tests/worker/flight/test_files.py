@@ -100,7 +100,7 @@ with running(trace=options(folder)) as bench:
     bench.ready("b", "stub://beta")
     submit(bench, 12)
     report, number = bench.worker._recorder.report, 100
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, hard))
     while not report().num_gaps:
         submit(bench, 60, number)
         number += 60
@@ -218,7 +218,7 @@ def test_a_file_says_who_wrote_it_and_which_of_its_run_it_is(tmp_path: Path) -> 
     [frame] = read_frames(path)
     first = next(ChunkReader().read(frame.data))
     assert isinstance(first, Header)
-    assert first.schema == 10
+    assert first.schema == 11
     assert path.name == f"{first.run}-{first.file:06}.lstrace"
 
 

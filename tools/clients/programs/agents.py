@@ -72,7 +72,7 @@ def workplace(tool: str, arguments: Mapping[str, Any]) -> Iterator[Workplace]:
             {"when": ASK, "answer": f"I read it.\n<tool_call>\n{call}\n</tool_call>"},
         ]
         answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        source = f"stub://{NAME}?max_model_len={CONTEXT_TOKENS}&decode_equals_prefill=1&answers={answers}"
+        source = f"stub://{NAME}?max_model_len={CONTEXT_TOKENS}&answers={answers}"
         with serving(source, NAME) as url:
             yield Workplace(url, folder, home)
 

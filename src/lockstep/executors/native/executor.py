@@ -1,4 +1,4 @@
-"""The native executor: packed weights, a KV pool, and a forward pass of our own whose bits are the same everywhere."""
+"""The executor of models: packed weights, a KV pool, and a forward pass whose bits are the same everywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.model import Artifact, ModelConfig
-from lockstep.artifacts.openvino_ir import FORMAT as EXPORTED
 from lockstep.errors import ExecutorError, InvalidPlanError, UnsupportedArtifactError, UsageError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 from lockstep.executors.kv_pool import KVPool
@@ -67,7 +66,8 @@ def load_executor(artifact: Artifact, options: ExecutorOptions, report: Report) 
     storage = STORAGES.index(options.kv_cache_precision)
     block_bytes = int(library.handle.native_block_bytes(config.num_kv_heads, config.head_dim, storage))  # fits an int
     environment = MappingProxyType(environment_of(artifact, options))
-    return NativeExecutor(artifact, weights, forward, environment, config.num_layers * block_bytes)
+    machine = MappingProxyType({"isa": library.isa, "threads": str(pool.threads)})
+    return NativeExecutor(artifact, weights, forward, environment, machine, config.num_layers * block_bytes)
 
 
 def environment_of(artifact: Artifact, options: ExecutorOptions) -> dict[str, str]:
@@ -84,7 +84,7 @@ def environment_of(artifact: Artifact, options: ExecutorOptions) -> dict[str, st
 def _library(isa: str | None) -> NativeLibrary:
     library = native_library(isa)
     if isinstance(library, str):
-        raise UsageError(f"the native executor cannot be used: {library}")
+        raise UsageError(f"no model can be loaded: {library}")
     return library
 
 
@@ -108,11 +108,10 @@ def _pool(library: NativeLibrary, threads: int) -> ThreadPool:
 
 def _check_config(artifact: Artifact) -> None:
     config = artifact.config
-    if config.architecture not in ARCHITECTURES or artifact.format == EXPORTED:
+    if config.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedArtifactError(
-            f"the native executor has no architecture {config.architecture!r} of format {artifact.format}; it has "
-            f"{known}, from GGUF files and safetensors",
+            f"the executor has no architecture {config.architecture!r}; it has {known}",
             path=artifact.path,
         )
     if config.head_dim % HEAD_DIM_UNIT or config.head_dim > MAX_HEAD_DIM:
@@ -144,18 +143,19 @@ class NativeExecutor:
         weights: ModelWeights,
         forward: Forward,
         environment: Mapping[str, str],
+        machine: Mapping[str, str],
         bytes_per_block: int,
     ) -> None:
         config = artifact.config
-        self.environment = environment
+        self.environment, self.machine = environment, machine
         self.geometry = Geometry(
             block_size=BLOCK_TOKENS,
             bytes_per_block=bytes_per_block,
             num_layers=config.num_layers,
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
-            decode_equals_prefill=True,
             weights_bytes=weights.num_bytes,
+            mapped_bytes=weights.mapped_bytes,
         )
         self._weights = weights
         self._forward: Forward | None = forward

@@ -7,6 +7,7 @@ choice is one of speed.
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,9 @@ from lockstep.executors.options import ISAS
 LIBRARY = Path(__file__).with_name("liblockstep_native.so")
 BITS_VERSION = 1
 """The library's version that this package is written for, as bits.hpp has it."""
-_BUILD = "on Linux with a C++ compiler, `python hatch_build.py` builds it"
+ISA_VARIABLE = "LOCKSTEP_ISA"
+"""Of the environment: the instruction set where none is asked for. All of them give the same bits."""
+_BUILD = "with a C++ compiler, `python hatch_build.py` builds it"
 _IN_LIBRARY, _RUNS_HERE = 1, 2
 
 
@@ -39,7 +42,7 @@ def native_library(isa: str | None = None, library: Path = LIBRARY) -> NativeLib
     """The library, or a sentence that describes why it cannot be used.
 
     Args:
-        isa: instruction set to use in the place of the fastest one.
+        isa: instruction set to use; None: the one that ``LOCKSTEP_ISA`` names, else the fastest one.
     """
     handle = _load(library)
     if isinstance(handle, str):
@@ -50,7 +53,7 @@ def native_library(isa: str | None = None, library: Path = LIBRARY) -> NativeLib
     states = {name: int(handle.native_has_isa(name.encode())) for name in ISAS}
     built = tuple(name for name in ISAS if states[name] >= _IN_LIBRARY)
     usable = tuple(name for name in ISAS if states[name] >= _RUNS_HERE)
-    chosen = usable[0] if isa is None else isa
+    chosen = isa or os.environ.get(ISA_VARIABLE) or usable[0]
     if chosen not in ISAS:
         return f"there is no instruction set {chosen!r}; the known ones are {', '.join(ISAS)}"
     if chosen not in usable:

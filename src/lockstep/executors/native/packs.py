@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,13 +88,14 @@ class ModelWeights:
 
     Args:
         matrices: by canonical name.
-        num_bytes: of all of them.
+        mapped_bytes: those of them that are mapped from files.
         check: of the mapped file, if there is one.
     """
 
-    def __init__(self, matrices: Mapping[str, Matrix], num_bytes: int, check: FileCheck | None = None) -> None:
+    def __init__(self, matrices: Mapping[str, Matrix], mapped_bytes: int, check: FileCheck | None = None) -> None:
         self.matrices = matrices
-        self.num_bytes = num_bytes
+        self.num_bytes = sum(each.data.nbytes for each in matrices.values())
+        self.mapped_bytes = mapped_bytes
         self._check = check
 
     def refuse_damage(self) -> None:
@@ -139,8 +141,9 @@ def load_weights(
         data = panels[begin : begin + each.num_bytes]
         matrices[each.name] = Matrix(each.encoding, each.features, each.columns, data)
         begin = _aligned(begin + each.num_bytes)
-    num_bytes = sum(each.data.nbytes for each in matrices.values())
-    return ModelWeights({name: matrices[name] for name in names}, num_bytes, check)
+    of_floats = sum(each.data.nbytes for each in floats.values())
+    mapped_bytes = of_floats + (0 if check is None else sum(each.num_bytes for each in packed))
+    return ModelWeights({name: matrices[name] for name in names}, mapped_bytes, check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,13 @@ def remove_orphans(cache_dir: Path) -> int:
     for orphan in orphans:
         shutil.rmtree(orphan.folder, ignore_errors=True)
     return sum(orphan.num_bytes for orphan in orphans)
+
+
+def encodings_of(artifact: Artifact, quantize: str | None) -> dict[str, int]:
+    """Encodings in which the matrices of a model are computed with, and how many of each, by name."""
+    tensors = [artifact.weights[name] for name in _matrix_names(artifact)]
+    found = Counter((packed_encoding(each.name, each, quantize) or each.encoding).value for each in tensors)
+    return dict(sorted(found.items()))
 
 
 def _matrix_names(artifact: Artifact) -> list[str]:
@@ -327,9 +337,7 @@ class FileCheck:
         written: the file that is mapped; another one that took its path meanwhile stays.
     """
 
-    def __init__(
-        self, path: Path, written: os.stat_result, panels: Bytes, part: int, checksums: Sequence[int]
-    ) -> None:
+    def __init__(self, path: Path, written: os.stat_result, panels: Bytes, part: int, checksums: Sequence[int]) -> None:
         self.fault: str | None = None
         self._path = path
         self._panels = panels

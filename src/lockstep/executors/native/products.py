@@ -28,6 +28,7 @@ class ThreadPool:
     """Threads of the native library, which sleep while there is no work. Stop it before the process forks."""
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:
+        self.threads = threads
         self._library, self._handle = library, ctypes.c_void_p()
         wrong = library.handle.native_pool_start(threads, ctypes.byref(self._handle))
         if wrong is not None:

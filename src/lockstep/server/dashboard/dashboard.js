@@ -278,11 +278,9 @@ function* showBudgets() {
 }
 function* showCluster() {
   setText(byId("cluster"), cluster.cluster);
-  const deterministic = cluster.replicas.map((each) => each.deterministic).filter((each) => each !== null);
-  const chip = byId("deterministic"), holds = deterministic.every(Boolean);
-  chip.hidden = !deterministic.length;
-  chip.className = `chip ${holds ? "good" : "bad"}`;
-  setText(chip, holds ? "deterministic: the same bytes alone or batched" : "not deterministic: see lockstep models verify");
+  const engines = cluster.replicas.map((each) => each.engine).filter((each) => each && each.isa);
+  byId("kernels").hidden = !engines.length;
+  setText(byId("kernels"), [...new Set(engines.map((each) => `${each.isa}, ${each.threads} threads`))].join("; "));
   byId("warnings").replaceChildren(...cluster.warnings.map((text) => make("span", { className: "chip bad", textContent: text })));
   yield;
   offer(cluster.models.map((m) => m.id), cluster.entry ? "whoever it is routed to" : cluster.models[0].id);

@@ -24,7 +24,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import SeatRow
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 SUFFIX = ".lstrace"
 """Of a recording's files."""
 MARK_BYTES = 4
@@ -75,9 +75,9 @@ class EngineEntry(_Entry, frozen=True, tag=2):
     config: SchedulerConfig
     environment: dict[str, str]
     """What the bits of its answers depend on."""
+    machine: dict[str, str]
+    """What its speed depends on beside the processor: instruction set and threads."""
     bytes_per_block: int
-    deterministic: bool | None = None
-    """Whether the probe at load found a sequence's bits to be the same in any company; None: it was not run."""
     text: str = ""
     """Name of its vocabulary and template, which lie beside the files (`lockstep.worker.flight.content.read_text`);
     empty: not kept."""

@@ -348,8 +348,8 @@ class EngineRecorder:
             self._model.fingerprint,
             self._config,
             dict(executor.environment),
+            dict(executor.machine),
             executor.geometry.bytes_per_block,
-            None if self._model.probe is None else self._model.probe.deterministic,
             self._text,
         )
         self._recorder.chunk.put(entry)

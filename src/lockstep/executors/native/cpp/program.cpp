@@ -63,6 +63,8 @@ const char* attention_fault(const Program& p, const Op& op) {
 }
 
 const char* op_fault(const Program& p, const Op& op) {
+    for (const std::int32_t buffer : {op.in, op.in_groups})
+        if (buffer != -1 && !is_within(buffer, p.num_buffers)) return "an operation's input is not there";
     std::int64_t features = 0;
     switch (op.action) {
         case Action::embed: {

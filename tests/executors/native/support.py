@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import openvino  # noqa: F401 - the attention operator refers to its libraries
-import pytest
 
 from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.layout import split_fused
@@ -19,7 +17,6 @@ from lockstep.artifacts.tensors import dequantise
 from lockstep.core.step import StepPlan
 from lockstep.errors import MissingTokenizerError
 from lockstep.executors.base import Executor, Logits, StepBatch
-from lockstep.executors.openvino.ops import own_library
 from lockstep.executors.rotary import inverse_frequencies
 from tools.random_models import SHAPES, Shape, random_tensor, stored_encoding, tensor_shapes
 
@@ -27,9 +24,6 @@ Floats = npt.NDArray[np.float64]
 TINY_LLAMA, TINY_QWEN3 = SHAPES["tiny-llama"], SHAPES["tiny-qwen3"]
 TINY = {name: shape for name, shape in SHAPES.items() if name.startswith("tiny-")}
 """One of each architecture."""
-_LIBRARY = own_library()
-needs_operator = pytest.mark.skipif(isinstance(_LIBRARY, str), reason=f"no attention operator of our own: {_LIBRARY}")
-OPERATORS = (pytest.param("lockstep", marks=needs_operator), "openvino")
 SMALL_LLAMA, SMALL_QWEN3 = SHAPES["small-llama"], SHAPES["small-qwen3"]
 
 

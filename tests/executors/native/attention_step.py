@@ -1,31 +1,19 @@
-"""Steps of the attention operator by hand: the library's own structure, random steps, and a reference in float64."""
+"""Steps of attention by hand: numbers and arrays, random steps, and a reference in float64."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.executors.openvino.ops import BLOCK_TOKENS, STORAGES, own_library
+from lockstep.executors.native.executor import BLOCK_TOKENS
+from lockstep.executors.native.forward import STORAGES
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
-KERNELS = ("avx512", "avx2", "portable")
 EPSILON = 1e-5
-
-
-class _Step(ctypes.Structure):
-    """``lockstep::Step`` of attention.hpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int) for name in ("kv_heads", "head_dim", "storage", "heads", "window", "rotary_dim")),
-        *((name, ctypes.c_float) for name in ("scale", "epsilon")),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_blocks", "plan_size")),
-        *((name, ctypes.c_void_p) for name in ("projected", "rotary", "norms", "plan", "cache", "out")),
-    )
 
 
 @dataclass(frozen=True)
@@ -81,39 +69,11 @@ class Chunk:
         )
 
 
-def library() -> ctypes.CDLL:
-    found = own_library()
-    assert not isinstance(found, str), found
-    return found
-
-
-def has_kernel(name: str) -> bool:
-    return bool(library().lockstep_has_kernel(name.encode()))
-
-
 def random_chunk(rng: np.random.Generator, heads: Heads, length: int, table: tuple[int, ...], past: int = 0) -> Chunk:
     def draw(count: int) -> Floats:
         return rng.normal(0, 1, (length, count, heads.head_dim)).astype(np.float32)
 
     return Chunk(draw(heads.heads), draw(heads.kv_heads), draw(heads.kv_heads), past, table)
-
-
-def attend(heads: Heads, cache: npt.NDArray[np.uint8], /, *chunks: Chunk, kernel: str = "", **faults: Any) -> Floats:
-    """The operator's answer [tokens, heads, head_dim]; writes the chunks' keys and values into the cache.
-
-    Args:
-        faults: parts of the plan and numbers of the step that take the place of the right ones.
-
-    Raises:
-        ValueError: the operator refused the step, with its words.
-    """
-    numbers, arrays = step_of(heads, cache, *chunks, **faults)
-    pointers = {name: array.ctypes.data for name, array in arrays.items()}
-    wrong = library().lockstep_attention(ctypes.byref(_Step(**numbers, **pointers)), kernel.encode())
-    if wrong is not None:
-        raise ValueError(wrong.decode())
-    out: Floats = arrays["out"]
-    return out
 
 
 def step_of(
