@@ -34,6 +34,7 @@ from lockstep.cli.serve_flags import (
 )
 from lockstep.engine.options import EngineOptions
 from lockstep.errors import UsageError
+from lockstep.executors.options import ISAS
 from lockstep.server.options import ServerOptions
 from lockstep.server.run import first_request
 from tests.server.frames import events_of, texts_of
@@ -165,7 +166,7 @@ def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
         ((STUB, "--max-skips", "-1"), "--max-skips"),
         ((STUB, "--worker", "fork"), "--worker"),
         ((STUB, "--max-num-seqs", "0"), "Invalid value for '--max-num-seqs': it is '0' and must be at least 1"),
-        ((STUB, "--max-chunk-tokens", "2"), "Invalid value for '--max-chunk-tokens'"),
+        ((STUB, "--max-chunk-tokens", "0"), "Invalid value for '--max-chunk-tokens'"),
         ((STUB, "--chat-template-kwargs", "[]"), "must be a JSON object"),
         ((STUB, "--chat-template", "no/such.jinja"), "cannot be read"),
         ((STUB, "--otlp-traces-endpoint", "here"), "must be a URL like"),
@@ -209,7 +210,7 @@ def test_a_start_that_is_refused_leaves_no_process() -> None:
         ((STUB, "--max-num-queued-reqs", "100000000000000000000"), "max_num_queued_reqs is 1"),
         (("pocket://", "--threads", "100000"), "threads is 100000; it must be 1 to 1024"),
         (("pocket://", "--max-model-len", "4096"), "max_model_len is 4096; the model allows 2 to 2048"),
-        (("pocket://", "--device", "gpu"), "device 'gpu' is not there"),
+        (("pocket://", "--isa", "neon"), "isa is 'neon'"),
         (("no/such/model.gguf",), "no/such/model.gguf: nothing is there"),
         (("pyproject.toml",), "pyproject.toml: a file that is not GGUF"),
         (("pocket://x",), "the embedded model is called pocket://"),
@@ -246,19 +247,19 @@ def test_at_ready_a_server_says_what_it_is() -> None:
         with server.client(api_key="k") as client:
             [replica] = client.get("/v1/cluster").json()["replicas"]
     engine = replica["engine"]
-    assert (engine["max_num_seqs"], engine["threads"], engine["device"]) == (7, 1, "CPU")
-    assert (engine["max_model_len"], engine["precision"], engine["kv_precision"]) == (2048, "f32", "f16")
+    assert (engine["max_num_seqs"], engine["threads"], engine["isa"] in ISAS) == (7, 1, True)
+    assert (engine["max_model_len"], engine["kv_precision"]) == (2048, "f16")
     assert 0 < engine["kv_bytes"] <= 40_000_000
     for words in (
-        "alpha: compiling",
         "alpha: ready after ",
         f"alpha: context of 2,048 tokens; KV of {engine['kv_tokens']:,} tokens in ",
-        "7 sequences at once; CPU, 1 threads; f32 with KV in f16",
+        f"7 sequences at once; weights of {engine['weights_bytes'] / 1e6:.1f} MB, KV in f16; ",
+        f"{engine['isa']}, 1 threads",
         f"metrics: {url}/metrics; documentation of the API: {url}/docs",
         "a key is needed",
     ):
         assert words in told, words
-    assert told.index("alpha: compiling") < told.index("alpha: ready after") < told.index("alpha: context of")
+    assert told.index("alpha: ready after") < told.index("alpha: context of")
 
 
 def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,7 +295,7 @@ def test_a_fault_of_the_file_is_told_with_its_line(text: str, message: str, tmp_
 
 def test_the_files_values_become_what_flags_would_hold(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
-    path.write_text("api-key: one\nport: 1\nprobe: no\nhost: ::1\nchat_template_kwargs: {a: [1]}\n")
+    path.write_text("api-key: one\nport: 1\nhost: ::1\nchat_template_kwargs: {a: [1]}\n")
     assert read_config(path, known_flags(), {"api_key"}) == {
         "api_key": ["one"],
         "port": 1,

@@ -25,11 +25,6 @@ RESERVING = {"admission": "reserve"}
         (Reached(Limit.CHUNK, 8, 8, 0, "", 0), {}, ""),
         (Reached(Limit.TOKENS, 48, 48, 0, "", 0), {}, "the budget of 48 tokens is used up"),
         (
-            Reached(Limit.TOKENS, 47, 48, 0, "", 0),
-            {},
-            "47 of 48 tokens of the budget are used, and what is left is too little to go on with",
-        ),
-        (
             Reached(Limit.PREFILL, 40, 48, 0, "", 0, 30),
             WHOLE,
             "40 of 48 tokens of the prefill budget are used, "

@@ -174,16 +174,7 @@ def test_one_differing_answer_of_the_same_weights_is_proof_whatever_rate_the_pol
     assert verdict.first_mismatch == {"request": verdict.signals[0].examples[0]}
 
 
-def test_answers_are_proof_only_where_both_engines_promise_equal_ones(
-    settings: tuple[Path, Path], tmp_path: Path
-) -> None:
-    changed = with_other_answer(settings[1], tmp_path, deterministic=None)
-    verdict = judged(settings[0], changed, max_mismatch_rate=0.5)
-    assert verdict.decision is Decision.PROMOTE
-    assert verdict.evidence.endswith("only the baseline promises equal answers in any company")
-
-
-def with_other_answer(recording: Path, folder: Path, deterministic: bool | None = True) -> Path:
+def with_other_answer(recording: Path, folder: Path) -> Path:
     """A recording with another digest of one of the answers that both sides gave."""
 
     def change(entries: list[Entry]) -> None:
@@ -191,9 +182,6 @@ def with_other_answer(recording: Path, folder: Path, deterministic: bool | None 
         ends = [at for at, each in enumerate(entries) if isinstance(each, OutputDigest)]
         ends = [at for at in ends if names[entries[at].engine, entries[at].seq_id].startswith("1.")]  # type: ignore[union-attr]  # they are outputs
         entries[ends[3]] = replace(entries[ends[3]], output=bytes(8))
-        for at, entry in enumerate(entries):
-            if isinstance(entry, EngineEntry):
-                entries[at] = replace(entry, deterministic=deterministic)
 
     return changed(recording, folder, change)
 

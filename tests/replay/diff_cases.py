@@ -48,16 +48,6 @@ CASES = {
         ["2 of 2 places of the step are taken"],
     ),
     "max_num_batched_tokens": Case(
-        workload(request("r1", 11), request("r2", 11), request("r3", 11)),
-        {},
-        {},
-        {"max_num_batched_tokens": 23},
-        0,
-        Change.ADMISSION,
-        ["r3"],
-        ["22 of 23 tokens of the budget are used, and what is left is too little to go on with"],
-    ),
-    "max_num_batched_tokens, used up": Case(
         workload(request("r1", 30), request("r2", 30)),
         {},
         {},

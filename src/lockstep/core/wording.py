@@ -58,13 +58,11 @@ def _spent(reached: Reached, config: SchedulerConfig) -> str:
     if config.prefill_share == "adaptive" and reached.limit is Limit.PREFILL:
         return f"{most} prompt tokens are the share of the budget that prompts have now"
     name = f"the {reached.limit.value}"
-    if used >= most:
+    if used >= most or config.chunking:
         return f"{name} of {most} tokens is used up"
-    so = "too little to go on with"
-    if not config.chunking:
-        prompt = "" if reached.num_prompt_tokens is None else f" of {reached.num_prompt_tokens}"
-        so = f"too little for its prompt{prompt} in one go"
-    return f"{used} of {most} tokens of {name} are used, and what is left is {so}"
+    prompt = "" if reached.num_prompt_tokens is None else f" of {reached.num_prompt_tokens}"
+    left = f"what is left is too little for its prompt{prompt} in one go"
+    return f"{used} of {most} tokens of {name} are used, and {left}"
 
 
 def _lacking(reached: Reached, config: SchedulerConfig) -> str:

@@ -62,7 +62,7 @@ class Executor(Protocol):
 
     @property
     def machine(self) -> Mapping[str, str]:
-        """What speed depends on here and bits do not: instruction set and threads."""
+        """Instruction set and threads: speed depends on them, bits do not."""
         ...
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:

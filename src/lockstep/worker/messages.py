@@ -292,7 +292,7 @@ class Loaded(_Event, frozen=True):
     environment: dict[str, str]
     """What the bits depend on."""
     machine: dict[str, str]
-    """What speed depends on and bits do not: instruction set and threads."""
+    """Instruction set and threads: speed depends on them, bits do not."""
     has_hidden_states: bool
     load_s: float
     text: TokenizerPayload

@@ -50,6 +50,6 @@ def test_a_machine_without_a_compiler_gets_a_sentence(tmp_path: Path, monkeypatc
     assert not build_native(ROOT, tmp_path / NATIVE_LIBRARY, warnings.append)
     assert warnings == [
         "the native library is not built (there is no C++ compiler 'no-compiler-here'; on Debian: apt install g++, "
-        "or pip install ziglang)",
-        "the native library is not built (LOCKSTEP_PURE is set)",
+        "or pip install ziglang), without which no model but a stub can be loaded",
+        "the native library is not built (LOCKSTEP_PURE is set), without which no model but a stub can be loaded",
     ]
