@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of steps, with commas between them")
     parser.add_argument("--rows", default="1,8,32,128", help="numbers of rows (default: 1,8,32,128)")
     parser.add_argument("--types", default="", help="encodings of GGUF files, with commas between them")
-    parser.add_argument("--shape", default="smollm2-135m", help="of the models of types (default: smollm2-135m)")
+    parser.add_argument("--shape", default="llama-138m", help="of the models of types (default: llama-138m)")
     parser.add_argument("--isa", choices=ISAS, help="instruction set (default: the fastest)")
     parser.add_argument("--turns", type=int, default=7, help="timed runs of each side (default: 7)")
     parser.add_argument("--peak-gops", type=float, default=PEAK_GOPS, help=f"peak of a core (default: {PEAK_GOPS:.0f})")

@@ -71,7 +71,8 @@ def test_an_input_that_an_operation_does_not_read_is_refused_too(pool: ThreadPoo
     program = program_of(TINY["tiny-qwen3"], "Q8_0")
     index = next(i for i, op in enumerate(program.ops) if op.action is Action.PRODUCT)
     for value in (-2, 2**31 - 1):
-        program.ops[index] = program.ops[index]._replace(**{field: value})
+        changes: dict[str, Any] = {field: value}
+        program.ops[index] = program.ops[index]._replace(**changes)
         with pytest.raises(ExecutorError, match="input"):
             run(pool, program)
 
