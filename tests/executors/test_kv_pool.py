@@ -9,23 +9,22 @@ from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.kv_pool import KVPool
 from tests.executors.native.support import batch_of
 
-SIZES = (24, 40)
+SIZE = 64
 
 
 def filled(num_blocks: int = 6, num_host_blocks: int = 3) -> tuple[KVPool, np.ndarray]:
     """A pool of random blocks, and what blocks 1 and up have."""
-    pool = KVPool(SIZES, num_blocks, num_host_blocks)
-    content = np.random.default_rng(0).integers(0, 256, (num_blocks, sum(SIZES)), np.uint8)
+    pool = KVPool(SIZE, num_blocks, num_host_blocks)
+    content = np.random.default_rng(0).integers(0, 256, (num_blocks, SIZE), np.uint8)
     pool.write(range(1, num_blocks + 1), content)
     return pool, content
 
 
-def test_a_block_has_a_part_in_each_cache() -> None:
+def test_a_block_is_a_row() -> None:
     pool, content = filled()
-    assert [cache.shape for cache in pool.caches] == [(7, 24), (7, 40)]
-    assert np.array_equal(pool.caches[0][3], content[2, :24])
-    assert np.array_equal(pool.caches[1][3], content[2, 24:])
-    assert not pool.caches[0][0].any(), "the null block"
+    assert pool.blocks.shape == (7, SIZE)
+    assert np.array_equal(pool.blocks[3], content[2])
+    assert not pool.blocks[0].any(), "the null block"
     assert np.array_equal(pool.read([6, 1]), content[[5, 0]])
 
 
@@ -54,6 +53,6 @@ def test_blocks_of_another_pool_are_refused(block: int) -> None:
 
 def test_a_pool_that_cannot_be_is_refused() -> None:
     with pytest.raises(ExecutorError, match="at least 1 and 0"):
-        KVPool(SIZES, 0, 0)
+        KVPool(SIZE, 0, 0)
     with pytest.raises(ExecutorError, match="GB cannot be allocated"):
-        KVPool(SIZES, 1 << 50, 0)
+        KVPool(SIZE, 1 << 50, 0)

@@ -128,7 +128,7 @@ class OpenVINOGenAI:
         import openvino_genai
 
         self.lib: Any = openvino_genai
-        self._tensor: Any = importlib.import_module("openvino").Tensor  # theirs, not what our executor is built on
+        self._tensor: Any = importlib.import_module("openvino").Tensor
         self.version = f"OpenVINO GenAI {openvino_genai.__version__}"
         self._limits = (model, threads, max_seqs, max_tokens)
         self._ways = {f"{tokens} tokens a step": tokens for tokens in (2048, 256)}

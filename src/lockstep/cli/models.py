@@ -198,7 +198,7 @@ def list_models(as_json: flags.Json = False, debug: flags.Debug = False) -> None
 
 
 def _print_packs() -> None:
-    """A line of the weights that the native executor has packed, if there are some."""
+    """A line of the packed weights, if there are some."""
     from lockstep.artifacts.hub.source import human_size
     from lockstep.engine.loading import default_cache_dir
     from lockstep.executors.native.packs import FOLDER, kept_packs

@@ -86,9 +86,9 @@ class RecordingFlags:
     model: Annotated[str | None, Flag(metavar="SOURCE")] = None
     """The model of --execute."""
     threads: Annotated[int | None, Flag(low=1, metavar="N")] = None
-    """Threads of --execute; None: as was recorded."""
+    """Threads of --execute; None: one for each core."""
     isa: Annotated[str | None, Flag(is_hidden=True)] = None
-    """Instruction set of --execute, where the recording is of the native executor; None: the fastest one here."""
+    """Instruction set of --execute; None: the fastest one here."""
     allow_gaps: Annotated[bool, SWITCH] = False
     """With --verify: files that are missing or cut are told, and are no fault."""
     request: Annotated[str | None, Flag(metavar="ID")] = None

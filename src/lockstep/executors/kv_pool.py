@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +18,16 @@ from lockstep.executors.base import Blocks
 
 
 class KVPool:
-    """Blocks 0..num_blocks (0 is the null block) in each of some caches, and host blocks 0..num_host_blocks - 1.
+    """Blocks 0..num_blocks (0 is the null block), and host blocks 0..num_host_blocks - 1; all are zero at first.
 
-    All are zero at first. A host block holds what all caches have of one block, one after the other.
+    All layers of a block lie together: a few sequences then touch a few huge pages, and not some of each layer.
     """
 
-    def __init__(self, sizes: Sequence[int], num_blocks: int, num_host_blocks: int) -> None:
+    def __init__(self, block_bytes: int, num_blocks: int, num_host_blocks: int) -> None:
         """Allocate.
 
         Args:
-            sizes: bytes of a block in each cache.
+            block_bytes: of a block with all layers.
 
         Raises:
             ExecutorError: no such pool, or not on this machine.
@@ -37,35 +36,27 @@ class KVPool:
             raise ExecutorError(f"a pool of {num_blocks} blocks and {num_host_blocks} host blocks; at least 1 and 0")
         self.num_blocks = num_blocks
         try:
-            self.caches: list[Blocks] = [_zeros(num_blocks + 1, size) for size in sizes]
-            self._host: Blocks = np.zeros((num_host_blocks, sum(sizes)), np.uint8)
+            self.blocks: Blocks = _zeros(num_blocks + 1, block_bytes)
+            self._host: Blocks = np.zeros((num_host_blocks, block_bytes), np.uint8)
         except (MemoryError, OSError, OverflowError, ValueError) as error:
-            gigabytes = (num_blocks + 1 + num_host_blocks) * sum(sizes) / 1e9
+            gigabytes = (num_blocks + 1 + num_host_blocks) * block_bytes / 1e9
             raise ExecutorError(f"a KV pool of {gigabytes:.1f} GB cannot be allocated: {error}") from error
-        edges = np.cumsum([0, *sizes]).tolist()
-        self._spans: list[tuple[int, int]] = list(pairwise(edges))
 
     def move(self, plan: StepPlan) -> None:
         """Swap out, swap in and copy, as a plan that was checked asks for."""
         if plan.swap_out:
             device, host = _columns(plan.swap_out)
-            for cache, (begin, end) in zip(self.caches, self._spans, strict=True):
-                self._host[host, begin:end] = cache[device]
+            self._host[host] = self.blocks[device]
         if plan.swap_in:
             host, device = _columns(plan.swap_in)
-            for cache, (begin, end) in zip(self.caches, self._spans, strict=True):
-                cache[device] = self._host[host, begin:end]
+            self.blocks[device] = self._host[host]
         for source, destination in plan.copies:  # a later pair sees what an earlier one did
-            for cache in self.caches:
-                cache[destination] = cache[source]
+            self.blocks[destination] = self.blocks[source]
 
     def read(self, blocks: Sequence[int]) -> Blocks:
         """Copy blocks, one a row; InvalidPlanError where one is not of this pool."""
         self._check(blocks)
-        content = np.empty((len(blocks), self._spans[-1][1]), np.uint8)
-        for cache, (begin, end) in zip(self.caches, self._spans, strict=True):
-            content[:, begin:end] = cache[list(blocks)]
-        return content
+        return self.blocks[list(blocks)]
 
     def write(self, blocks: Sequence[int], content: Blocks) -> None:
         """Overwrite blocks, one a row.
@@ -74,11 +65,10 @@ class KVPool:
             InvalidPlanError: blocks or shape are not of this pool; nothing was written.
         """
         self._check(blocks)
-        expected = (len(blocks), self._spans[-1][1])
+        expected = (len(blocks), self.blocks.shape[1])
         if content.dtype != np.uint8 or content.shape != expected:
             raise InvalidPlanError(f"content of {len(blocks)} blocks is {content.shape}, not {expected} bytes")
-        for cache, (begin, end) in zip(self.caches, self._spans, strict=True):
-            cache[list(blocks)] = content[:, begin:end]
+        self.blocks[list(blocks)] = content
 
     def _check(self, blocks: Sequence[int]) -> None:
         outside = [block for block in blocks if not 1 <= block <= self.num_blocks]
@@ -89,7 +79,7 @@ class KVPool:
 def _zeros(num_rows: int, size: int) -> Blocks:
     """Memory of ``num_rows`` times ``size`` bytes, in huge pages where the system has them; it is taken as it is used.
 
-    A block's layers lie far apart, and with small pages each access would miss the processor's table of pages.
+    A step reads blocks all over it, and with small pages each access would miss the processor's table of pages.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.zeros((num_rows, size), np.uint8)

@@ -261,11 +261,11 @@ class _Engine:
 
 @dataclass(frozen=True, slots=True)
 class MachineOptions:
-    """Use that an execution makes of the machine. None: as was recorded, or by default."""
+    """Use that an execution makes of the machine; it changes no bit. None: by default."""
 
     threads: int | None = None
     isa: str | None = None
-    """Instruction set of the native executor."""
+    """Instruction set of the kernels."""
 
 
 AS_RECORDED = MachineOptions()

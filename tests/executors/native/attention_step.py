@@ -109,6 +109,7 @@ def step_of(
         "epsilon": EPSILON,
         "num_tokens": len(arrays["out"]),
         "num_blocks": len(cache),
+        "block_stride": cache.shape[1],
         "plan_size": len(arrays["plan"]),
     }
     return numbers | faults, arrays

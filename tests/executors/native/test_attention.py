@@ -44,7 +44,9 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("kv_heads", "head_dim", "storage", "heads", "window", "rotary_dim")),
         *((name, ctypes.c_float) for name in ("scale", "epsilon")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_blocks", "plan_size")),
-        *((name, ctypes.c_void_p) for name in ("projected", "rotary", "norms", "plan", "cache", "out")),
+        *((name, ctypes.c_void_p) for name in ("projected", "rotary", "norms", "plan", "cache")),
+        ("block_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
         *((f"{name}_size", ctypes.c_int64) for name in SIZES),
     )
 

@@ -1,4 +1,4 @@
-"""The executor protocol as the native executor keeps it: rows, plans, refusals, hidden states, prompts, closing."""
+"""The executor protocol as the executor keeps it: rows, plans, refusals, hidden states, prompts, closing."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_library_refuses_a_step_that_does_not_fit(executor: NativeExecutor) 
         ([1, 2], [1, 40, 0, 2, 0, 1, 1], "too short for its sequence"),
     ):
         with pytest.raises(ExecutorError, match=match):
-            forward.step(np.array(tokens), np.array(plan, np.int32), pool.caches, none)
+            forward.step(np.array(tokens), np.array(plan, np.int32), pool.blocks, none)
     with pytest.raises(ExecutorError, match="not of the latest step"):
         forward.logits(np.array([0]), np.empty((1, 512), np.float32))
 

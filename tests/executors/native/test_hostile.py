@@ -39,9 +39,9 @@ def run(pool: ThreadPool, program: Program, config: ModelConfig = CONFIG) -> Non
     """Two tokens, if the program is taken."""
     forward = Forward(library(), pool, program, config, "f16")
     size = int(library().handle.native_block_bytes(config.num_kv_heads, config.head_dim, 1))
-    caches = [np.zeros((2, size), np.uint8)] * config.num_layers
+    cache = np.zeros((2, size * config.num_layers), np.uint8)
     try:
-        forward.step(np.array([1, 2]), np.array([1, 0, 0, 2, 0, 1, 1], np.int32), caches, np.array([0]))
+        forward.step(np.array([1, 2]), np.array([1, 0, 0, 2, 0, 1, 1], np.int32), cache, np.array([0]))
         forward.logits(np.array([1]), np.empty((1, config.vocab_size), np.float32))
     finally:
         forward.close()
@@ -121,7 +121,7 @@ def test_any_plan_is_refused_or_within_the_pool(plan: list[int], num_tokens: int
         size = int(library().handle.native_block_bytes(CONFIG.num_kv_heads, CONFIG.head_dim, 1))
         guarded = np.full((4, size), 0x55, np.uint8)
         try:
-            forward.step(np.ones(num_tokens, np.int64), np.array(plan, np.int32), [guarded[1:3]], np.zeros(0, np.int64))
+            forward.step(np.ones(num_tokens, np.int64), np.array(plan, np.int32), guarded[1:3], np.zeros(0, np.int64))
         except ExecutorError:
             pass
         finally:

@@ -172,8 +172,7 @@ class NativeExecutor:
             raise ExecutorError("the executor is closed")
         self._pool = None
         geometry = self.geometry
-        sizes = [geometry.bytes_per_block // geometry.num_layers] * geometry.num_layers
-        self._pool = KVPool(sizes, num_blocks, num_host_blocks)
+        self._pool = KVPool(geometry.bytes_per_block, num_blocks, num_host_blocks)
         self._limits = Limits(
             geometry.block_size, num_blocks, num_host_blocks, geometry.max_model_len, geometry.vocab_size
         )
@@ -195,7 +194,7 @@ class NativeExecutor:
             return np.empty((0, self.geometry.vocab_size), np.float32)
         hidden_rows = NO_ROWS if batch.hidden_rows is None else np.ascontiguousarray(batch.hidden_rows, np.int64)
         token_ids = np.ascontiguousarray(batch.token_ids, np.int64)
-        self._hidden_states = self._forward.step(token_ids, chunks.plan, pool.caches, hidden_rows)
+        self._hidden_states = self._forward.step(token_ids, chunks.plan, pool.blocks, hidden_rows)
         self._prompt_rows = NO_ROWS if batch.prompt_rows is None else batch.prompt_rows
         return self._logits.of(self._forward, batch.rows)
 

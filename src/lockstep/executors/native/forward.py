@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ class _StepInput(ctypes.Structure):
 
     _fields_ = (
         ("num_tokens", ctypes.c_int64), ("ids", ctypes.c_void_p), ("plan", ctypes.c_void_p),
-        ("plan_size", ctypes.c_int64), ("caches", ctypes.c_void_p), ("num_layers", ctypes.c_int64),
+        ("plan_size", ctypes.c_int64), ("cache", ctypes.c_void_p), ("num_layers", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64), ("num_hidden_rows", ctypes.c_int64), ("hidden_rows", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p), ("hidden_size", ctypes.c_int64),
     )  # fmt: skip
@@ -72,6 +71,7 @@ class Forward:
         self._free = handle.native_forward_free
         self._free.restype = None
         self._hidden_size = config.hidden_size
+        self._num_layers = config.num_layers
         self._weights = program.weights  # the library reads them where they are
         ops = np.array([tuple(op) for op in program.ops], _OPS)
         weights = np.array(
@@ -93,7 +93,7 @@ class Forward:
         self._call("make", ctypes.byref(passed), library.isa.encode(), pool.handle, ctypes.byref(self._handle))
 
     def step(
-        self, token_ids: npt.NDArray[np.int64], plan: npt.NDArray[np.int32], caches: Sequence[npt.NDArray[np.uint8]],
+        self, token_ids: npt.NDArray[np.int64], plan: npt.NDArray[np.int32], cache: npt.NDArray[np.uint8],
         hidden_rows: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.float32]:  # fmt: skip
         """Run all layers over a step's tokens, and keep their states for `logits`.
@@ -101,7 +101,7 @@ class Forward:
         Args:
             token_ids: ``[T]``.
             plan: see `Chunks.plan`.
-            caches: ``[num_blocks, bytes]`` of each layer.
+            cache: ``[num_blocks, bytes]``: all layers of a block, one after the other.
             hidden_rows: tokens of which hidden states are wanted.
 
         Returns:
@@ -111,10 +111,10 @@ class Forward:
             ExecutorError: the step does not fit the program, or there is no memory.
         """
         hidden = np.empty((len(hidden_rows), self._hidden_size), np.float32)
-        addresses = np.array([cache.ctypes.data for cache in caches], np.uint64)
+        assert cache.shape[1] % self._num_layers == 0
         passed = _StepInput(
-            len(token_ids), token_ids.ctypes.data, plan.ctypes.data, len(plan), addresses.ctypes.data, len(caches),
-            len(caches[0]), len(hidden_rows), hidden_rows.ctypes.data, hidden.ctypes.data, hidden.size,
+            len(token_ids), token_ids.ctypes.data, plan.ctypes.data, len(plan), cache.ctypes.data, self._num_layers,
+            len(cache), len(hidden_rows), hidden_rows.ctypes.data, hidden.ctypes.data, hidden.size,
         )  # fmt: skip
         self._call("step", self._handle, ctypes.byref(passed))
         return hidden

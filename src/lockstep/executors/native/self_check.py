@@ -77,7 +77,7 @@ def _pass(library: NativeLibrary, storage: str) -> bytes:
     logits = np.empty((_TOKENS, config.vocab_size), np.float32)
     with ThreadPool(library, 1) as pool:
         forward = Forward(library, pool, program, config, storage)
-        forward.step(np.arange(_TOKENS) % config.vocab_size, plan, [cache], np.zeros(0, np.int64))
+        forward.step(np.arange(_TOKENS) % config.vocab_size, plan, cache, np.zeros(0, np.int64))
         forward.logits(np.arange(_TOKENS), logits)
         forward.close()
     return logits.tobytes()

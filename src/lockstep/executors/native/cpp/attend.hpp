@@ -95,7 +95,7 @@ struct Attend {
     static constexpr std::size_t ELEMENT = S == Storage::f32 ? 4 : S == Storage::f16 ? 2 : 1;
 
     static const std::uint8_t* head_of(const Tile& tile, int block) {
-        return tile.cache + std::size_t(tile.blocks[block]) * tile.layout.block_bytes();
+        return tile.cache + tile.blocks[block] * tile.block_stride;
     }
 
     // Fetch a line to the second cache: the first is too small for a segment's keys and values.

@@ -45,7 +45,9 @@ const char* memory_fault(const Step& step) {
     if (!fits(step.num_tokens, heads * dim, step.projected_size)) return "queries, keys and values are too short";
     if (!fits(step.num_tokens, step.rotary_dim, step.rotary_size)) return "the rotations are too short";
     if (step.norms && step.norms_size < 2 * dim) return "the norms' weights are too short";
-    if (!fits(step.num_blocks, layout.block_bytes(), step.cache_bytes)) return "the cache is too short for its blocks";
+    const std::int64_t block = std::int64_t(layout.block_bytes());
+    if (step.block_stride < block || !fits(step.num_blocks - 1, step.block_stride, step.cache_bytes - block))
+        return "the cache is too short for its blocks";
     if (!fits(step.num_tokens, step.heads * dim, step.out_size)) return "the output is too short";
     return nullptr;
 }
@@ -112,7 +114,7 @@ struct Work {
 
     std::uint8_t* head_of(int sequence, int position, int head) const {
         const std::int32_t block = plan.blocks[plan.table_begins[sequence] + position / BLOCK_TOKENS];
-        return step.cache + std::size_t(block) * step.layout.block_bytes() + head * step.layout.head_bytes();
+        return step.cache + block * step.block_stride + head * step.layout.head_bytes();
     }
 
     const float* projected(int token, int head) const {
@@ -176,6 +178,7 @@ struct Work {
         Tile tile;
         tile.layout = step.layout;
         tile.cache = step.cache + item.head * step.layout.head_bytes();
+        tile.block_stride = step.block_stride;
         tile.blocks = plan.blocks + plan.table_begins[item.sequence];
         tile.num_blocks = plan.table_begins[item.sequence + 1] - plan.table_begins[item.sequence];
         tile.scale = step.scale * 1.44269504f;  // log2(e): the softmax is one of powers of two

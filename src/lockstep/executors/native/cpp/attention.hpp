@@ -51,6 +51,7 @@ struct Raw {
 struct Tile {
     KVLayout layout;
     const std::uint8_t* cache;   // the head's part of block 0
+    std::int64_t block_stride;   // see Step
     const std::int32_t* blocks;  // the sequence's table
     int num_blocks;
     const std::uint8_t* next[SEGMENT_BLOCKS];  // the keys to be fetched while the last segment is computed
@@ -101,8 +102,9 @@ struct Step {
     // S; [S] tokens already in the blocks; [S + 1] where each sequence's tokens begin; [S + 1] where its block table
     // begins; all tables, one after the other.
     const std::int32_t* plan;
-    std::uint8_t* cache;                                                          // [num_blocks][block_bytes]
-    float* out;                                                                   // [T][heads][head_dim]
+    std::uint8_t* cache;        // [num_blocks], each of block_bytes
+    std::int64_t block_stride;  // bytes from one of them to the next: other layers' lie between them
+    float* out;                 // [T][heads][head_dim]
     std::int64_t projected_size, rotary_size, norms_size, cache_bytes, out_size;  // what memory holds
 };
 

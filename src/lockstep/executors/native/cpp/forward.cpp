@@ -231,11 +231,12 @@ const char* Forward::attend(const Op& op) {
     step.rotary = rotates ? turns[op.rotary].data() : nullptr;
     step.norms = op.vector < 0 ? nullptr : vectors.data() + op.vector;
     step.plan = input.plan;
-    step.cache = input.caches[op.layer];
+    const std::int64_t block_bytes = std::int64_t(step.layout.block_bytes());
+    step.cache = input.cache + op.layer * block_bytes, step.block_stride = program.num_layers * block_bytes;
     step.out = reinterpret_cast<float*>(step_memory[op.out].data);
     step.projected_size = input.num_tokens * buffers[op.in].columns;
     step.rotary_size = input.num_tokens * step.rotary_dim, step.norms_size = step.norms ? 2 * program.head_dim : 0;
-    step.cache_bytes = input.num_blocks * std::int64_t(step.layout.block_bytes());
+    step.cache_bytes = input.num_blocks * step.block_stride - op.layer * block_bytes;
     step.out_size = input.num_tokens * buffers[op.out].columns;
     const auto run = [](void* pool, std::int64_t count, void (*item)(void*, std::int64_t), void* work) {
         claim(static_cast<Pool*>(pool), count, [&](std::int64_t i) { item(work, i); });
@@ -246,9 +247,7 @@ const char* Forward::attend(const Op& op) {
 const char* Forward::fault(const StepInput& step) const {
     if (step.num_tokens < 1 || step.num_tokens > MAX_TOKENS || !step.ids) return "a step has 1 to 2^20 tokens";
     if (!step.plan || step.plan_size < 1) return "the step has no plan";
-    if (step.num_layers != program.num_layers || !step.caches || step.num_blocks < 1) return "the step has no KV blocks";
-    for (std::int64_t i = 0; i < step.num_layers; i++)
-        if (!step.caches[i]) return "the step has no KV blocks";
+    if (step.num_layers != program.num_layers || !step.cache || step.num_blocks < 1) return "the step has no KV blocks";
     for (std::int64_t i = 0; i < step.num_tokens; i++)
         if (step.ids[i] < 0 || step.ids[i] >= program.vocab_size) return "a token is not of the vocabulary";
     const std::int64_t columns = buffers[program.hidden].columns, rows = step.num_hidden_rows;

@@ -18,7 +18,7 @@ struct StepInput {
     const std::int64_t* ids;      // [T]
     const std::int32_t* plan;     // as attention has it
     std::int64_t plan_size;
-    std::uint8_t* const* caches;  // [num_layers], each [num_blocks][block_bytes]
+    std::uint8_t* cache;          // [num_blocks][num_layers][block_bytes]
     std::int64_t num_layers, num_blocks;
     std::int64_t num_hidden_rows;
     const std::int64_t* hidden_rows;  // tokens of which hidden states are wanted
