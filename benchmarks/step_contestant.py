@@ -35,6 +35,9 @@ class Executors:
         self._executor: Any = load_executor(artifact, options, lambda stage, share: None)
         self.load_s = time.perf_counter() - begin
         self._executor.allocate(MAX_STREAMS_TOKENS // 32, 1)
+        content = np.zeros((1, self._executor.geometry.bytes_per_block), np.uint8)
+        for block in range(1, MAX_STREAMS_TOKENS // 32 + 1):  # memory of its own: else one page of zeros is read again
+            self._executor.write_blocks([block], content)
 
     def step(self, streams: int, past: int, length: int) -> Run:
         from lockstep.core.step import StepPlan
