@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
-from lockstep.cli.grid import Column, Section, allot, duration, grid, joined, milliseconds, number, plain, to_ascii
+from lockstep.cli.grid import Column, Section, allot, duration, grid, joined, milliseconds, number, to_ascii
 
 COLUMNS = (Column("NAME", 0, 6, True), Column("A", 1, 5), Column("B", 3), Column("C", 2))
 
@@ -71,10 +71,6 @@ def test_the_first_has_a_third_before_others_have_more() -> None:
 def test_parts_that_do_not_fit_are_left_out_whole() -> None:
     assert joined(rows("one", "two", "three"), 9).plain == "one  two"
     assert joined(rows("longer than that", "two"), 9).plain == "longer than that"
-
-
-def test_text_of_others_moves_no_terminal() -> None:
-    assert plain("a\x1b[2Jb\r\nc\x07\u202e") == "a�[2Jb��c��"
 
 
 def test_a_terminal_with_ascii_only_is_sent_nothing_else() -> None:

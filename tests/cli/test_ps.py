@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import invoke
-from lockstep.cli.ps import EXIT_LEFT, size, text_of
+from lockstep.cli.ps import EXIT_LEFT, text_of
 from lockstep.cluster.snapshot import BudgetSnapshot
 from tests.server.living import Living, living_cluster
 from tests.server.managing import Hosted, Managed
@@ -87,13 +87,6 @@ def test_a_budget_that_is_not_set_is_shown_as_memory_without_a_limit() -> None:
     assert "memory for standby models: 5.0 kB in use, no limit set" in text_of(snapshot)
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1_000, "1.0 kB"), (2_400_000_000, "2.4 GB")]
-)
-def test_sizes(num_bytes: int, text: str) -> None:
-    assert size(num_bytes) == text
-
-
 @contextmanager
 def hosted(cluster: Hosted) -> Iterator[Living]:
     with living_cluster(cluster) as server:
@@ -104,7 +97,7 @@ def test_hosts_and_where_each_replica_is_are_shown_and_why_one_is_not() -> None:
     lines = text_of(Hosted().snapshot()).splitlines()
     at = lines.index("")
     assert [line.split("  ")[0] for line in lines[at + 1 : at + 5]] == ["HOST", "a", "b", "gone"]
-    shown = "a 10.0.0.1 there 1 1 of 4 CPU, 2.5 GB of 8.0 GB memory, 0 of 1 fast"
+    shown = "a 10.0.0.1 there 1 1 of 4 CPU, 2.5 GB of 8 GB memory, 0 of 1 fast"
     assert " ".join(lines[at + 2].split()) == shown
     assert lines[at + 4].split() == ["gone", "10.0.0.3", "lost", "0", "-"]
     assert [line.split()[:4] for line in lines[at + 7 : at + 10]] == [

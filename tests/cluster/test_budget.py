@@ -17,7 +17,6 @@ from lockstep.cluster.budget import (
     Verdict,
     check,
     effective_budgets,
-    megabytes,
     predict,
     refusal,
     table_text,
@@ -173,10 +172,3 @@ class TestText:
         budgets = effective_budgets(Resources(gpu_budget_bytes=GB), Machine(500 * MB))
         text = refusal(check([stub("a", Tier.RESIDENT)], budgets))
         assert "the machine has no more for it; declare fewer or smaller models" in text
-
-    @pytest.mark.parametrize(
-        ("num_bytes", "text"),
-        [(0, "0 MB"), (4_250_000, "4.2 MB"), (9_999_999, "10.0 MB"), (20_800 * MB, "20,800 MB")],
-    )
-    def test_sizes_are_written_in_millions_of_bytes(self, num_bytes: int, text: str) -> None:
-        assert megabytes(num_bytes) == text

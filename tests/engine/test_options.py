@@ -32,8 +32,8 @@ def test_what_the_user_says_wins() -> None:
     [
         (EngineOptions(max_model_len=321), "the model allows 2 to 320"),
         (EngineOptions(kv_cache_memory_bytes=999), "one takes 1000 bytes"),
-        (EngineOptions(num_blocks=10**9), r"would take 1,500.0 GB .* and 1,000.0 GB of memory are free"),
-        (EngineOptions(num_blocks=1, host_kv_memory_bytes=10**13), "would take 10,000.0 GB"),
+        (EngineOptions(num_blocks=10**9), r"would take 1,500 GB .* and 1,000 GB of memory are free"),
+        (EngineOptions(num_blocks=1, host_kv_memory_bytes=10**13), "would take 10,000 GB"),
         (EngineOptions(order="random"), "order is 'random'"),  # type: ignore[arg-type]  # says what it must be
     ],
 )
@@ -67,7 +67,7 @@ def test_pools_beyond_the_machine_are_refused_with_what_it_has() -> None:
         EngineOptions(host_kv_memory_bytes=9 * 10**9),
         EngineOptions(kv_cache_memory_bytes=5 * 10**9, host_kv_memory_bytes=4 * 10**9),
     ):
-        with pytest.raises(ConfigError, match=r"this machine has 8\.0 GB of memory .* give less"):
+        with pytest.raises(ConfigError, match=r"this machine has 8 GB of memory .* give less"):
             check_sizes(options, 8 * 10**9)
     check_sizes(EngineOptions(kv_cache_memory_bytes=4 * 10**9, host_kv_memory_bytes=4 * 10**9), 8 * 10**9)
     check_sizes(EngineOptions(), 0)

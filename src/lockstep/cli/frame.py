@@ -24,13 +24,13 @@ from lockstep.cli.grid import (
     milliseconds,
     number,
     percent,
-    plain,
 )
-from lockstep.cli.ps import host_row, place_row, size
+from lockstep.cli.ps import host_row, place_row
 from lockstep.cluster.budget import NO_LIMIT, memory_of
 from lockstep.cluster.figures import EngineFigures
 from lockstep.cluster.snapshot import EngineSnapshot, ModelSnapshot
 from lockstep.report.document import ABSENT
+from lockstep.shown import printable, size
 
 SHARED = "·"
 """In the place of figures of an engine that stand with another of its models."""
@@ -173,11 +173,11 @@ def _header(view: View, width: int) -> list[Text]:
     reading, cluster, figures = view.reading, view.reading.cluster, view.reading.figures
     generated = [each.tokens_per_s for each in figures.engines if each.tokens_per_s is not None]
     first = [
-        Text.assemble(("lockstep top", "bold"), GAP, (plain(cluster.cluster), "bold cyan")),
-        Text(plain(reading.status), _STYLES.get(reading.status, "bold red")),
+        Text.assemble(("lockstep top", "bold"), GAP, (printable(cluster.cluster), "bold cyan")),
+        Text(printable(reading.status), _STYLES.get(reading.status, "bold red")),
         *(Text(words) for words in _kernels(each.engine for each in cluster.replicas)),
         Text(f"up {duration(figures.uptime_s)}"),
-        Text(plain(reading.version)),
+        Text(printable(reading.version)),
         Text(view.url, "dim"),
     ]
     in_engines = sum(engine.num_waiting for engine in figures.engines)
@@ -193,12 +193,12 @@ def _header(view: View, width: int) -> list[Text]:
         _figure("promotions", str(cluster.counters.promotions)),
         _figure("demotions", str(cluster.counters.demotions)),
     ]
-    told = [Text(plain(warning), "yellow") for warning in cluster.warnings]
-    told += [Text(plain(f"{model.id}: {model.reason}"), "yellow") for model in cluster.models if model.reason]
+    told = [Text(printable(warning), "yellow") for warning in cluster.warnings]
+    told += [Text(printable(f"{model.id}: {model.reason}"), "yellow") for model in cluster.models if model.reason]
     sentences = [place.sentence for place in cluster.places if place.sentence not in ("", *cluster.warnings)]
-    told += [Text(plain(sentence), "yellow") for sentence in sentences]
+    told += [Text(printable(sentence), "yellow") for sentence in sentences]
     notes = [*told[:2], *([Text(f"… {len(told) - 2} more", "dim")] if len(told) > 2 else [])]
-    trouble = [Text(f"trying again: {plain(view.trouble)}", "bold red")] if view.trouble else []
+    trouble = [Text(f"trying again: {printable(view.trouble)}", "bold red")] if view.trouble else []
     return [joined(first, width), *trouble, joined(second, width), *notes]
 
 
@@ -219,15 +219,15 @@ def _memory(view: View, width: int) -> list[Text]:
         if budget.effective_bytes is None and not budget.used_bytes:
             continue
         if budget.effective_bytes is None:
-            name = memory_of(plain(budget.name))
+            name = memory_of(printable(budget.name))
             rows.append(Text.assemble((name, "cyan"), f"  {size(budget.used_bytes)} in use, {NO_LIMIT}"))
             continue
         bar = _bar(budget.used_bytes, budget.effective_bytes, cells)
-        rows.append(Text.assemble((f"{plain(budget.name):<12}", "cyan"), bar))
+        rows.append(Text.assemble((f"{printable(budget.name):<12}", "cyan"), bar))
     for tier in view.reading.figures.tiers:
         bar = _bar(tier.num_bytes, tier.budget_bytes, cells)
         parts = [
-            Text.assemble((f"{'kv on ' + plain(tier.name):<12}", "cyan"), bar),
+            Text.assemble((f"{'kv on ' + printable(tier.name):<12}", "cyan"), bar),
             Text(f"loaded {tier.num_loaded}"),
             Text(f"rejected {tier.num_rejected}", "bold red" if tier.num_rejected else ""),
             Text(f"evicted {tier.num_evicted}"),
@@ -300,7 +300,7 @@ def _model_cells(row: _ModelRow) -> list[Text]:
     shared = SHARED if row.is_shared else None
     name, tier, state = (str(each) for each in _values(row)[:3])
     return [
-        Text(plain(name)),
+        Text(printable(name)),
         Text(tier, "dim"),
         Text(state, _STYLES.get(state, "")),
         count(model.num_running, "bold green"),
@@ -325,7 +325,7 @@ def _hosts(view: View, width: int) -> list[Section]:
     tables = [(columns, rows) for columns, rows in ((_HOST_COLUMNS, hosts), (_PLACE_COLUMNS, places)) if rows]
     sections = []
     for columns, rows in tables:
-        cells = [[Text(plain(text), _STYLES.get(text, "")) for text in row] for row in rows]
+        cells = [[Text(printable(text), _STYLES.get(text, "")) for text in row] for row in rows]
         head, *lines = grid(columns, cells, width)
         sections.append(Section(head, lines))
     return sections
@@ -339,13 +339,13 @@ def _requests(view: View, width: int) -> list[Section]:
     for each in view.reading.requests:
         ended = each.error or ",".join(each.finish_reasons)
         cells = (
-            *(Text(plain(each.id)), Text(plain(each.state), _STYLES.get(each.state, ""))),
-            Text(plain(each.model or ABSENT)),
+            *(Text(printable(each.id)), Text(printable(each.state), _STYLES.get(each.state, ""))),
+            Text(printable(each.model or ABSENT)),
             *(Text(milliseconds(None if ms is None else ms / 1e3)) for ms in (each.waited_ms, each.ttft_ms)),
             *(Text(milliseconds(each.total_ms / 1e3)), Text(number(each.tokens_per_second))),
             *(count(each.prompt_tokens), count(each.cached_tokens), count(each.output_tokens)),
-            *(Text(plain(each.session_id or ABSENT)), Text(plain(ended), "red" if each.error else "dim")),
-            Text("; ".join(plain(wait.reason) for wait in each.waits), "yellow"),
+            *(Text(printable(each.session_id or ABSENT)), Text(printable(ended), "red" if each.error else "dim")),
+            Text("; ".join(printable(wait.reason) for wait in each.waits), "yellow"),
         )
         rows.append(cells)
     head, *lines = grid(_REQUEST_COLUMNS, rows, width)
@@ -357,8 +357,8 @@ def _replayed(requests: Sequence[RequestRow]) -> list[Text]:
     for each in requests:
         for place in each.replay:
             if place.command is not None:
-                told = f"{plain(place.command)}  (sequence {place.sequence} from step {place.step})"
-                return [Text.assemble((f"replay of {plain(each.id)}: ", "dim"), told)]
+                told = f"{printable(place.command)}  (sequence {place.sequence} from step {place.step})"
+                return [Text.assemble((f"replay of {printable(each.id)}: ", "dim"), told)]
     return []
 
 
@@ -366,13 +366,13 @@ def _sessions(view: View, width: int) -> Section:
     """Named sessions, the last used first."""
     rows = [
         [
-            Text(plain(each.id)),
+            Text(printable(each.id)),
             Text(each.state, _STYLES.get(each.state, "")),
             count(each.num_tokens),
             count(each.num_stored_tokens),
             Text(duration(each.idle_s)),
             Text(str(each.num_requests)),
-            Text(plain(each.model)),
+            Text(printable(each.model)),
         ]
         for each in sorted(view.reading.cluster.sessions, key=lambda session: session.idle_s)
     ]
@@ -401,4 +401,4 @@ def _event(event: Event) -> Text:
     tail = f", {took:,.0f} ms" if isinstance(took, int | float) and took >= 1 else ""
     style = "bold red" if event.type in ("kv_rejected", "worker_restarted") else "cyan"
     clock = time.strftime("%H:%M:%S", time.localtime(event.at_s))
-    return Text.assemble((clock, "dim"), GAP, (plain(event.type), style), GAP, plain(told + tail))
+    return Text.assemble((clock, "dim"), GAP, (printable(event.type), style), GAP, printable(told + tail))

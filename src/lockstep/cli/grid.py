@@ -126,11 +126,6 @@ def allot(height: int, wants: Sequence[int]) -> list[int]:
     return heights
 
 
-def plain(text: str) -> str:
-    """Foreign text in one line without anything that moves a terminal: control characters stand as �."""
-    return "".join(each if each.isprintable() else "\ufffd" for each in text)
-
-
 def to_ascii(lines: Sequence[Text]) -> list[Text]:
     """The same lines for a terminal that has no other letters."""
     for line in lines:

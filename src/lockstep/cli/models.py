@@ -20,6 +20,7 @@ from lockstep.cli.flag_groups import show_help_without_command, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import MissingTokenizerError, UsageError
+from lockstep.shown import size
 
 if TYPE_CHECKING:
     from lockstep.artifacts.hub.cache import CachedModel
@@ -199,14 +200,13 @@ def list_models(as_json: flags.Json = False, debug: flags.Debug = False) -> None
 
 def _print_packs() -> None:
     """A line of the packed weights, if there are some."""
-    from lockstep.artifacts.hub.source import human_size
     from lockstep.engine.loading import default_cache_dir
     from lockstep.executors.native.packs import FOLDER, kept_packs
 
     packs = kept_packs(default_cache_dir())
     if packs:
-        size = human_size(sum(pack.num_bytes for pack in packs))
-        print(f"Packed weights: {len(packs)} files, {size}, in {default_cache_dir() / FOLDER}")
+        total = size(sum(pack.num_bytes for pack in packs))
+        print(f"Packed weights: {len(packs)} files, {total}, in {default_cache_dir() / FOLDER}")
 
 
 def rm(
@@ -217,7 +217,6 @@ def rm(
 ) -> None:
     """Delete a model, one revision of it or one GGUF file from the hub's cache."""
     from lockstep.artifacts.hub.cache import plan_removal, remove_leftovers
-    from lockstep.artifacts.hub.source import human_size
     from lockstep.engine.loading import default_cache_dir
     from lockstep.executors.native.packs import remove_orphans
 
@@ -226,13 +225,13 @@ def rm(
     if not yes:
         if not sys.stdin.isatty():
             raise UsageError("rm asks before it deletes, and nobody is at the terminal: add --yes")
-        typer.confirm(f"Delete {named} and free {human_size(strategy.expected_freed_size)}?", abort=True, err=True)
+        typer.confirm(f"Delete {named} and free {size(strategy.expected_freed_size)}?", abort=True, err=True)
     strategy.execute()
     freed = strategy.expected_freed_size + remove_leftovers(named) + remove_orphans(default_cache_dir())
     if as_json:
         print(json.dumps({"source": str(named), "freed_bytes": freed}))
     else:
-        print(f"Deleted {named}: {human_size(freed)} freed.")
+        print(f"Deleted {named}: {size(freed)} freed.")
 
 
 def _hub_source(text: str) -> HubSource:
@@ -251,15 +250,13 @@ def _print_table(models: list[CachedModel]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from lockstep.artifacts.hub.source import human_size
-
     table = Table("model", "revision", "format", box=None, pad_edge=False, header_style="bold")
     table.add_column("size", justify="right")
     table.add_column("last used")
     now = time.time()
     for model in models:
-        size, used = human_size(model.num_bytes), _ago(now - model.last_used_s)
-        table.add_row(model.source, model.revision, model.format, size, used)
+        taken, used = size(model.num_bytes), _ago(now - model.last_used_s)
+        table.add_row(model.source, model.revision, model.format, taken, used)
     console = Console()
     # A pipe gets whole names whatever their length: another program reads them.
     console.print(table, soft_wrap=not console.is_terminal, width=None if console.is_terminal else 1000)

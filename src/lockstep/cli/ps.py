@@ -13,6 +13,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.errors import RemoteError, UsageError
+from lockstep.shown import size
 
 if TYPE_CHECKING:
     from lockstep.bench.remote import Remote
@@ -172,14 +173,6 @@ def text_of(snapshot: ClusterSnapshot) -> str:
             *(f"warning: {warning}" for warning in snapshot.warnings),
         ]
     )
-
-
-def size(num_bytes: int) -> str:
-    """Bytes as manifests write them: GB is 10^9."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes} B"
 
 
 def _row(model: ModelSnapshot, replica: ReplicaSnapshot | None) -> tuple[str, ...]:

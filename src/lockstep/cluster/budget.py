@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from lockstep.cluster.manifest import Resources, Tier
+from lockstep.shown import size
 
 WEIGHTS_FACTOR = 1.03
 """What loaded weights take at most, in parts of their files: Q4_K as it is packed."""
@@ -98,13 +99,13 @@ class Budget:
 
     def __str__(self) -> str:
         """One line: what is needed of it, and whether the machine has it."""
-        needed = f"{self.name}: {megabytes(self.needed_bytes)} needed"
+        needed = f"{self.name}: {size(self.needed_bytes)} needed"
         if self.effective_bytes is None:
-            return f"{memory_of(self.name)}: {megabytes(self.needed_bytes)} needed, {NO_LIMIT}"
-        text = f"{needed} of {megabytes(self.effective_bytes)}"
+            return f"{memory_of(self.name)}: {size(self.needed_bytes)} needed, {NO_LIMIT}"
+        text = f"{needed} of {size(self.effective_bytes)}"
         if self.is_cut and self.declared_bytes is not None:
-            text += f" (declared {megabytes(self.declared_bytes)}; the machine has no more)"
-        return f"{text}, {megabytes(self.excess_bytes)} too much" if self.excess_bytes else text
+            text += f" (declared {size(self.declared_bytes)}; the machine has no more)"
+        return f"{text}, {size(self.excess_bytes)} too much" if self.excess_bytes else text
 
 
 def memory_of(name: str) -> str:
@@ -231,11 +232,6 @@ def _row(need: Need, footprint: Footprint, is_resident: bool, owner: str | None)
     return Row(need.model, need.tier, Verdict.FITS, None, gpu_bytes, ram_bytes, footprint.origin)
 
 
-def megabytes(num_bytes: int) -> str:
-    """Bytes for people: millions, and one decimal of few."""
-    return f"{num_bytes / 1e6:,.1f} MB" if 0 < num_bytes < 10_000_000 else f"{num_bytes / 1e6:,.0f} MB"
-
-
 def table_text(table: BudgetTable) -> str:
     """The table as a refused boot tells it: a line a model, then a line a budget."""
     models = [("model", "tier", *COLUMNS), *((row.model, row.tier, *cells_of(row)) for row in table.rows)]
@@ -248,7 +244,7 @@ def cells_of(row: Row) -> tuple[str, str, str, str]:
         return "-", "-", "-", row.verdict
     if row.shares_with is not None:
         return f"with {row.shares_with}", "-", row.origin, row.verdict
-    gpu, ram = (megabytes(each) if each else "-" for each in (row.gpu_bytes, row.ram_bytes))
+    gpu, ram = (size(each) if each else "-" for each in (row.gpu_bytes, row.ram_bytes))
     return gpu, ram, row.origin, row.verdict
 
 
@@ -261,8 +257,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def cut_texts(budgets: Budgets) -> list[str]:
     """A sentence for each budget of which the machine has less than the manifest says."""
     return [
-        f"{budget.name} is cut from {megabytes(budget.declared_bytes or 0)} to "
-        f"{megabytes(budget.effective_bytes or 0)}, which this machine can give"
+        f"{budget.name} is cut from {size(budget.declared_bytes or 0)} to "
+        f"{size(budget.effective_bytes or 0)}, which this machine can give"
         for budget in budgets
         if budget.is_cut
     ]
@@ -273,7 +269,7 @@ def refusal(table: BudgetTable) -> str:
     if table.is_kept:
         return ""
     over = [budget for budget in table.budgets if budget.excess_bytes]
-    parts = [f"{each.name} ({megabytes(each.needed_bytes)} of {megabytes(each.effective_bytes or 0)})" for each in over]
+    parts = [f"{each.name} ({size(each.needed_bytes)} of {size(each.effective_bytes or 0)})" for each in over]
     first, it = over[0], "it" if len(over) == 1 else "them"
     helps = f"raise {it}, or declare fewer models resident" if first.name == GPU_BUDGET else "raise it, or drop models"
     if first.is_cut:

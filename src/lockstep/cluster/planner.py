@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
-from lockstep.cluster.budget import GPU_BUDGET, Ledger, megabytes
+from lockstep.cluster.budget import GPU_BUDGET, Ledger
+from lockstep.shown import size
 
 OVER_BUDGET = ""
 """Stands for the key of a replica where room is made for nobody, because more is loaded than the budget allows."""
@@ -199,10 +200,10 @@ def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
     others = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT and r.key != key)
     if observed.budget_bytes is None or others + measured_bytes <= observed.budget_bytes:
         return ""
-    left = megabytes(max(0, observed.budget_bytes - others))
+    left = size(max(0, observed.budget_bytes - others))
     return (
-        f"loaded, it takes {megabytes(measured_bytes)}, where {megabytes(before)} were expected; of {GPU_BUDGET}'s "
-        f"{megabytes(observed.budget_bytes)} only {left} are free, so it was unloaded again; raise it, or declare "
+        f"loaded, it takes {size(measured_bytes)}, where {size(before)} were expected; of {GPU_BUDGET}'s "
+        f"{size(observed.budget_bytes)} only {left} are free, so it was unloaded again; raise it, or declare "
         "fewer or smaller models"
     )
 
@@ -306,8 +307,8 @@ class _PlanBuilder:
                 continue
             refused.add(replica.key)
             if replica.num_waiting:
-                what = f"it needs {megabytes(replica.bytes)}; of the budget of {megabytes(self._budget)}, models that"
-                self._actions.append(Refuse(replica.key, f"{what} are declared resident keep {megabytes(kept)}"))
+                what = f"it needs {size(replica.bytes)}; of the budget of {size(self._budget)}, models that"
+                self._actions.append(Refuse(replica.key, f"{what} are declared resident keep {size(kept)}"))
         return refused
 
     def _rank(self) -> list[_Claim]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.policy import Admission, DecodeOrder, Order, Preemption, PrefillShare, SchedulerConfig
 from lockstep.errors import ConfigError
 from lockstep.executors.options import ExecutorOptions
+from lockstep.shown import size
 
 if TYPE_CHECKING:
     from lockstep.executors.base import Geometry
@@ -144,9 +145,9 @@ def check_sizes(options: EngineOptions, memory_bytes: int, called: Mapping[str, 
         if value < 0:
             raise ConfigError(f"{name} is {value}; a size is never negative")
     if sum(sizes.values()) > memory_bytes:
-        parts = " and ".join(f"{name} is {gigabytes(value)}" for name, value in sizes.items() if value)
+        parts = " and ".join(f"{name} is {size(value)}" for name, value in sizes.items() if value)
         raise ConfigError(
-            f"{parts}, and this machine has {gigabytes(memory_bytes)} of memory for everything, weights included; "
+            f"{parts}, and this machine has {size(memory_bytes)} of memory for everything, weights included; "
             f"give less, or leave it out ({KV_SHARE:.0%} of what is free is taken then)"
         )
 
@@ -185,8 +186,8 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
     pool_bytes = (num_blocks + num_host_blocks) * geometry.bytes_per_block
     if pool_bytes > available_bytes:
         raise ConfigError(
-            f"the KV pool would take {gigabytes(pool_bytes)} ({num_blocks} blocks on the device and {num_host_blocks} "
-            f"on the host), and {gigabytes(available_bytes)} of memory are free once the model is loaded; lower "
+            f"the KV pool would take {size(pool_bytes)} ({num_blocks} blocks on the device and {num_host_blocks} "
+            f"on the host), and {size(available_bytes)} of memory are free once the model is loaded; lower "
             "kv_cache_memory_bytes, num_blocks, host_kv_memory_bytes or num_host_blocks, or leave them out"
         )
     return SchedulerConfig(
@@ -202,8 +203,3 @@ def check_model_len(given: int, declared: int) -> None:
     """Refuse a context that the model does not allow."""
     if not 2 <= given <= declared:
         raise ConfigError(f"max_model_len is {given}; the model allows 2 to {declared}")
-
-
-def gigabytes(num_bytes: int) -> str:
-    """A size as messages show it."""
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 100_000_000 else f"{num_bytes / 1e6:,.1f} MB"

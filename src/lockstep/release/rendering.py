@@ -26,6 +26,7 @@ from lockstep.report.document import (
     numbers,
     words,
 )
+from lockstep.shown import printable
 
 FIGURE_WORDS = {
     "error_rate": ("error rate", "%"),
@@ -225,16 +226,11 @@ def to_junit(verdict: Verdict) -> bytes:
     suite.set("failures", str(len(verdict.signals) + (verdict.decision is not Decision.PROMOTE)))
     case = ElementTree.SubElement(suite, "testcase", classname="gate", name="decision")
     if verdict.decision is not Decision.PROMOTE:
-        ElementTree.SubElement(case, "failure", type=verdict.decision.value, message=_plain(verdict.reason))
+        ElementTree.SubElement(case, "failure", type=verdict.decision.value, message=printable(verdict.reason))
     for each in verdict.signals:
-        name = _plain(f"{each.name}{_where(each.segment)}")
+        name = printable(f"{each.name}{_where(each.segment)}")
         case = ElementTree.SubElement(suite, "testcase", classname="gate.signals", name=name)
-        failure = ElementTree.SubElement(case, "failure", type=each.response.value, message=_plain(each.sentence))
-        failure.text = _plain(", ".join(each.examples))
+        failure = ElementTree.SubElement(case, "failure", type=each.response.value, message=printable(each.sentence))
+        failure.text = printable(", ".join(each.examples))
     ElementTree.indent(suite)
     return f"{ElementTree.tostring(suite, encoding='unicode', xml_declaration=True)}\n".encode()
-
-
-def _plain(text: str) -> str:
-    """Text that XML can hold."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
+from lockstep.shown import printable
+
 ABSENT = "-"
 """Text in the place of a value that there is not."""
 
@@ -343,11 +345,6 @@ def format_number(value: float, style: Style = Style.EXACT) -> str:
     if style is Style.SHORT:
         return f"{value:,.0f}" if is_whole or abs(value) >= 1000 else f"{value:.4g}"
     return f"{int(value):,}" if is_whole else f"{value:,.6f}".rstrip("0")
-
-
-def printable(text: str) -> str:
-    """Text without what could steer a terminal or break a line of a table."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def cell_text(cell: Cell) -> str:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from lockstep.report.document import Level, Line, Plot, printable
+from lockstep.report.document import Level, Line, Plot
+from lockstep.shown import printable
 
 WIDTH, HEIGHT = 400, 250
 """About as wide as it is shown, on a telephone too, so that its words keep their size."""

@@ -27,6 +27,7 @@ from lockstep.server.cluster_routes import described, only_of
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import RequestContext, context_of
 from lockstep.server.serving import serving_of
+from lockstep.shown import printable
 from lockstep.worker import progress
 from lockstep.worker.progress import Wait
 
@@ -278,7 +279,7 @@ def _others(count: int) -> str:
 
 def plain(text: str) -> str:
     """A name that a client chose, short and without what does not print."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:MAX_SHOWN_CHARS])
+    return printable(text[:MAX_SHOWN_CHARS])
 
 
 def chosen(

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import uvicorn
 from fastapi import FastAPI
 
-from lockstep.cluster.budget import megabytes
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, EngineSnapshot
 from lockstep.errors import LockstepError, UnavailableError, UsageError
@@ -29,6 +28,7 @@ from lockstep.server.reload import ManifestReload
 from lockstep.server.responses import open_store
 from lockstep.server.serving import Phase, Serving
 from lockstep.server.tracing import RequestTracer
+from lockstep.shown import size
 
 log = logging.getLogger(__name__)
 
@@ -227,11 +227,11 @@ def _engine_text(engine: EngineSnapshot) -> str:
     host = f" and {engine.host_kv_tokens:,} on the host" if engine.host_kv_tokens else ""
     parts = [
         f"context of {engine.max_model_len:,} tokens",
-        f"KV of {engine.kv_tokens:,} tokens in {megabytes(engine.kv_bytes)}{host}",
+        f"KV of {engine.kv_tokens:,} tokens in {size(engine.kv_bytes)}{host}",
         f"{engine.max_num_seqs:,} sequences at once",
     ]
     if engine.weights_bytes is not None:
-        weights = f"weights of {megabytes(engine.weights_bytes)}, KV in {engine.kv_precision}"
+        weights = f"weights of {size(engine.weights_bytes)}, KV in {engine.kv_precision}"
         parts += [weights, f"{engine.isa}, {engine.threads} threads"]
     if engine.quantize not in ("", "none"):
         parts.append(f"weights rounded to {engine.quantize}")

@@ -27,7 +27,6 @@ from lockstep.artifacts.hub.source import (
     Listing,
     RemoteFile,
     gguf_file,
-    human_size,
     is_gguf,
     text_files,
     weight_files_without_index,
@@ -40,6 +39,7 @@ from lockstep.errors import (
     HubUnreachableError,
     MissingTokenizerError,
 )
+from lockstep.shown import size
 from lockstep.version import __version__
 
 API_TIMEOUT_S = 10.0
@@ -166,8 +166,8 @@ class Revision:
         free = shutil.disk_usage(self.cached.path).free
         if missing_bytes > free:
             raise DownloadError(
-                f"{human_size(missing_bytes)} are to come and the disk of {self.cached.path.parent} has "
-                f"{human_size(free)} free; free some (lockstep list, lockstep rm) or set HF_HOME to another disk",
+                f"{size(missing_bytes)} are to come and the disk of {self.cached.path.parent} has "
+                f"{size(free)} free; free some (lockstep list, lockstep rm) or set HF_HOME to another disk",
                 path=str(self.source),
             )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lockstep.errors import ArtifactNotFoundError, UnsupportedArtifactError
+from lockstep.shown import size
 
 SCHEME = "hf://"
 DEFAULT_REVISION = "main"
@@ -171,16 +172,6 @@ def is_whole_gguf(name: str) -> bool:
     return name.endswith(".gguf") and not _PART.search(name) and not _PROJECTOR.search(name)
 
 
-def human_size(num_bytes: int) -> str:
-    """Bytes for people, in decimal units as the hub shows them."""
-    size = float(num_bytes)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
-
-
 def _is_weights(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name and not name.startswith(("consolidated", "adapter_"))
 
@@ -192,5 +183,5 @@ def _of_quantisation(quantisation: str, names: list[str]) -> list[str]:
 
 
 def _sized(names: list[str], listing: Listing) -> str:
-    shown = [f"{name} ({human_size(listing[name].num_bytes)})" for name in names[:_MAX_LISTED]]
+    shown = [f"{name} ({size(listing[name].num_bytes)})" for name in names[:_MAX_LISTED]]
     return ", ".join(shown) + (", …" if len(names) > _MAX_LISTED else "")

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from lockstep.replay.render.side import QUANTITIES, Side
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit
-from lockstep.report.document import Chart, Series, Timeline, printable
+from lockstep.report.document import Chart, Series, Timeline
+from lockstep.shown import printable
 
 MAX_LANES = 60
 """Requests that a page draws one below the other; those of a longer workload cannot be told apart. In a comparison
