@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from lockstep.server.adapters.anthropic_body import MessagesBody
+from lockstep.server.adapters.anthropic_tools import CLIENT_TOOLS
+from lockstep.server.adapters.ollama_body import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaOptions
+from lockstep.server.adapters.ollama_models import EmbedBody
 from lockstep.server.chat import ChatBody
 from lockstep.server.completions import CompletionBody
-from lockstep.server.doors.anthropic_body import MessagesBody
-from lockstep.server.doors.anthropic_tools import CLIENT_TOOLS
-from lockstep.server.doors.ollama_body import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaOptions
-from lockstep.server.doors.ollama_models import EmbedBody
 from lockstep.server.embeddings import EmbeddingBody
 from lockstep.server.foreign import FOREIGN, OTHER_NAMES
 from lockstep.server.generation import GenerationBody

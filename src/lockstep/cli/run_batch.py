@@ -234,14 +234,14 @@ def _answer(
 
 
 async def _run(cluster: Cluster, app: FastAPI, job: Job, num_at_once: int) -> None:
-    from lockstep.server.batches import Door, run_job
+    from lockstep.server.batches import InProcessServer, run_job
 
     shown = _Progress(job)
     try:
         await cluster.prepare()
         await cluster.start()
         try:
-            await run_job(job, Door(app), num_at_once, shown.update)
+            await run_job(job, InProcessServer(app), num_at_once, shown.update)
         except OSError as error:
             raise _not_kept(job.journal.path, error) from None
     except asyncio.CancelledError:

@@ -28,9 +28,9 @@ from lockstep.server import (
     watch,
 )
 from lockstep.server.access_log import AccessLog
+from lockstep.server.adapters import anthropic, ollama, ollama_models
 from lockstep.server.admission import AdmissionMiddleware, OriginMiddleware
 from lockstep.server.body import BodyMiddleware
-from lockstep.server.doors import anthropic, ollama, ollama_models
 from lockstep.server.errors import (
     HttpError,
     RefusedBodyError,

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.errors import ConfigError
 from lockstep.server.app import create_app
-from lockstep.server.batches.answering import MAX_LOST_TRIES, MAX_TRIES, MAX_WAIT_S, Door, answer, wait_s
+from lockstep.server.batches.answering import MAX_LOST_TRIES, MAX_TRIES, MAX_WAIT_S, InProcessServer, answer, wait_s
 from lockstep.server.batches.input_file import BatchRequest
 from lockstep.server.batches.job import Job, Reply
 from lockstep.server.batches.journal import Journal
@@ -75,8 +75,8 @@ def test_waits_between_tries_grow_to_a_bound_and_heed_the_server() -> None:
     assert wait_s(3, 0.0, 0.0) == wait_s(3, 0.0, 1.0) / 2
 
 
-class Replies(Door):
-    """A door that gives replies in turn, the last one for ever."""
+class Replies(InProcessServer):
+    """A server that gives replies in turn, the last one for ever."""
 
     def __init__(self, *replies: Reply) -> None:
         super().__init__(cast(Any, None))
@@ -102,9 +102,9 @@ def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_request_is_tried_again_until_it_is_answered(job: Job) -> None:
     busy, done = Reply(503, "r", b"{}", 0.0), Reply(200, "r", b"{}")
-    door = Replies(busy, busy, done)
-    assert await answer(door, job, 0, REQUEST) == done
-    assert door.num_asked == 3
+    server = Replies(busy, busy, done)
+    assert await answer(server, job, 0, REQUEST) == done
+    assert server.num_asked == 3
     job.close()
 
 
@@ -130,7 +130,7 @@ async def test_an_answer_that_is_complete_is_not_lost_by_an_abort_that_comes_too
         await asyncio.get_running_loop().create_future()
 
     for url, is_complete in ((CHAT, True), ("/v1/completions", False)):
-        task = asyncio.create_task(Door(app).ask(BatchRequest("one", url, b"{}", None), "", "r"))
+        task = asyncio.create_task(InProcessServer(app).ask(BatchRequest("one", url, b"{}", None), "", "r"))
         await is_sent.wait()
         task.cancel()
         await asyncio.wait([task])

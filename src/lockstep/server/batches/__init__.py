@@ -1,6 +1,6 @@
 """The Batch API: files of requests that are answered when nobody waits, and that survive a restart."""
 
-from lockstep.server.batches.answering import Door, run_job
+from lockstep.server.batches.answering import InProcessServer, run_job
 from lockstep.server.batches.input_file import CheckedInput, checked_input
 from lockstep.server.batches.job import Job, write_results
 from lockstep.server.batches.journal import Journal, sync_folder
@@ -12,7 +12,7 @@ __all__ = [
     "BatchRunner",
     "BatchStore",
     "CheckedInput",
-    "Door",
+    "InProcessServer",
     "Job",
     "Journal",
     "checked_input",

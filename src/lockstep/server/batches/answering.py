@@ -28,7 +28,7 @@ FIRST_WAIT_S = 0.25
 MAX_WAIT_S = 30.0
 
 
-class Door:
+class InProcessServer:
     """The application as requests of batches reach it."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -99,11 +99,11 @@ class _Exchange:
         return Reply(status, request_id, b"".join(self._pieces), retry_after_s)
 
 
-async def answer(door: Door, job: Job, index: int, request: BatchRequest) -> Reply:
+async def answer(server: InProcessServer, job: Job, index: int, request: BatchRequest) -> Reply:
     """The answer to a request of a job, asked again where a later try may succeed."""
     num_lost = 0
     for attempt in range(MAX_TRIES):
-        reply = await door.ask(request, job.tenant, request_id_of(job.name, index))
+        reply = await server.ask(request, job.tenant, request_id_of(job.name, index))
         if reply.retry_after_s is None:
             return reply
         num_lost += _is_lost(reply)
@@ -127,7 +127,7 @@ def _is_lost(reply: Reply) -> bool:
         return False
 
 
-async def run_job(job: Job, door: Door, num_at_once: int, on_answer: Callable[[], None]) -> None:
+async def run_job(job: Job, server: InProcessServer, num_at_once: int, on_answer: Callable[[], None]) -> None:
     """Answer all requests of a job, so many at once. Cancelled, it leaves what was answered in the journal.
 
     Raises:
@@ -139,7 +139,7 @@ async def run_job(job: Job, door: Door, num_at_once: int, on_answer: Callable[[]
         assert task is not None, "it is one of a group"
         while not task.cancelling() and (index := job.take()) is not None:
             request = job.request(index)
-            reply = await answer(door, job, index, request)
+            reply = await answer(server, job, index, request)
             job.answer(index, request, reply)
             on_answer()
 

@@ -22,7 +22,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from lockstep.errors import LockstepError, ModelNotFoundError, StorageError, StorageFullError
-from lockstep.server.batches.answering import Door, answer
+from lockstep.server.batches.answering import InProcessServer, answer
 from lockstep.server.batches.input_file import BatchRequest, CheckedInput, Fault, checked_input
 from lockstep.server.batches.job import Job, Reply
 from lockstep.server.batches.schema import Batch
@@ -117,7 +117,7 @@ class BatchRunner:
         self.store = store
         self.counts = RunnerCounts()
         self._serving = serving
-        self._door = Door(app)
+        self._server = InProcessServer(app)
         self._open: dict[str, _Open] = {}
         self._running: list[RunningRequest] = []
         self._wake = asyncio.Event()
@@ -283,7 +283,7 @@ class BatchRunner:
         """Answer a request and keep the answer; False if the disk refused it, so that it is kept later."""
         job, index = running.job, running.index
         request = await self.store.run(lambda: job.request(index))
-        reply = await answer(self._door, job, index, request)
+        reply = await answer(self._server, job, index, request)
         running.is_answered = True
         running.owner.answers.append(_Answer(index, request, reply))
         try:

@@ -18,9 +18,9 @@ from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ModelSnapshot
 from lockstep.engine.output_rules import tags_of_template
 from lockstep.errors import InvalidParameterError, ModelNotFoundError
+from lockstep.server.adapters.ollama import ERRORS, NS, served_name
+from lockstep.server.adapters.ollama_body import LATEST, KeepAlive, OllamaOptions
 from lockstep.server.body import LongBodyRoute
-from lockstep.server.doors.ollama import ERRORS, NS, served_name
-from lockstep.server.doors.ollama_body import LATEST, KeepAlive, OllamaOptions
 from lockstep.server.embeddings import MAX_INPUTS, EmbeddingBody, embedded
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, JsonObject, Name, ParameterBody, Shape, text_or_list
 from lockstep.server.serving import serving_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.doors.clients import check_events, events_of
+from tests.server.adapters.clients import check_events, events_of
 from tests.server.living import Living, living
 from tests.server.responses.shapes import check_events as check_response_events
 

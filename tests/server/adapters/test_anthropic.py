@@ -17,7 +17,7 @@ from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from tests.cluster.clusters import SUPPORT
 from tests.cluster.support import one_model
-from tests.server.doors.clients import anthropic_client, check_events, events_of, given
+from tests.server.adapters.clients import anthropic_client, check_events, events_of, given
 from tests.server.living import Living, living
 from tests.server.process import ServerProcess, serve
 from tests.server.support import client_of

@@ -19,15 +19,7 @@ from lockstep.cluster.cluster import Cluster
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import InvalidParameterError, ModelNotFoundError, RequestError
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.server.admission import forbidden, is_operator, origin_fault
-from lockstep.server.answer import Extension, Framing, encode
-from lockstep.server.answer_response import Answer, AnswerResponse, accepted_of
-from lockstep.server.body import LongBodyRoute
-from lockstep.server.chat_adapter import answer_as_chat
-from lockstep.server.choices import Choice, open_choices
-from lockstep.server.completions import completion_calls
-from lockstep.server.dialect import OLLAMA, OllamaErrorBody
-from lockstep.server.doors.ollama_body import (
+from lockstep.server.adapters.ollama_body import (
     LATEST,
     WORDS,
     OllamaBody,
@@ -38,6 +30,14 @@ from lockstep.server.doors.ollama_body import (
     is_unloading,
     warnings_of,
 )
+from lockstep.server.admission import forbidden, is_operator, origin_fault
+from lockstep.server.answer import Extension, Framing, encode
+from lockstep.server.answer_response import Answer, AnswerResponse, accepted_of
+from lockstep.server.body import LongBodyRoute
+from lockstep.server.chat_adapter import answer_as_chat
+from lockstep.server.choices import Choice, open_choices
+from lockstep.server.completions import completion_calls
+from lockstep.server.dialect import OLLAMA, OllamaErrorBody
 from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import Caller

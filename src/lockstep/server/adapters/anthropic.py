@@ -24,13 +24,13 @@ from starlette.types import Scope
 from lockstep.cluster.base import Accepted, ModelCard
 from lockstep.engine.request import Conversation
 from lockstep.errors import InvalidParameterError
+from lockstep.server.adapters.anthropic_body import CountBody, MessagesBody, chat_body, warnings_of, words_of
 from lockstep.server.answer import SSE, Extension, Framing, encode
 from lockstep.server.answer_response import Answer
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_adapter import adapted_call, answer_as_chat
 from lockstep.server.choices import Choice
 from lockstep.server.dialect import ANTHROPIC, AnthropicErrorBody
-from lockstep.server.doors.anthropic_body import CountBody, MessagesBody, chat_body, warnings_of, words_of
 from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import check_tokens_known

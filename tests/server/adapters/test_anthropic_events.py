@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from lockstep.cluster.base import Accepted
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
+from lockstep.server.adapters.anthropic import MessagesEncoder, signature_of
+from lockstep.server.adapters.anthropic_body import MessagesBody, messages_of, warnings_of
 from lockstep.server.answer_response import Answer
 from lockstep.server.choices import Choice
-from lockstep.server.doors.anthropic import MessagesEncoder, signature_of
-from lockstep.server.doors.anthropic_body import MessagesBody, messages_of, warnings_of
 from lockstep.server.errors import HttpError
-from tests.server.doors.clients import check_events, events_of
+from tests.server.adapters.clients import check_events, events_of
 from tests.server.making import TOKENIZER, context
 from tests.server.tools.models import tool_use_of
 

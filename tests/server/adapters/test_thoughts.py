@@ -1,4 +1,4 @@
-"""A model that thinks, behind every door: the same thoughts and the same text, and none where none are wanted."""
+"""A model that thinks, behind every API: the same thoughts and the same text, and none where none are wanted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.doors.clients import check_events, events_of
+from tests.server.adapters.clients import check_events, events_of
 from tests.server.living import Living, living
 from tools.random_models import write_huggingface
 

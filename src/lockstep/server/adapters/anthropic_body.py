@@ -12,9 +12,9 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from lockstep.engine.chat_template import MAX_CONTENT_PARTS, MAX_MESSAGES
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_STOP_STRINGS
+from lockstep.server.adapters.anthropic_tools import MessagesTool, check_choosable, functions_of, tool_warnings
 from lockstep.server.chat import ChatBody
 from lockstep.server.chat_adapter import Vocabulary, chat_body_of
-from lockstep.server.doors.anthropic_tools import MessagesTool, check_choosable, functions_of, tool_warnings
 from lockstep.server.fields import (
     MAX_SEQUENCE_TOKENS,
     NOTHING,

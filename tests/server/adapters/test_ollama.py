@@ -14,11 +14,11 @@ import openai
 import pytest
 
 from lockstep.cluster.base import Accepted
+from lockstep.server.adapters.ollama import OllamaEncoder
 from lockstep.server.answer_response import Answer
 from lockstep.server.choices import Choice
-from lockstep.server.doors.ollama import OllamaEncoder
 from lockstep.server.options import ServerOptions
-from tests.server.doors.clients import ollama_client
+from tests.server.adapters.clients import ollama_client
 from tests.server.living import living
 from tests.server.making import TOKENIZER, context, outputs_of
 from tests.server.process import ServerProcess, serve
