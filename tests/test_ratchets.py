@@ -1,4 +1,4 @@
-"""The house gets no larger, no more scattered and no less tested than it was: each measure has a ratchet."""
+"""The codebase gets no larger, no more scattered and no less tested than it was: each measure has a ratchet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.measures import (
     MAP_PAGE,
     RATCHETS,
     ROOT,
-    House,
+    Codebase,
     better,
     import_ratchets_of,
     map_lines,
@@ -31,7 +31,7 @@ SLACK, LEAST_SLACK = 0.05, 3
 
 @cache
 def measured() -> Mapping[str, float]:
-    return ratchets_of(House(ROOT))
+    return ratchets_of(Codebase(ROOT))
 
 
 def worse(values: Mapping[str, float]) -> list[str]:
@@ -64,10 +64,10 @@ def test_ratchets_follow_what_has_become_better() -> None:
     assert loose == []
 
 
-def test_the_map_is_of_this_house() -> None:
+def test_the_map_is_of_these_files() -> None:
     """`make map` writes it."""
     page = (ROOT / MAP_PAGE).read_text()
-    assert page == with_map(page, map_lines(House(ROOT)))
+    assert page == with_map(page, map_lines(Codebase(ROOT)))
 
 
 @pytest.mark.slow

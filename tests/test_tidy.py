@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: direction of imports, closed rooms, sizes, no dead modules."""
+"""Rules that a test can check: direction of imports, closed packages, sizes, no dead modules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.cli.main import VERBS
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 
-# A room may import rooms of a strictly lower floor, and itself. Rooms on one floor do not know each other.
-FLOORS: tuple[tuple[str, ...], ...] = (
+# A package may import packages of a lower layer, and itself. Packages of one layer do not import each other.
+LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "owned_folders", "shown", "spelling", "vendored", "version"),
     ("core", "pocket", "report"),
     ("artifacts",),
@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 
 # Rooms and modules that decide: values in, values out.
 PURE = (
@@ -88,7 +88,7 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
@@ -141,15 +141,15 @@ def module_name(path: Path) -> str:
 
 def test_imports_go_one_way() -> None:
     def faults(path: Path) -> Iterator[str]:
-        own = room_of(module_name(path))
+        own = package_of(module_name(path))
         if not own:
             return  # the package's own surface re-exports
-        if own not in FLOOR_OF:
-            yield f"{relative(path)}: room {own!r} stands on no floor; add it to FLOORS"
+        if own not in LAYER_OF:
+            yield f"{relative(path)}: package {own!r} is in no layer; add it to LAYERS"
             return
         for name, line in facts_of(path).imports:
-            other = room_of(name) if name.startswith("lockstep.") else ""
-            if other in FLOOR_OF and other != own and FLOOR_OF[other] >= FLOOR_OF[own]:
+            other = package_of(name) if name.startswith("lockstep.") else ""
+            if other in LAYER_OF and other != own and LAYER_OF[other] >= LAYER_OF[own]:
                 yield f"{relative(path)}:{line}: {own} must not import {other}"
 
     refuse(fault for path in MODULES for fault in faults(path))

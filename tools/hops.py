@@ -1,4 +1,4 @@
-"""The way of one streamed chat request through the house, from its first byte to its last.
+"""The way of one streamed chat request through the code, from its first byte to its last.
 
 A server runs in this process as a user starts it, on a stub and with its worker in a thread. The interpreter's
 profiling hook notes the functions that are entered while some requests are answered: several, since which tokens

@@ -1,4 +1,4 @@
-"""Measures of the house: how much code there is, how it is cut, how far apart what belongs together lies.
+"""Measures of the codebase: how much code there is, how it is cut, how far apart what belongs together lies.
 
 `python -m tools.measures` prints the table (a few seconds; `make lint` does). With ``--verbs`` also what each verb
 imports; with ``--trace`` also the way of one streamed chat request (`tools.hops`); ``--root`` looks at another tree.
@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tools.hops import way_of
+from tools.words import denied_words
 
 ROOT = Path(__file__).resolve().parent.parent
 RATCHETS = Path("tests") / "ratchets.json"
@@ -50,8 +51,8 @@ class Module:
     """Line and first word of those that do not stand alone."""
 
     @property
-    def room(self) -> str:
-        """Its folder in the package; of a module beside the rooms, its file."""
+    def package(self) -> str:
+        """Its folder in the package; of a module beside the packages, its file."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else "__init__"
 
@@ -98,7 +99,7 @@ def read_module(name: str, path: Path) -> Module:
 
 
 @dataclass(frozen=True)
-class House:
+class Codebase:
     """The package and its tests in one tree."""
 
     root: Path
@@ -136,27 +137,27 @@ class House:
 
     @property
     def repeated_names(self) -> list[str]:
-        """File names that several rooms have."""
-        rooms: dict[str, set[str]] = {}
+        """File names that several packages have."""
+        packages: dict[str, set[str]] = {}
         for module in self.modules.values():
             if not module.is_package:
-                rooms.setdefault(module.path.name, set()).add(module.room)
-        return sorted(name for name, having in rooms.items() if len(having) > 1)
+                packages.setdefault(module.path.name, set()).add(module.package)
+        return sorted(name for name, having in packages.items() if len(having) > 1)
 
     @cached_property
-    def rooms(self) -> Sequence[str]:
+    def packages(self) -> Sequence[str]:
         """Packages that have code."""
         fronts = (module for module in self.modules.values() if module.is_package and module.name.count(".") == 1)
-        return [module.room for module in fronts if self.num_code_lines(module.room) > SMALL_LINES]
+        return [module.package for module in fronts if self.num_code_lines(module.package) > SMALL_LINES]
 
-    def of_room(self, room: str) -> list[Module]:
-        return [module for module in self.modules.values() if module.room == room]
+    def of_package(self, package: str) -> list[Module]:
+        return [module for module in self.modules.values() if module.package == package]
 
-    def num_code_lines(self, room: str) -> int:
-        return sum(module.num_code_lines for module in self.of_room(room))
+    def num_code_lines(self, package: str) -> int:
+        return sum(module.num_code_lines for module in self.of_package(package))
 
-    def num_test_lines(self, room: str) -> int:
-        return sum(module.num_code_lines for module in self.tests.values() if module.room == room)
+    def num_test_lines(self, package: str) -> int:
+        return sum(module.num_code_lines for module in self.tests.values() if module.package == package)
 
     @cached_property
     def circles(self) -> list[list[str]]:
@@ -214,20 +215,24 @@ def _imported(module: Module, known: Mapping[str, Module]) -> Iterator[str]:
 Values = dict[str, float]
 
 
-def ratchets_of(house: House) -> Values:
+def ratchets_of(codebase: Codebase) -> Values:
     """What may only become smaller; of a share of tests, what it lacks to the goal is counted."""
     values: Values = {
-        "code lines": sum(module.num_code_lines for module in house.modules.values()),
-        "files": len(house.modules),
-        f"files under {SMALL_LINES} lines": sum(module.is_small for module in house.modules.values()),
-        "modules with one importer": len(house.single_importer),
-        "file names in several rooms": len(house.repeated_names),
-        "circles": len(house.circles),
-        "docstrings that lean on a neighbour": len(house.indirect_docstrings),
+        "code lines": sum(module.num_code_lines for module in codebase.modules.values()),
+        "files": len(codebase.modules),
+        f"files under {SMALL_LINES} lines": sum(module.is_small for module in codebase.modules.values()),
+        "modules with one importer": len(codebase.single_importer),
+        "file names in several packages": len(codebase.repeated_names),
+        "circles": len(codebase.circles),
+        "docstrings that lean on a neighbour": len(codebase.indirect_docstrings),
     }
-    for room in house.rooms:
-        values[f"code lines of {room}"] = house.num_code_lines(room)
-        values[f"test share of {room}"] = round(house.num_test_lines(room) / house.num_code_lines(room), 2)
+    for package in codebase.packages:
+        values[f"code lines of {package}"] = codebase.num_code_lines(package)
+        values[f"test share of {package}"] = round(
+            codebase.num_test_lines(package) / codebase.num_code_lines(package), 2
+        )
+    for place, words in denied_words(codebase.root).items():
+        values[f"denied words of {place}"] = sum(words.values())
     return values
 
 
@@ -235,24 +240,24 @@ GROWS = "test share"
 """Ratchets that begin so may only become larger."""
 
 
-def table(house: House) -> Iterator[str]:
-    """The measures, a line each, and the rooms'."""
-    header = ("room", "code", "files", f"<{SMALL_LINES}", "one importer", "tests", "tests:code")
+def table(codebase: Codebase) -> Iterator[str]:
+    """The measures, a line each, and the packages'."""
+    header = ("package", "code", "files", f"<{SMALL_LINES}", "one importer", "tests", "tests:code")
     rows: list[tuple[object, ...]] = []
-    for room in house.rooms:
-        own = house.of_room(room)
-        tests, code = house.num_test_lines(room), house.num_code_lines(room)
+    for package in codebase.packages:
+        own = codebase.of_package(package)
+        tests, lines = codebase.num_test_lines(package), codebase.num_code_lines(package)
         small = sum(module.is_small for module in own)
-        single = sum(house.modules[name].room == room for name in house.single_importer)
-        rows.append((room, code, len(own), small, single, tests, f"{tests / code:.2f}"))
-    values = ratchets_of(house)
-    code, tests = int(values["code lines"]), sum(module.num_code_lines for module in house.tests.values())
+        single = sum(codebase.modules[name].package == package for name in codebase.single_importer)
+        rows.append((package, lines, len(own), small, single, tests, f"{tests / lines:.2f}"))
+    values = ratchets_of(codebase)
+    code, tests = int(values["code lines"]), sum(module.num_code_lines for module in codebase.tests.values())
     counts = [int(value) for name, value in values.items() if " of " not in name]
     rows.append(("all", code, *counts[1:4], tests, f"{tests / code:.2f}"))
     yield from _aligned([header, *rows])
     yield ""
     yield from (f"{name}: {int(values[name])}" for name in list(values)[4:7])
-    yield from (f"  circle: {' '.join(circle)}" for circle in house.circles)
+    yield from (f"  circle: {' '.join(circle)}" for circle in codebase.circles)
 
 
 def _aligned(rows: Sequence[Sequence[object]]) -> Iterator[str]:
@@ -316,11 +321,11 @@ def better(name: str, value: float, other: float) -> float:
     return max(value, other) if name.startswith(GROWS) else min(value, other)
 
 
-def map_lines(house: House) -> Iterator[str]:
+def map_lines(codebase: Codebase) -> Iterator[str]:
     """A line for each file: its path and what it is for."""
     folder = None
-    for module in sorted(house.modules.values(), key=lambda module: (module.path.parent, not module.is_package)):
-        path = module.path.relative_to(house.root / "src" / "lockstep")
+    for module in sorted(codebase.modules.values(), key=lambda module: (module.path.parent, not module.is_package)):
+        path = module.path.relative_to(codebase.root / "src" / "lockstep")
         if path.parent != folder:
             folder = path.parent
             title = "lockstep" if folder == Path() else folder.as_posix()
@@ -343,23 +348,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trace", action="store_true", help="also the way of one streamed chat request")
     parser.add_argument("--tighten", action="store_true", help="lower the ratchets to what is")
     parser.add_argument("--map", action="store_true", help="write the map of files")
-    parser.add_argument("--lists", action="store_true", help="also the modules and docstrings that are counted")
+    parser.add_argument("--lists", action="store_true", help="also the modules, docstrings and words that are counted")
     asked = parser.parse_args(arguments)
-    house = House(asked.root.resolve())
+    codebase = Codebase(asked.root.resolve())
     if asked.map:
-        page = house.root / MAP_PAGE
-        page.write_text(with_map(page.read_text(), map_lines(house)))
+        page = codebase.root / MAP_PAGE
+        page.write_text(with_map(page.read_text(), map_lines(codebase)))
         return
-    way = way_of(house.root) if asked.trace else None
+    way = way_of(codebase.root) if asked.trace else None
     if asked.tighten:
-        tighten(house.root, ratchets_of(house) | import_ratchets_of(house.root) | ({} if way is None else way.figures))
+        tighten(
+            codebase.root,
+            ratchets_of(codebase) | import_ratchets_of(codebase.root) | ({} if way is None else way.figures),
+        )
         return
-    print("\n".join(table(house)))
-    print("\n".join(_aligned([("", "modules of ours", "modules", "ms"), *_rows(imports_of(house.root, asked.verbs))])))
+    print("\n".join(table(codebase)))
+    print(
+        "\n".join(_aligned([("", "modules of ours", "modules", "ms"), *_rows(imports_of(codebase.root, asked.verbs))]))
+    )
     if asked.lists:
-        single = (f"{name}  (only {house.importers[name][0]})" for name in house.single_importer)
-        small = (name for name, module in house.modules.items() if module.is_small)
-        print("", *single, "", *small, "", *house.repeated_names, "", *house.indirect_docstrings, sep="\n")
+        single = (f"{name}  (only {codebase.importers[name][0]})" for name in codebase.single_importer)
+        small = (name for name, module in codebase.modules.items() if module.is_small)
+        words = (
+            f"{place}: " + ", ".join(f"{word} {count}" for word, count in found.most_common())
+            for place, found in denied_words(codebase.root).items()
+        )
+        lists = (single, small, codebase.repeated_names, codebase.indirect_docstrings, words)
+        print(*("\n".join(("", *each)) for each in lists), sep="\n")
     if way is not None:
         print("\n".join(way.lines()))
 

@@ -1,9 +1,9 @@
-"""Thirty small defects, one at a time: does the room that they are in notice?
+"""Thirty small defects, one at a time: do the tests of their package find them?
 
 `python -m tools.mutations` copies the tree, puts one mutation after the other into the copy, and runs the tests of
-its room; a mutation that no test of the room catches survived, and the room's tests say less than they should. The
+its package; a mutation that no test of the package catches survived, and its tests prove less than they should. The
 work takes an hour or so on two cores: tests whose files have a hint in their name go first, and only what they let
-through is tried on the whole room.
+through is tried on the whole package.
 
 A mutation finds its place by what stands there, not by a path, so files may be renamed and merged; and by a regular
 expression, so that names may change. A place that is not found exactly once is a mutation to be mended.
@@ -25,16 +25,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("src", "tests", "tools", "benchmarks", "examples", "docs", "deploy", "pyproject.toml")
 TIMEOUT_S = 1200.0
-"""For one room; who hangs is caught as well."""
+"""For one package; a test that hangs is caught as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
     """One defect."""
 
-    room: str
+    package: str
     pattern: str
-    """A regular expression that the room's code has once; of it, group 0 is replaced."""
+    """A regular expression that the package's code has once; of it, group 0 is replaced."""
     replacement: str
     """With ``\\1`` and so on for the pattern's groups."""
     hint: str
@@ -43,9 +43,9 @@ class Mutation:
 
 MUTATIONS: Sequence[Mutation] = (
     # The core: chunks, budgets, queue, prefix cache, blocks, turns, fingerprint.
-    Mutation("core", r"min\(room, remaining - least\)", "min(room, remaining - 1)", "planning"),
-    Mutation("core", r"max\(share, MIN_CHUNK_TOKENS\)", "min(share, MIN_CHUNK_TOKENS)", "planning"),
-    Mutation("core", r"(num_prompt_tokens) - self\.least_chunk\)", r"\1 - 1)", "caching|policy"),
+    Mutation("core", r"remaining if may_end else remaining - 1", "remaining", "planning|policy"),
+    Mutation("core", r"max\(share, 1\)", "min(share, 1)", "planning"),
+    Mutation("core", r"\(num_prompt_tokens - 1\) // self", "num_prompt_tokens // self", "caching|policy"),
     Mutation("core", r"min\((num_computed) // (self\._block_size)", r"min(-(-\1 // \2)", "caching|oracle"),
     Mutation("core", r"len\(passed\) > (\w+)\.max_skips", r"len(passed) >= \1.max_skips", "admission|planner|planning"),
     Mutation("core", r"elif \w+\.seq_id in \w+\.victims:", "elif False:", "preemption"),
@@ -92,12 +92,12 @@ MUTATIONS: Sequence[Mutation] = (
 
 
 def place_of(package: Path, mutation: Mutation) -> tuple[Path, str]:
-    """The one file of the room that the mutation changes, and its text with the defect."""
+    """The one file of the package that the mutation changes, and its text with the defect."""
     found: list[tuple[Path, str]] = []
-    for path in sorted((package / mutation.room).rglob("*.py")):
+    for path in sorted((package / mutation.package).rglob("*.py")):
         text, count = re.subn(mutation.pattern, mutation.replacement, path.read_text(), flags=re.MULTILINE)
         found += [(path, text)] * count
-    assert len(found) == 1, f"{mutation.room}: {mutation.pattern!r} stands in {len(found)} places; mend the mutation"
+    assert len(found) == 1, f"{mutation.package}: {mutation.pattern!r} stands in {len(found)} places; mend the mutation"
     return found[0]
 
 
@@ -121,9 +121,11 @@ def outcomes(root: Path, mutations: Sequence[Mutation]) -> Iterator[tuple[Mutati
 
 
 def _outcome(scratch: Path, mutation: Mutation) -> str:
-    room = scratch / "tests" / mutation.room
-    hinted = [path for path in sorted(room.rglob("test_*.py")) if mutation.hint and re.search(mutation.hint, path.name)]
-    for tests, what in ((hinted, "its own tests"), ([room], "the room")):
+    folder = scratch / "tests" / mutation.package
+    hinted = [
+        path for path in sorted(folder.rglob("test_*.py")) if mutation.hint and re.search(mutation.hint, path.name)
+    ]
+    for tests, what in ((hinted, "its own tests"), ([folder], "the package")):
         if tests and not _passes(scratch, tests):
             return f"caught by {what}"
     return "SURVIVED"
@@ -145,12 +147,12 @@ def _passes(scratch: Path, tests: Sequence[Path]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to try them on")
-    parser.add_argument("--room", help="only those of one room")
+    parser.add_argument("--package", help="only those of one package")
     parser.add_argument("--only", type=int, help="only this one, by its number from 0")
     parser.add_argument("--places", action="store_true", help="only look for their places")
     asked = parser.parse_args()
     chosen = MUTATIONS if asked.only is None else MUTATIONS[asked.only : asked.only + 1]
-    mutations = [each for each in chosen if asked.room in (None, each.room)]
+    mutations = [each for each in chosen if asked.package in (None, each.package)]
     if asked.places:
         for each in mutations:
             print(place_of(asked.root / "src" / "lockstep", each)[0].relative_to(asked.root), each.pattern)
@@ -158,7 +160,7 @@ def main() -> None:
     survived = 0
     for mutation, outcome in outcomes(asked.root, mutations):
         survived += outcome == "SURVIVED"
-        print(f"{mutation.room:10} {outcome:22} {mutation.pattern}  ->  {mutation.replacement}", flush=True)
+        print(f"{mutation.package:10} {outcome:22} {mutation.pattern}  ->  {mutation.replacement}", flush=True)
     print(f"{len(mutations) - survived} of {len(mutations)} caught")
 
 

@@ -1,1 +1,1 @@
-"""The composition root: the only room that reads argv and environ."""
+"""The composition root: the only package that reads argv and environ."""

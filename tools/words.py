@@ -1,0 +1,98 @@
+"""Words that a platform engineer has to decode, counted in each package, in names of tests and in the documents.
+
+Counted are all texts of the sources (docstrings, help, errors, log lines), names of functions, classes and modules, and
+the documents outside of their code. `DENIED` has the words, each with the usual one. A line with the comment
+``# plain:`` and a reason is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+DENIED: Mapping[str, str] = {
+    "door": "API, adapter",
+    "company": "batch composition",
+    "house": "codebase",
+    "told": "reports, is reported",
+    "says": "reports, names, states",
+    "said": "reported, named, stated",
+    "wish": "demand",
+    "sworn": "signed",
+    "whereabouts": "session locations",
+    "guest": "remote client",
+    "retelling": "token replay",
+    "wholeness": "integrity",
+    "vouch": "permission",
+    "powers": "permissions",
+    "contender": "backend",
+    "contestant": "runner",
+    "seats": "slots",
+    "borne": "accepted",
+    "swept": "evicted",
+    "spoilt": "corrupted",
+    "knows": "has, reads",
+    "nobody": "no client, no process",
+    "somebody": "a client, a process",
+    "whoever": "the caller, the client",
+    "asked": "requested",
+    "meant": "intended, valid",
+}
+"""By the word: what to write instead. Words are whole ones, or parts of a name between underscores."""
+KEPT = "# plain:"
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+_WORDS = re.compile(r"[a-z]+")
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`[^`\n]*`")
+
+
+def denied_in(text: str) -> Counter[str]:
+    """Denied words of a text, in singular or plural, and how often each is there."""
+    found: Counter[str] = Counter()
+    for word in _WORDS.findall(text.lower()):
+        stem = word if word in DENIED else word.removesuffix("s")
+        if stem in DENIED:
+            found[stem] += 1
+    return found
+
+
+def texts_of(source: str) -> Iterator[str]:
+    """What people read of a module: its texts, and the names that it gives."""
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if KEPT in lines[getattr(node, "lineno", 1) - 1]:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield _CAMEL.sub("_", node.name)
+
+
+def document_text(text: str) -> str:
+    """Prose and headings of a page, without code."""
+    return _INLINE.sub("", _FENCED.sub("", text))
+
+
+def denied_words(root: Path) -> dict[str, Counter[str]]:
+    """Denied words by where they are: each package, ``tests`` (names only), and ``documents``."""
+    found: dict[str, Counter[str]] = {}
+    package = root / "src" / "lockstep"
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        counted = found.setdefault(parts[0], Counter())
+        counted.update(denied_in(" ".join(parts).replace("_", " ")))
+        for text in texts_of(path.read_text()):
+            counted.update(denied_in(text.replace("_", " ")))
+    tests = found.setdefault("tests", Counter())
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                tests.update(denied_in(node.name.replace("_", " ")))
+    pages = found.setdefault("documents", Counter())
+    for path in (*(root / name for name in DOCUMENTS), *sorted((root / "docs").glob("*.md"))):
+        pages.update(denied_in(document_text(path.read_text())))
+    return {place: words for place, words in found.items() if words}
