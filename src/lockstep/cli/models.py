@@ -216,7 +216,7 @@ def rm(
     debug: flags.Debug = False,
 ) -> None:
     """Delete a model, one revision of it or one GGUF file from the hub's cache."""
-    from lockstep.artifacts.hub.cache import plan_removal, remove_leftovers
+    from lockstep.artifacts.hub.cache import cache_directory, plan_removal, remove_leftovers
     from lockstep.engine.loading import default_cache_dir
     from lockstep.executors.native.packs import remove_orphans
 
@@ -227,7 +227,8 @@ def rm(
             raise UsageError("rm asks before it deletes, and nobody is at the terminal: add --yes")
         typer.confirm(f"Delete {named} and free {size(strategy.expected_freed_size)}?", abort=True, err=True)
     strategy.execute()
-    freed = strategy.expected_freed_size + remove_leftovers(named) + remove_orphans(default_cache_dir())
+    freed = strategy.expected_freed_size + remove_leftovers(named)
+    freed += remove_orphans(default_cache_dir(), cache_directory().absolute())
     if as_json:
         print(json.dumps({"source": str(named), "freed_bytes": freed}))
     else:

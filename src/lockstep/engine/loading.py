@@ -81,7 +81,11 @@ def load_model(
     report = progress or (lambda stage, fraction: None)
     load = _load_stub if source.startswith(STUB_SCHEME) else _load_artifact
     loaded, config = load(source, options, report)
-    report("ready", 1.0)
+    try:
+        report("ready", 1.0)
+    except BaseException:  # an interrupt: the model has threads and mapped files
+        loaded.close()
+        raise
     return loaded, config
 
 

@@ -166,9 +166,11 @@ def kept_packs(cache_dir: Path) -> list[KeptPack]:
     return sorted(found, key=lambda kept: (kept.source, kept.folder))
 
 
-def remove_orphans(cache_dir: Path) -> int:
-    """Remove packed weights whose artifact is gone; returns the bytes that this frees."""
-    orphans = [kept for kept in kept_packs(cache_dir) if not kept.source.exists()]
+def remove_orphans(cache_dir: Path, folder: Path) -> int:
+    """Remove packed weights whose artifact was in a folder and is gone; returns the bytes that this frees."""
+    orphans = [
+        each for each in kept_packs(cache_dir) if each.source.is_relative_to(folder) and not each.source.exists()
+    ]
     for orphan in orphans:
         shutil.rmtree(orphan.folder, ignore_errors=True)
     return sum(orphan.num_bytes for orphan in orphans)
