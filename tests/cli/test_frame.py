@@ -136,9 +136,9 @@ def test_memory_is_a_bar_for_each_budget_and_tier() -> None:
     lines = lines_of(view_of(snapshot_of(budgets=budgets), tiers=STORE))
     [gpu, ram] = [line for line in lines if "_budget" in line or line.startswith("memory for ")]
     assert gpu == f"gpu_budget  {'█' * 12}{'░' * 12}     40 B of 80 B      50%"
-    assert ram == "memory for standby models  5.0 kB in use, no limit set"
+    assert ram == "memory for standby models  5 kB in use, no limit set"
     [host] = [line for line in lines if line.startswith("kv on host")]
-    assert host.endswith("5.0 MB of 10.0 MB   50%  loaded 3  rejected 2  evicted 0  7 blocks")
+    assert host.endswith("5 MB of 10 MB     50%  loaded 3  rejected 2  evicted 0  7 blocks")
 
 
 def test_hosts_and_replicas_are_shown_where_there_are_several_hosts() -> None:

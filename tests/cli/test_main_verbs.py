@@ -22,7 +22,7 @@ HEAVY = {
     "yaml",
 }
 """Libraries that take longer to import than a page of help takes to print."""
-OPTIONS = {"cli", "core", "engine", "errors", "executors", "spelling", "version"}
+OPTIONS = {"cli", "core", "engine", "errors", "executors", "shown", "spelling", "version"}
 """Rooms from which every verb's page may import: names, defaults and sentences of options."""
 MORE = {"serve": {"server", "worker"}, "replay --serve": {"server", "worker"}, "bench": {"bench", "replay"}}
 """Further ones, for the same."""

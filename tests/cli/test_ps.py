@@ -31,10 +31,10 @@ def test_a_running_cluster_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     columns = ["MODEL", "TIER", "STATE", "PREDICTED", "MEASURED", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE"]
     assert shown[0].split() == columns
     assert [line.split()[:7] for line in shown[1:5]] == [
-        ["router", "resident", "resident", "800.0", "MB", "800.0", "MB"],
-        ["specialists.billing", "resident", "resident", "800.0", "MB", "800.0", "MB"],
-        ["specialists.technical", "resident", "resident", "800.0", "MB", "800.0", "MB"],
-        ["specialists.legal", "standby", "standby", "800.0", "MB", "-", "0"],
+        ["router", "resident", "resident", "800", "MB", "800", "MB"],
+        ["specialists.billing", "resident", "resident", "800", "MB", "800", "MB"],
+        ["specialists.technical", "resident", "resident", "800", "MB", "800", "MB"],
+        ["specialists.legal", "standby", "standby", "800", "MB", "-", "0"],
     ]
     assert any(line.startswith("gpu_budget: 2.4 GB of ") for line in shown)
     assert shown[-1] == "counted: nothing yet"
@@ -44,9 +44,9 @@ def test_a_server_of_one_model_is_shown_without_bounds(capsys: pytest.CaptureFix
     with serve("stub://alpha", "--served-model-name", "org/alpha", *IN_THREAD) as server:
         assert invoke(["ps", "--base-url", server.base_url]) == 0
     shown = capsys.readouterr().out.splitlines()
-    row = ["org/alpha", "resident", "resident", "800.0", "MB", "800.0", "MB", "0", "0", "0/-", "0", "-"]
+    row = ["org/alpha", "resident", "resident", "800", "MB", "800", "MB", "0", "0", "0/-", "0", "-"]
     assert shown[1].split() == row
-    assert "memory for models: 800.0 MB in use, no limit set" in shown
+    assert "memory for models: 800 MB in use, no limit set" in shown
 
 
 def test_what_cannot_be_recorded_is_a_warning_and_the_server_is_ready_all_the_same(
@@ -84,7 +84,7 @@ def test_a_budget_that_is_not_set_is_shown_as_memory_without_a_limit() -> None:
     from msgspec.structs import replace
 
     snapshot = replace(Managed().snapshot(), budgets=(BudgetSnapshot("ram_budget", None, None, 5_000),))
-    assert "memory for standby models: 5.0 kB in use, no limit set" in text_of(snapshot)
+    assert "memory for standby models: 5 kB in use, no limit set" in text_of(snapshot)
 
 
 @contextmanager

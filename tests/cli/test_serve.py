@@ -37,6 +37,7 @@ from lockstep.errors import UsageError
 from lockstep.executors.options import ISAS
 from lockstep.server.options import ServerOptions
 from lockstep.server.run import first_request
+from lockstep.shown import size
 from tests.server.frames import events_of, texts_of
 from tests.server.process import IN_THREAD, ServerProcess, serve
 
@@ -201,10 +202,10 @@ def test_a_start_that_is_refused_leaves_no_process() -> None:
         ((STUB, "--max-model-len", "1"), "max_model_len is 1; a prompt and an output token need at least 2"),
         ((STUB, "--max-num-seqs", "8", "--max-num-batched-tokens", "9"), "max_num_batched_tokens is 9"),
         ((STUB, "--max-num-seqs", "1000000000"), "max_num_seqs is 1000000000; at most 65536 can be meant"),
-        ((STUB, "--kv-cache-memory-bytes", "9000000000000000"), "--kv-cache-memory-bytes is 9,000,000.0 GB, and this"),
+        ((STUB, "--kv-cache-memory-bytes", "9000000000000000"), "--kv-cache-memory-bytes is 9,000,000 GB, and this"),
         (
             (STUB, "--swap-space-bytes", "9000000000000000"),
-            "--swap-space-bytes is 9,000,000.0 GB, and this",
+            "--swap-space-bytes is 9,000,000 GB, and this",
         ),
         ((STUB, "--kv-cache-memory-bytes", "-5"), "--kv-cache-memory-bytes is -5; a size is never negative"),
         ((STUB, "--max-num-queued-reqs", "100000000000000000000"), "max_num_queued_reqs is 1"),
@@ -253,7 +254,7 @@ def test_at_ready_a_server_says_what_it_is() -> None:
     for words in (
         "alpha: ready after ",
         f"alpha: context of 2,048 tokens; KV of {engine['kv_tokens']:,} tokens in ",
-        f"7 sequences at once; weights of {engine['weights_bytes'] / 1e6:.1f} MB, KV in f16; ",
+        f"7 sequences at once; weights of {size(engine['weights_bytes'])}, KV in f16; ",
         f"{engine['isa']}, 1 threads",
         f"metrics: {url}/metrics; documentation of the API: {url}/docs",
         "a key is needed",

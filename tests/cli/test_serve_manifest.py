@@ -162,12 +162,12 @@ def test_a_boot_over_budget_tells_who_needs_what_in_a_table(tmp_path: Path, caps
     assert invoke(["serve", "--manifest", str(path), "--port", "0", *IN_THREAD]) == 2
     first, head, *rows, gpu, _ = capsys.readouterr().err.splitlines()
     assert first == (
-        "lockstep: error: the models need more than gpu_budget (1,600 MB of 1,000 MB): "
+        "lockstep: error: the models need more than gpu_budget (1.6 GB of 1 GB): "
         "raise it, or declare fewer models resident"
     )
     assert head.split()[:2] == ["model", "tier"]
     assert [row.split()[0] for row in rows] == ["router", "billing"]
-    assert gpu == "gpu_budget: 1,600 MB needed of 1,000 MB, 600 MB too much"
+    assert gpu == "gpu_budget: 1.6 GB needed of 1 GB, 600 MB too much"
 
 
 async def test_models_of_one_replica_are_served_by_their_priority(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ class TestText:
             "billing   resident  with router  -          declared   fits",
             "legal     standby   -            2.4 MB     predicted  fits",
             "fallback  remote    -            -          -          remote",
-            "gpu_budget: 800 MB needed of 3,600 MB (declared 18,000 MB; the machine has no more)",
+            "gpu_budget: 800 MB needed of 3.6 GB (declared 18 GB; the machine has no more)",
             "memory for standby models: 2.4 MB needed, no limit set",
         ]
 

@@ -60,9 +60,7 @@ async def shell(
 async def test_what_takes_more_than_was_predicted_is_unloaded_again_and_its_load_has_failed() -> None:
     async with shell(1_000_000_000) as (replicas, moves):
         held = replicas.of(spec_of("b", lambda loaded: 1_200_000_000))
-        with pytest.raises(
-            UnavailableError, match="takes 1,200 MB, where 800 MB were expected; of gpu_budget's 1,000 MB"
-        ):
+        with pytest.raises(UnavailableError, match=r"takes 1\.2 GB, where 800 MB were expected; of gpu_budget's 1 GB"):
             await replicas.acquire(held)
         assert [(before, after) for before, after, _ in moves] == [
             (Phase.ABSENT, Phase.LOADING),

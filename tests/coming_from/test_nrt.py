@@ -33,7 +33,7 @@ def manifest(**changes: str) -> str:
 
 @states("Prints every fault with its line, or the placement.")
 def test_check_prints_the_placement_or_every_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "gpu_budget: 2,400 MB needed of 18,000 MB" in printed(
+    assert "gpu_budget: 2.4 GB needed of 18 GB" in printed(
         "check", str(EXAMPLES / "customer-support.yaml"), "--backend", "stub"
     )
     path = tmp_path / "faulty.yaml"

@@ -19,9 +19,9 @@ from lockstep.report.document import (
     changes,
     format_number,
     numbers,
-    printable,
     words,
 )
+from lockstep.shown import printable
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from lockstep.report.document import (
     Table,
     Tables,
     numbers,
-    printable,
     words,
 )
 from lockstep.report.page import to_html
+from lockstep.shown import printable
 from tests.report.documents import HOSTILE, candidates, document_of, everything, latencies, scatter
 from tests.visits import Visit
 

@@ -213,7 +213,7 @@ def test_what_is_said_at_ready_is_bounded() -> None:
     seen = Managed().snapshot()
     lines = ready_lines(structs.replace(seen, replicas=(replica,) * 51), "http://h", ServerOptions())
     assert lines[0] == (
-        "a, b: context of 100 tokens; KV of 3,200 tokens in 4.0 MB; 2 sequences at once; weights of 9.0 MB, "
+        "a, b: context of 100 tokens; KV of 3,200 tokens in 4 MB; 2 sequences at once; weights of 9 MB, "
         "KV in f16; avx2, 2 threads; weights rounded to int8"
     )
     assert lines[8] == "43 engines more: GET http://h/v1/cluster"

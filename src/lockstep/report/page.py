@@ -24,9 +24,9 @@ from lockstep.report.document import (
     Tables,
     Timeline,
     cell_text,
-    printable,
 )
 from lockstep.report.plot import to_svg
+from lockstep.shown import printable
 from lockstep.vendored import read_vendored
 from lockstep.version import __version__
 

@@ -21,8 +21,8 @@ from lockstep.report.document import (
     Table,
     Tables,
     cell_text,
-    printable,
 )
+from lockstep.shown import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
