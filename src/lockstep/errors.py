@@ -76,11 +76,11 @@ class PlacingError(LockstepError):
 
 
 class TraceError(LockstepError):
-    """A recording or a workload cannot be read; the message says where it is wrong."""
+    """A recording or a workload cannot be read; the message states where it is wrong."""
 
 
 class EvidenceError(LockstepError):
-    """Observations or a policy that a release is judged by cannot be read; the message says where it is wrong."""
+    """Observations or a policy that a release is judged by cannot be read; the message states where it is wrong."""
 
 
 class ConfigError(LockstepError):
@@ -274,7 +274,7 @@ class RemoteFailedError(RequestFailedError):
     """The other server that answers a remote model cannot be reached, broke off, or said what is no answer.
 
     Args:
-        retry_after_s: seconds after which it is worth trying; None: nobody knows.
+        retry_after_s: seconds after which it is worth trying; None: unknown.
     """
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Words of messages: the known name that was meant, lists of names, letters in disguise, and faults of values.
+"""Words of messages: the known name that was intended, lists of names, letters in disguise, and faults of values.
 
 A fault of a value is an item of pydantic's `ValidationError.errors()`. Its own text is never used: it names pydantic's
 classes and website, and another version has another one.
@@ -65,7 +65,7 @@ def nearest(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) ->
         n: how many at most.
         cutoff: how near, 0 to 1.
     """
-    from difflib import get_close_matches  # asked for where something went wrong; it takes longer than this module
+    from difflib import get_close_matches  # requested where something went wrong; it takes longer than this module
 
     by_lower: Mapping[str, str] = {each.lower(): each for each in known}
     plain = _plain_letters(name.lower()[:MAX_COMPARED_CHARS])

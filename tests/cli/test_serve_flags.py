@@ -168,7 +168,7 @@ def test_a_key_without_a_recording_is_refused_and_so_is_one_that_is_none(
 ) -> None:
     missing = str(tmp_path / "missing")
     assert invoke(["serve", STUB, "--trace-key", missing]) == 2
-    assert "--trace-key is said of a recording; give --trace DIR, or leave it out" in capsys.readouterr().err
+    assert "--trace-key applies to a recording; give --trace DIR, or leave it out" in capsys.readouterr().err
     assert invoke(["serve", STUB, "--trace", str(tmp_path / "flight"), "--trace-key", missing]) == 2
     assert "the recording's key cannot be read: No such file or directory" in capsys.readouterr().err
 
@@ -205,9 +205,9 @@ def test_a_step_has_room_for_any_number_of_sequences(max_num_seqs: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kv-events-replay", "tcp://127.0.0.1:5558"], "--kv-events-replay is said of KV events"),
-        (["--kv-events-topic", "kv@{model}"], "--kv-events-topic is said of KV events"),
-        (["--kv-events-allow-remote"], "--kv-events-allow-remote is said of KV events"),
+        (["--kv-events-replay", "tcp://127.0.0.1:5558"], "--kv-events-replay applies to KV events"),
+        (["--kv-events-topic", "kv@{model}"], "--kv-events-topic applies to KV events"),
+        (["--kv-events-allow-remote"], "--kv-events-allow-remote applies to KV events"),
         (["--kv-events", "tcp://*:5557"], "which others than this machine may reach"),
         (["--kv-events", "127.0.0.1:5557"], "it must be tcp://HOST:PORT or ipc://PATH"),
     ],

@@ -1,1 +1,1 @@
-"""Models on disk: where they are, what they are, their tensors and their tokenizer. Knows no executor."""
+"""Models on disk: where they are, what they are, their tensors and their tokenizer. Depends on no executor."""

@@ -43,7 +43,7 @@ END_TEXTS = (
 )
 """Spellings with which models of the known architectures close a turn or a text, as llama.cpp lists them."""
 MARKER_TEXTS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
-"""Spellings that llama.cpp takes for control tokens, whatever the file says, as it does with those above."""
+"""Spellings that llama.cpp takes for control tokens, whatever the file states, as it does with those above."""
 
 
 def from_generation_config(config: Mapping[str, object], path: Path) -> dict[str, float | int]:

@@ -1,6 +1,6 @@
 """The GGUF container: metadata and tensors, memory-mapped, every length checked before it is believed.
 
-Source of the format: ggml's `docs/gguf.md`, versions 2 and 3. Knows no architecture and no tokenizer.
+Source of the format: ggml's `docs/gguf.md`, versions 2 and 3. Depends on no architecture and no tokenizer.
 
 Why not `gguf.GGUFReader`: it makes an array object for each element of each list (measured: 12.9 s for a vocabulary of
 151,936 tokens with its merges, here 0.1 s), and a corrupt file shows as a `ValueError`, `KeyError` or `MemoryError` of

@@ -195,7 +195,7 @@ class _Vocabulary:
 
 
 def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and whether its family adds BOS unless the file says otherwise."""
+    """The tokenizer, and whether its family adds BOS unless the file states otherwise."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
 

@@ -1,6 +1,6 @@
 """config.json as a `ModelConfig`. Field names and defaults: transformers' configuration classes.
 
-What would change the forward pass and is not computed is refused by name. Knows no tensor.
+What would change the forward pass and is not computed is refused by name. Depends on no tensor.
 
 Rotary embedding is read in each of transformers' generations: the older spelling is `rope_theta` and `rope_scaling`,
 the newer one `rope_parameters`, nested by layer type where layers differ. Formulas: its `modeling_rope_utils.py`.
@@ -313,7 +313,7 @@ def _yarn(rope: Metadata, trained: float) -> RopeScaling:
 
 
 def _longrope(rope: Metadata, trained: float, context: int, rotary_dim: int) -> tuple[RopeScaling, int]:
-    """The short divisors, within the context for which they are meant.
+    """The short divisors, within the context for which they are intended.
 
     Beyond it transformers changes all of a sequence's divisors, keys in the cache included; a sequence's numbers would
     then depend on how long it gets, so that is not offered.

@@ -27,7 +27,7 @@ class Metadata:
 
     path: Path
     values: Mapping[str, object] = field(repr=False)
-    """A function in the place of a value reads it when it is asked for: vocabularies are long."""
+    """A function in the place of a value reads it when it is requested: vocabularies are long."""
 
     def corrupt(self, problem: str) -> CorruptArtifactError:
         """Error for a file that contradicts itself."""

@@ -201,7 +201,7 @@ def read_exchange(exchange: Exchange, start_s: float, prompt_tokens: int | None)
 
     Args:
         start_s: from when latencies count, on the exchange's clock.
-        prompt_tokens: what was asked for, where the server does not say.
+        prompt_tokens: what was requested, where the server does not say.
     """
     delay_s = max(0.0, exchange.sent_s - start_s)
     error = exchange.error

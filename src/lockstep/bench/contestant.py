@@ -2,7 +2,7 @@
 
 Runs under any Python that has the engine, so that peers need not share our environment: it imports nothing of ours
 before it is told to. Started as ``python contestant.py ENGINE MODEL THREADS MAX_SEQS MAX_TOKENS``; each engine is used
-as its documentation says is fastest; where that depends on the work, the ways are tried with a short one.
+as its documentation states is fastest; where that depends on the work, the ways are tried with a short one.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Race:
 
 
 def run_race(options: RaceOptions, say: Callable[[str], None]) -> Race:
-    """Let all take part that can; what one cannot do is said, and the race goes on without it.
+    """Let all take part that can; what one cannot do is reported, and the race goes on without it.
 
     Args:
         say: told what happens, in sentences.

@@ -30,7 +30,7 @@ class Target:
 
     @classmethod
     def parse(cls, base_url: str, api_key: str | None = None, flag: str = "--base-url") -> Target:
-        """Parse a URL with or without ``/v1`` at its end; UsageError says what a URL would be.
+        """Parse a URL with or without ``/v1`` at its end; UsageError states what a URL would be.
 
         Args:
             flag: that the URL is of.

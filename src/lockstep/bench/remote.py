@@ -58,18 +58,18 @@ class Remote:
         return names[0]
 
     def get(self, path: str) -> Any:
-        """The JSON that a GET answers; RemoteError says why there is none."""
+        """The JSON that a GET answers; RemoteError states why there is none."""
         with self._translated():
             return _checked(self._client.get(path))
 
     def get_text(self, path: str) -> tuple[int, str]:
-        """Status and text of a GET, whatever they are; RemoteError says why there is no answer."""
+        """Status and text of a GET, whatever they are; RemoteError states why there is no answer."""
         with self._translated():
             response = self._client.get(path)
             return response.status_code, response.text
 
     def follow(self, path: str) -> Generator[str]:
-        """Lines of an answer without an end, such as server-sent events; RemoteError says why there are no more."""
+        """Lines of an answer without an end, such as server-sent events; RemoteError states why there are no more."""
         with self._translated(), self._client.stream("GET", path) as response:
             if response.status_code != httpx2.codes.OK:
                 response.read()
@@ -77,12 +77,12 @@ class Remote:
             yield from response.iter_lines()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON that a POST answers; RemoteError says why there is none."""
+        """The JSON that a POST answers; RemoteError states why there is none."""
         with self._translated():
             return _checked(self._client.post(path, json=body))
 
     def delete(self, path: str) -> Any:
-        """The JSON that a DELETE answers; RemoteError says why there is none."""
+        """The JSON that a DELETE answers; RemoteError states why there is none."""
         with self._translated():
             return _checked(self._client.delete(path))
 

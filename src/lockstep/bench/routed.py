@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 class RoutedRequests:
     """Questions to a manifest's cluster, and what a client has to send where nobody routes for it.
 
-    Ours answers with the entry model's word as many tokens as its grammar leaves open; others are asked for as many.
+    Ours answers with as many tokens as the grammar of the entry model leaves open; others get a request for as many.
     Which specialist answers makes no difference: behind every name is the same file.
     """
 

@@ -88,7 +88,7 @@ class ServeOptions:
         self._check_fit()
 
     def _check_fit(self) -> None:
-        """Nothing that was asked for may be without effect."""
+        """Nothing that was requested may be without effect."""
         is_trace, has_rate = self.dataset.kind == "trace", not math.isinf(self.request_rate)
         if is_trace and has_rate:
             raise UsageError("--request-rate has no place beside a trace, which has its own times; see --trace-speed")

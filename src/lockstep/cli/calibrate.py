@@ -55,7 +55,7 @@ def calibrate(
 
 
 def _engine(recording: Trace, number: int | None, trace: Path) -> EngineEntry:
-    """The one that was asked for, or the only one; UsageError names those that there are."""
+    """The requested engine, or the only one; UsageError lists those that there are."""
     engines = {each.number: each for each in recording.engines}
     if number is None and len(engines) == 1:
         return recording.engines[0]

@@ -54,7 +54,7 @@ def chat(
     params.validate(ANY_VOCABULARY)
     with Remote(Target.parse(base_url, api_key)) as remote:
         answerer = RemoteAnswerer(
-            remote, remote.model_or_first(model), flags.extra_fields(extra_body), knows_roles=not raw
+            remote, remote.model_or_first(model), flags.extra_fields(extra_body), has_roles=not raw
         )
         conversation = Conversation(answerer, params, system_of(system), is_verbose=verbose)
         if prompt is None:
@@ -64,11 +64,11 @@ def chat(
 
 
 class RemoteAnswerer:
-    """A model of a server. What is said by parameters goes before what is said of the body."""
+    """A model of a server. Parameters take precedence over fields of the body."""
 
-    def __init__(self, remote: Remote, model: str, extra: dict[str, Any], *, knows_roles: bool) -> None:
+    def __init__(self, remote: Remote, model: str, extra: dict[str, Any], *, has_roles: bool) -> None:
         self.model = model
-        self.knows_roles = knows_roles
+        self.has_roles = has_roles
         self._remote = remote
         self._fixed = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **extra}
 
@@ -86,13 +86,13 @@ class RemoteAnswerer:
         return {
             "server": self._remote.target.url,
             "context": "unknown" if context is None else f"{context} tokens",
-            "chat template": "the server's" if self.knows_roles else "none; each message is completed on its own",
+            "chat template": "the server's" if self.has_roles else "none; each message is completed on its own",
         }
 
     def ask(self, messages: Sequence[Message], params: SamplingParams, answer: Answer) -> Generator[Piece]:
         """Stream the answer; leaving it closes the stream, which ends the generation there."""
         body = self._fixed | to_builtins(params)
-        if self.knows_roles:
+        if self.has_roles:
             path, body["messages"] = CHAT_PATH, messages
         else:
             path, body["prompt"] = RAW_PATH, messages[-1]["content"]

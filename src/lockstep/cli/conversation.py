@@ -1,4 +1,4 @@
-"""A conversation at the terminal, whoever answers: messages, answers and their figures, and the commands of a chat.
+"""A conversation at the terminal with any backend: messages, answers and their figures, and the commands of a chat.
 
 On a terminal thoughts are dimmed and apart; a pipe gets content only.
 """
@@ -77,7 +77,7 @@ class Answerer(Protocol):
         ...
 
     @property
-    def knows_roles(self) -> bool:
+    def has_roles(self) -> bool:
         """False: the last message is completed as it is."""
         ...
 
@@ -157,9 +157,9 @@ class Conversation:
         return self._answerer.model
 
     @property
-    def knows_roles(self) -> bool:
+    def has_roles(self) -> bool:
         """False: each message is completed on its own."""
-        return self._answerer.knows_roles
+        return self._answerer.has_roles
 
     def facts(self) -> dict[str, str]:
         """Lines of `/show`, by name: the model, the conversation and every parameter in force."""
@@ -180,7 +180,7 @@ class Conversation:
 
     @system.setter
     def system(self, text: str | None) -> None:
-        if text is not None and not self.knows_roles:
+        if text is not None and not self.has_roles:
             raise UsageError("/system or --system needs a chat template: the model has none, or --raw turned it off")
         self._system = text
 
@@ -192,17 +192,17 @@ class Conversation:
     def ask(self, text: str, writer: AnswerWriter | None, answer: Answer) -> None:
         """Have a message answered. It is not yet remembered."""
         message = {"role": "user", "content": whole_text(text, "the message")}
-        messages = [*self.transcript(), message] if self.knows_roles else [message]
+        messages = [*self.transcript(), message] if self.has_roles else [message]
         write_answer(self._answerer, messages, self.params, answer, writer)
 
     def remember(self, text: str, answer: Answer) -> None:
         """A message and its answer, as far as it came."""
-        if self.knows_roles:
+        if self.has_roles:
             self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
 
 
 def answer_one(conversation: Conversation, prompt: str) -> None:
-    """Answer what ``-p`` said; an interrupt ends the program."""
+    """Answer the prompt of ``-p``; an interrupt ends the program."""
     answer = Answer()
     conversation.ask(prompt_of(prompt), AnswerWriter(), answer)
     print(flush=True)
@@ -214,12 +214,12 @@ def converse(conversation: Conversation) -> None:
     """Talk until the end of input.
 
     Raises:
-        LockstepError: a message was refused and nobody is at the terminal to read why.
+        LockstepError: a message was refused, and standard input is not a terminal.
     """
     with _reader() as reader:
         if reader.is_terminal:
             _print_note(GREETING.format(conversation.model))
-            if not conversation.knows_roles:
+            if not conversation.has_roles:
                 _print_note("There is no chat template: each message is completed on its own.")
         while True:
             try:
@@ -382,7 +382,7 @@ def _set(conversation: Conversation, rest: str) -> None:
 
 
 def _setting(name: str, text: str) -> Any:
-    """The value of a parameter; UsageError says what it must be."""
+    """The value of a parameter; UsageError states what it must be."""
     if text == _UNSET:
         return getattr(SamplingParams(), name)
     read, right = SETTINGS[name]
@@ -400,7 +400,7 @@ def _save(conversation: Conversation, rest: str) -> None:
     """Write the transcript, for its owner's eyes; a file that exists is replaced only by --force."""
     is_forced = rest.startswith("--force ")
     path = _path_of(rest.removeprefix("--force "), "/save")
-    if not conversation.knows_roles:
+    if not conversation.has_roles:
         raise UsageError("there is no conversation to save: each message is completed on its own")
     data = json.dumps(conversation.transcript(), ensure_ascii=False, indent=1).encode() + b"\n"
     beside = path.with_name(f"{path.name}.{os.getpid()}") if is_forced else path
@@ -420,7 +420,7 @@ def _save(conversation: Conversation, rest: str) -> None:
 def _load(conversation: Conversation, rest: str) -> None:
     """Go on with a conversation as /save writes it."""
     path = _path_of(rest, "/load")
-    if not conversation.knows_roles:
+    if not conversation.has_roles:
         raise UsageError("no conversation can be loaded: each message is completed on its own")
     try:
         with path.open("rb") as file:

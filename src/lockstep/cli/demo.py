@@ -128,7 +128,7 @@ def _address_of(process: subprocess.Popen[str]) -> str:
 
 
 class _Answer(NamedTuple):
-    """The assistant's message as it may be sent back, and what the server told of it."""
+    """The assistant's message as it may be sent back, and the server's facts about it."""
 
     message: Message
     told: dict[str, Any]

@@ -79,7 +79,7 @@ def diff(
 
     check_places(((reproducer, "the reproducer"), (html, "the page")), (a, b, workload, costs.cost))
     if b is not None and workload is None and _are_recordings(Path(a), Path(b)):
-        why = "says nothing to two recordings, which are compared as they are; leave it out"
+        why = "does not apply to two recordings, which are compared as they are; leave it out"
         refuse_others(context, _OF_RECORDINGS, why)
         _diff_recordings(Path(a), Path(b), reading.engine, html, as_json)
         return

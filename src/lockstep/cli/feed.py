@@ -19,7 +19,7 @@ from lockstep.cluster.snapshot import ClusterSnapshot
 from lockstep.errors import LockstepError, RemoteError
 
 SILENCE_LIMIT_S = 10.0
-"""A server that answers nothing for so long is told as gone."""
+"""A server that does not answer for so long is shown as gone."""
 MAX_EVENTS = 200
 """The latest that are kept; no terminal shows more."""
 _EVENT_TYPES = (
@@ -81,7 +81,7 @@ class Reading:
     cluster: ClusterSnapshot
     figures: Figures
     status: str
-    """``ready``, or what else its health says."""
+    """``ready``, or another status of its health."""
     version: str
     requests: tuple[RequestRow, ...] | None = None
     """Newest first; None: the server does not tell of single ones."""
@@ -100,7 +100,7 @@ class View:
 
 
 def take(remote: Remote, interval_s: float) -> Reading:
-    """Ask a server for all that is shown, rates over about an interval; RemoteError says why it does not answer."""
+    """Ask a server for all that is shown, rates over about an interval; RemoteError states why it does not answer."""
     answer, told = remote.get("/v1/cluster"), remote.get_text(f"/v1/figures?window_s={min(interval_s, MAX_WINDOW_S)}")
     try:
         cluster = msgspec.convert(answer, ClusterSnapshot)
@@ -202,7 +202,7 @@ class Feed:
                 self.changed()
 
     def _watch(self) -> None:
-        """Follow the events. A server that comes back counts them anew, so all that it has are asked for again."""
+        """Follow the events. A server that comes back counts them anew, so all of them are requested again."""
         with Remote(self.target) as remote:
             while True:
                 try:

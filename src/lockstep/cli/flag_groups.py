@@ -69,17 +69,17 @@ class Flag:
     low: float | None = None
     high: float | None = None
     default: Any = ...
-    """Given where nothing is said; ``...``: the field's own."""
+    """Default of the flag; ``...``: the field's own."""
     shown: str = ""
     """The default in words, where the field's sentence has none."""
     metavar: str | None = None
     """Its value in the help; None: the type's name."""
     is_switch: bool = False
-    """A truth that can only be said, and not be denied."""
+    """A switch without a ``--no-`` form."""
     is_hidden: bool = False
     """Left out of the help: few users need it. docs/native.md has it."""
     call: Callable[..., Any] | None = None
-    """Called with what is given, for the value that is meant."""
+    """Converts the given value."""
 
 
 SWITCH = Flag(is_switch=True)

@@ -140,7 +140,7 @@ def frame(view: View, look: Look, width: int, height: int | None, keys: str = ""
     """Lines of at most ``width`` cells; exactly ``height`` of them, or as many as it takes where that is None.
 
     Args:
-        keys: the last line; nothing is said of keys where it is empty.
+        keys: the last line; empty: none.
     """
     head, foot = _header(view, width), [Text(keys, "dim")] if keys else []
     if look.is_paused and foot:

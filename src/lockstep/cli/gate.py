@@ -141,7 +141,7 @@ def mirror(
 
     paths = paths_of(files, one_file)
     if output is None:
-        raise UsageError("--output says where the converted file goes, e.g. --output gate-input.json")
+        raise UsageError("--output is required: the path of the converted file, e.g. --output gate-input.json")
     check_places(((output, _GATE_INPUT),), paths)
     make_folder(output, _GATE_INPUT)
     with open_store() as store:

@@ -19,7 +19,7 @@ KEY_VARIABLE = "LOCKSTEP_GATE_API_KEY"
 Host = Annotated[str, typer.Option(help="Where to listen; beyond this machine only with a key.")]
 Port = Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)]
 ApiKey = Annotated[
-    list[str] | None, typer.Option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Asked of every caller.")
+    list[str] | None, typer.Option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Required of every caller.")
 ]
 
 

@@ -249,7 +249,7 @@ def _usage_text(error: typer.TyperException) -> str:
 
 
 def _flushed(code: int) -> int:
-    """The exit code, once all output is written or nobody is there to read it."""
+    """The exit code, once all output is written or its reader is gone."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # nothing to report, and nobody to report it to

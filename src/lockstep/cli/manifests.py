@@ -57,7 +57,7 @@ def read_standard_input() -> Manifest:
 
 
 def backend_of(name: str | None) -> Backend | OneModel:
-    """The backend that --backend means; UsageError says what it could be."""
+    """The backend that --backend names; UsageError lists the known ones."""
     from lockstep.cluster.backend import POCKET, Backend, OneModel
     from lockstep.cluster.manifest_keys import check_source
     from lockstep.spelling import did_you_mean

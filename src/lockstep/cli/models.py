@@ -1,4 +1,4 @@
-"""Models on this disk: `lockstep models` says what one is and whether this machine computes it deterministically;
+"""Models on this disk: `lockstep models` describes one and checks whether this machine computes it deterministically;
 `lockstep pull`, `list` and `rm` keep those of the Hugging Face hub."""
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def rm(
     strategy = plan_removal(named)
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError("rm asks before it deletes, and nobody is at the terminal: add --yes")
+            raise UsageError("rm asks before it deletes, and standard input is not a terminal: add --yes")
         typer.confirm(f"Delete {named} and free {size(strategy.expected_freed_size)}?", abort=True, err=True)
     strategy.execute()
     freed = strategy.expected_freed_size + remove_leftovers(named)
@@ -236,7 +236,7 @@ def rm(
 
 
 def _hub_source(text: str) -> HubSource:
-    """A model of the hub, with or without its scheme; a path is never meant here, and is told so."""
+    """A model of the hub, with or without its scheme; a path is refused."""
     from lockstep.artifacts.hub.source import SCHEME, match_hub_source, parse_hub_source
 
     named = match_hub_source(text)
@@ -272,7 +272,7 @@ def _ago(seconds: float) -> str:
 
 @contextmanager
 def _download_progress(name: str) -> Iterator[DownloadProgress]:
-    """Bytes, speed and remaining time on the terminal; silent where nobody looks."""
+    """Bytes, speed and remaining time on the terminal; silent where standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda file, have, total: None
         return

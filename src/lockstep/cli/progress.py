@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REMINDER_S = 5.0
-"""A stage that lasts is told again so often."""
+"""Seconds between two reports of a stage that lasts."""
 READY = "ready"
 _DOWNLOAD = "download "
 _DOING = {
@@ -33,12 +33,12 @@ _DOING = {
     "pack": "packing its weights",
 }
 _QUIET = ("open",)
-"""Stages that are told only if they last."""
+"""Stages that are reported only if they last."""
 
 
 @contextmanager
 def loading_progress(model: str) -> Iterator[Progress]:
-    """A callback that draws a bar while its block runs; silent where nobody looks."""
+    """A callback that draws a bar while its block runs; silent where standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda stage, fraction: None
         return
@@ -114,7 +114,7 @@ class LoadingLines:
                 self._end_stage(load, now_s)
 
     def remind(self) -> None:
-        """Say which stages are still under way, of those that nothing was said of for a while."""
+        """Report stages that are still under way and were not reported for a while."""
         with self._lock:
             now_s = self._clock()
             for model, load in self._loads.items():
@@ -146,7 +146,7 @@ class ServingProgress:
 
     @classmethod
     def for_this(cls, log_format: str) -> ServingProgress:
-        """Bars where somebody looks and logs are for people."""
+        """Bars where standard error is a terminal and logs are text."""
         if log_format == "json" or not sys.stderr.isatty():
             return cls(None)
         from rich.console import Console
@@ -162,14 +162,14 @@ class ServingProgress:
         """Print a line for people and supervisors, not into the middle of a bar."""
         if self._bars is not None and self._tasks:
             self._bars.stop()
-        with contextlib.suppress(BrokenPipeError):  # nobody reads it any more: no reason to stop serving
+        with contextlib.suppress(BrokenPipeError):  # no one reads it any more: no reason to stop serving
             typer.echo(line)
         if self._bars is not None and self._tasks:
             self._bars.start()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this lasts, what takes long is told again and again."""
+        """While this lasts, stages that take long are reported again and again."""
         reminding = threading.Thread(target=self._remind, name="lockstep-progress", daemon=True)
         reminding.start()
         try:
@@ -196,7 +196,7 @@ class ServingProgress:
             self._tasks[model] = bars.add_task("", total=None)
             bars.start()
         if model in self._tasks:
-            total = 1.0 if fraction else None  # nobody knows how long it takes
+            total = 1.0 if fraction else None  # unknown how long it takes
             said, begins = f"{model}: {doing(stage)}", not fraction
             bars.update(self._tasks[model], description=said, completed=fraction, total=total, refresh=begins)
         if is_over and model in self._tasks:

@@ -32,7 +32,7 @@ class PeersFlags:
     max_prompt_tokens: int = 8192
     """Work with more prompt tokens in all is left out."""
     rounds: int = 3
-    """Times that each contender does all the work, in turn."""
+    """Number of times that each backend does all the work, in turn."""
     limit_s: float = 1200.0
     """Of the whole race, loading included; what would not end by then is not begun."""
     peers: str = "llama.cpp,openvino-genai,mistral.rs,llama_cpp.server"
@@ -40,9 +40,9 @@ class PeersFlags:
     peer_python: Path | None = None
     """Python that has llama-cpp-python, openvino-genai or mistralrs; None: this one."""
     threads: int = 0
-    """Of each contender; 0: all cores."""
+    """Threads of each backend; 0: all cores."""
     only: Literal["all", "engines", "servers"] = "all"
-    """Leave one kind of contenders out, and its work."""
+    """Run only engines or only servers, and their work."""
     no_suite: Annotated[bool, SWITCH] = False
     """Without the four chat prompts of 32 tokens, one after the other."""
     no_grid: Annotated[bool, SWITCH] = False

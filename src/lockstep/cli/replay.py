@@ -1,6 +1,6 @@
 """`lockstep replay`: a workload on the real scheduler and a logical clock, or a recording decided or computed again.
 
-Here are files, clocks and the terminal; what decides is in lockstep/replay and knows none of them.
+Here are files, clocks and the terminal; what decides is in lockstep/replay, which has none of them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RecordingFlags:
     isa: Annotated[str | None, Flag(is_hidden=True)] = None
     """Instruction set of --execute; None: the fastest one here."""
     allow_gaps: Annotated[bool, SWITCH] = False
-    """With --verify: files that are missing or cut are told, and are no fault."""
+    """With --verify: missing or cut files are reported and do not fail it."""
     request: Annotated[str | None, Flag(metavar="ID")] = None
     """Of a recording tell this request, by its x-request-id: its steps, waits and tokens."""
     serve: Annotated[Path | None, Flag(metavar="RECORDING")] = None
@@ -156,10 +156,12 @@ def replay(
     """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
     if recorded.verify is not None or recorded.execute is not None:
         way = "--verify" if recorded.execute is None else "--execute"
-        refuse_others(context, _OF_RECORDINGS, f"says nothing to {way}, which takes a recording as it is; leave it out")
+        refuse_others(
+            context, _OF_RECORDINGS, f"does not apply to {way}, which takes a recording as it is; leave it out"
+        )
         return replay_trace(recorded, as_json)
     if fleet.replicas is not None:
-        refuse_others(context, _OF_FLEETS, "says nothing to --replicas, which compares policies; leave it out")
+        refuse_others(context, _OF_FLEETS, "does not apply to --replicas, which compares policies; leave it out")
         return replay_fleet(fleet, reading.read(one_file(file, input_file)), settings, costs, outputs.output, as_json)
     for_one = [each.name for each in context.command.params if each.name and each.name not in _FOR_FLEETS]
     refuse_others(context, for_one, "is for several replicas; say how many with --replicas N, or leave it out")
@@ -172,7 +174,9 @@ def replay(
     if recorded.request is not None:
         raise UsageError("--request tells one request of a recording; name that with --verify TRACE or --execute TRACE")
     if recorded.allow_gaps:
-        raise UsageError("--allow-gaps is for --verify TRACE; a replay of a recording says what is missing and goes on")
+        raise UsageError(
+            "--allow-gaps is for --verify TRACE; a replay of a recording reports what is missing and goes on"
+        )
     if outputs.ticks and output is None and not as_json:
         raise UsageError("--ticks makes the JSON report longer; say where it goes with --output FILE, or --json")
     path = one_file(file, input_file)
@@ -378,7 +382,7 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
     is_in_order, may_be_meant = (all(each.is_in_order(allows) for each in verdicts) for allows in (allows_gaps, True))
     print(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
     if not is_in_order and may_be_meant:
-        print("files that somebody deleted on purpose are no fault with --allow-gaps", file=sys.stderr)
+        print("files that were deleted on purpose are accepted with --allow-gaps", file=sys.stderr)
     return 0 if is_in_order else 1
 
 

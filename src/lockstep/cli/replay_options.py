@@ -56,7 +56,7 @@ class ReadFlags:
         return ReadOptions(speed=self.speed, limit=self.limit, dequantize_seed=self.dequantize, engine=self.engine)
 
     def read(self, path: str | Path) -> Workload:
-        """The requests of a file; what of it is not there is said on standard error."""
+        """The requests of a file; missing parts are reported on standard error."""
         from lockstep.replay.readers import read_workload
 
         workload = read_workload(path, self.options())
@@ -69,7 +69,7 @@ class CostFlags:
     """Prices of a step."""
 
     cost: Annotated[Path | None, Flag(metavar="FILE")] = None
-    """How long steps take, as `lockstep calibrate` says."""
+    """Durations of steps, as `lockstep calibrate` measured them."""
     tick_ms: Annotated[float | None, Flag(metavar="MS", shown="10, without --cost")] = None
     """Every step takes as long."""
 
@@ -78,7 +78,7 @@ class CostFlags:
         from lockstep.replay.cost_file import Priced, constant_cost, read_priced
 
         if self.cost is not None and self.tick_ms is not None:
-            raise UsageError("--cost says how long steps take, and so does --tick-ms; give one of them")
+            raise UsageError("--cost and --tick-ms both set the duration of steps; give one of them")
         if self.cost is not None:
             return read_priced(self.cost.expanduser())
         return None if self.tick_ms is None else Priced(constant_cost(self.tick_ms), {})
@@ -110,7 +110,7 @@ def file_settings(path: Path) -> dict[str, str]:
 
 
 def config_of(workload: Workload, overrides: dict[str, str], source: str) -> SchedulerConfig:
-    """The config of a replay; an error says which side it is about."""
+    """The config of a replay; an error names its side."""
     from lockstep.replay.configs import config_for
 
     try:
@@ -131,7 +131,7 @@ def warn_of_order(*sides: tuple[Workload, Mapping[str, str]]) -> None:
 
 
 def open_with_notes(path: Path) -> Recording:
-    """The recording, with what is to be said of its files on standard error."""
+    """The recording; warnings about its files go to standard error."""
     from lockstep.replay.trace import open_trace
 
     trace = open_trace(path)
@@ -140,6 +140,6 @@ def open_with_notes(path: Path) -> Recording:
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Say on standard error what whoever uses a file should know of it."""
+    """Print warnings about a file to standard error."""
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -60,7 +60,7 @@ def replay_serve(
     """Answer recorded requests again, token by token with their recorded times: a server without a model."""
     options = server_options(listen, model_flags, EVERYTHING, limits, report)
     if answers.manifest is not None and model_flags.served_model_name:
-        raise UsageError("--served-model-name is said of one model; in a manifest every model says it for itself")
+        raise UsageError("--served-model-name applies to one model; in a manifest each model has its own name")
     from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.recorded import RecordedBackend
     from lockstep.cluster.state import ClusterOptions
@@ -99,7 +99,7 @@ Make = Callable[[str, "RecordedName"], "RecordedModel"]
 
 
 def _models(found: RecordedAnswers, make: Make) -> tuple[Mapping[str, RecordedModel], Callable[[str], RecordedModel]]:
-    """Models by recorded name, and how one is made that was never asked: with the text side of the first."""
+    """Models by recorded name; one without recorded requests gets the text side of the first."""
     from lockstep.cluster.recorded_index import RecordedIndex
 
     first = next(iter(found.by_name.values()))
@@ -134,7 +134,7 @@ def _rename(found: RecordedAnswers, names: Sequence[str]) -> tuple[str, ...]:
         return ()
     if len(found.by_name) > 1:
         raise UsageError(
-            f"--served-model-name is said of one model, and {', '.join(found.by_name)} were recorded; leave it out, "
+            f"--served-model-name applies to one model, and {', '.join(found.by_name)} were recorded; leave it out, "
             "or give the --manifest that was served"
         )
     ((recorded, model),) = found.by_name.items()
@@ -144,7 +144,7 @@ def _rename(found: RecordedAnswers, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _manifest(found: RecordedAnswers, aliases: tuple[str, ...]) -> Manifest:
-    """A manifest of the recorded names, in the order in which they were first asked."""
+    """A manifest of the recorded names, in the order of their first requests."""
     from lockstep.cluster.manifest import Entry, Manifest
 
     first, *others = found.by_name

@@ -132,7 +132,7 @@ def run(
     debug: flags.Debug = False,
 ) -> None:
     """Answer a prompt, or chat when there is none."""
-    params = sampling.params(must_be.constraint())  # what is wrong is said before the model is loaded
+    params = sampling.params(must_be.constraint())  # what is wrong is reported before the model is loaded
     answering = partial(LocalAnswerer, flags.template_kwargs(chat_template_kwargs), reasoning, raw, chat_template)
     conversing = partial(Conversation, params=params, system=system_of(system), is_verbose=verbose)
     load = LoadOptions(
@@ -186,7 +186,7 @@ class LocalAnswerer:
         self, template_kwargs: Mapping[str, Any], reasoning: str, raw: bool, template: Path | None, llm: LLM
     ) -> None:
         self.model = llm.model.name
-        self.knows_roles = llm.model.tokenizer.has_chat_template and not raw
+        self.has_roles = llm.model.tokenizer.has_chat_template and not raw
         self.output: RequestOutput | None = None
         """The last whole answer."""
         self._llm = llm
@@ -204,7 +204,7 @@ class LocalAnswerer:
         """Source, context and chat template of the model."""
         model = self._llm.model
         template = "none; each message is completed on its own"
-        if self.knows_roles:
+        if self.has_roles:
             template = "the model's own" if self._template is None else str(self._template)
         context = f"{self._llm.engine.config.max_model_len} tokens"
         return {"source": model.source, "context": context, "chat template": template}
@@ -214,7 +214,7 @@ class LocalAnswerer:
         from lockstep.engine.request import Conversation as ChatPrompt
         from lockstep.engine.request import GenerationRequest
 
-        if self.knows_roles:
+        if self.has_roles:
             request = GenerationRequest(ChatPrompt(messages, self._template_kwargs, self._reasoning), params)
         else:
             request = GenerationRequest(messages[-1]["content"], params)

@@ -37,7 +37,7 @@ MAX_REQUESTS = 1_000_000
 MAX_TOLD_FAULTS = 20
 NUM_AT_ONCE = 64
 REPORT_S = 10.0
-"""Progress is told so often where nobody looks at a terminal."""
+"""Seconds between two reports of progress where standard error is not a terminal."""
 PIPE = "-"
 _PART = ".part"
 _TEMPORARY = "lockstep-owned-run-batch-"
@@ -114,7 +114,7 @@ def run_batch(
 
 
 def arguments_of(positional: Sequence[str | None], given: Sequence[str | None]) -> tuple[str, str, str]:
-    """Input, output and model, each as an argument or as a flag; UsageError says what is missing or too much."""
+    """Input, output and model, each as an argument or as a flag; UsageError names what is missing or too much."""
     rest = [value for value in positional if value is not None]
     found = [value if value is not None or not rest else rest.pop(0) for value in given]
     if rest:
@@ -142,7 +142,7 @@ def _checked(path: Path, source: str, names: Sequence[str]) -> CheckedInput:
     """The input without a fault.
 
     Raises:
-        UsageError: it cannot be read or has faults, each told with its line; or it asks for another model.
+        UsageError: it cannot be read or has faults, each reported with its line; or it names another model.
     """
     from lockstep.server.batches import checked_input
     from lockstep.server.options import ServerOptions

@@ -249,23 +249,23 @@ def kv_options(worker_flags: WorkerFlags) -> KVStoreOptions:
 
 
 def trace_options(record: RecordFlags) -> TraceOptions | None:
-    """Options of the recording; UsageError where it is said how, but not where."""
+    """Options of the recording; UsageError where a flag of it is given without --trace."""
     from lockstep.worker.flight.options import TraceOptions
 
     if record.trace is None:
         given = {"--trace-content": record.trace_content, "--trace-key": record.trace_key is not None}
         for flag in (flag for flag, is_given in given.items() if is_given):
-            raise UsageError(f"{flag} is said of a recording; give --trace DIR, or leave it out")
+            raise UsageError(f"{flag} applies to a recording; give --trace DIR, or leave it out")
         return None
     key_file = "" if record.trace_key is None else str(record.trace_key.expanduser().absolute())
     directory = str(record.trace.absolute())
     options = TraceOptions(directory, record.trace_max_mb << 20, record.trace_content, key_file)
-    options.secret()  # what is wrong with it is said now
+    options.secret()  # what is wrong with it is reported now
     return options
 
 
 def kv_events_options(record: RecordFlags) -> KVEventsOptions | None:
-    """Endpoints of KV events; UsageError where they cannot be, or it is said how, but not where."""
+    """Endpoints of KV events; UsageError where they are invalid, or a flag of them is given without --kv-events."""
     from lockstep.worker.kv_events import MODEL, KVEventsOptions
 
     if record.kv_events is None:
@@ -275,7 +275,7 @@ def kv_events_options(record: RecordFlags) -> KVEventsOptions | None:
             "--kv-events-allow-remote": record.kv_events_allow_remote,
         }
         for flag in (flag for flag, is_given in given.items() if is_given):
-            raise UsageError(f"{flag} is said of KV events; give --kv-events ENDPOINT, or leave it out")
+            raise UsageError(f"{flag} applies to KV events; give --kv-events ENDPOINT, or leave it out")
         return None
     options = KVEventsOptions(record.kv_events, record.kv_events_replay or "", record.kv_events_topic)
     options.check(record.kv_events_allow_remote)
@@ -283,7 +283,7 @@ def kv_events_options(record: RecordFlags) -> KVEventsOptions | None:
 
 
 def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: ClusterFlags) -> None:
-    """A model or a manifest; what is said of the one means nothing for the other."""
+    """A model or a manifest; flags of the one do not apply to the other."""
     if cluster_flags.manifest is None:
         if model == "":  # left of an argument by a unit's variable that is not set: nobody meant the demo model
             raise UsageError("MODEL is empty; give one to serve, or --manifest FILE; pocket:// is the demo model")
@@ -294,7 +294,7 @@ def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: C
             "--allow-private-remotes": cluster_flags.allow_private_remotes,
         }
         for flag in (flag for flag, is_given in given.items() if is_given):
-            raise UsageError(f"{flag} is said of a manifest's models; give --manifest FILE, or leave it out")
+            raise UsageError(f"{flag} applies to a manifest's models; give --manifest FILE, or leave it out")
         return
     if model:
         raise UsageError(
@@ -305,11 +305,11 @@ def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: C
         "--chat-template": model_flags.chat_template is not None,
     }
     for flag in (flag for flag, is_given in single.items() if is_given):
-        raise UsageError(f"{flag} is said of one model; in a manifest every model says it for itself")
+        raise UsageError(f"{flag} applies to one model; in a manifest each model has its own")
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """``HOST:PORT``, an IPv6 host in brackets; without a host all addresses are meant."""
+    """``HOST:PORT``, an IPv6 host in brackets; without a host: all addresses."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65_535:
         raise UsageError(f"--addr is {text!r}; it must be HOST:PORT, e.g. 127.0.0.1:9000 or [::1]:9000")

@@ -1,6 +1,6 @@
 """Flags of `lockstep serve`, in groups. Names are vLLM's where it has one.
 
-Flags of vLLM that mean nothing here are accepted with a word where harmless, else refused: who asked for something is
+Flags of vLLM that mean nothing here are accepted with a word where harmless, else refused: who requested something is
 told what happens instead.
 """
 
@@ -125,7 +125,7 @@ _SPECIAL: Mapping[str, Flag] = {
     "chunking": Flag(also=("enable-chunked-prefill",), default=DEFAULTS["chunking"]),
     "order": Flag(also=("scheduling-policy",), shown="fcfs; with --manifest by the models' priority"),
 }
-"""Flags with further names, which are vLLM's, with defaults that depend on what else is said, or without a range."""
+"""Flags with further names, which are vLLM's, with defaults that depend on other flags, or without a range."""
 
 
 def _engine_flag(name: str) -> Flag:
@@ -229,20 +229,20 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     ),
     "quantization": (
         (None,),
-        "{flag} is told by the model's files; --quantize int8 or int4 rounds float weights at load",
+        "the model's files determine {flag}; --quantize int8 or int4 rounds float weights at load",
     ),
     "tokenizer": ((None,), "{flag} is the one in the model's files; give a MODEL that has the right one"),
-    "load_format": ((None, "auto"), "{flag} is {value!r}; it is told by the model's files: leave it out"),
+    "load_format": ((None, "auto"), "{flag} is {value!r}; the model's files determine it: leave it out"),
     "swap_space": ((None,), "{flag} is called --swap-space-bytes here, and counts bytes"),
     "seed": ((None,), "{flag} belongs to requests here: the same seed in a request gives the same answer"),
 }
-"""By field: values that ask for nothing that cannot be had, and what is said to any other."""
+"""By field: values that ask for nothing that cannot be had, and what is reported to any other."""
 _HARMLESS: Mapping[str, str] = {
     "gpu_memory_utilization": "no GPU memory is reserved; --kv-cache-memory-bytes sizes the KV pool",
     "trust_remote_code": "no code of a model is ever run",
     "enforce_eager": "there are no CUDA graphs",
     "enable_auto_tool_choice": "tools are always on",
-    "tool_call_parser": "the format is told by the chat template",
+    "tool_call_parser": "the chat template determines the format",
     "reasoning_parser": "tags are in the chat template; see --reasoning",
     "disable_log_stats": "figures are in /metrics only",
     "enable_log_requests": "requests are logged unless --disable-log-requests",
@@ -256,7 +256,7 @@ def answers_to(given: ForeignFlags) -> list[str]:
     """Warnings about the flags that were given.
 
     Raises:
-        UsageError: one asks for what cannot be had, so the server would not be the one that was meant.
+        UsageError: one requests what is not supported.
     """
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     for name, (allowed, refusal) in _REFUSED.items():

@@ -25,7 +25,7 @@ EXIT_NONE_MEETS = 1
 
 DEFAULT_OBJECTIVES = ("ttft_p99", "output_tokens_per_s")
 DEFAULT_OBJECTIVES_IN_TICKS = ("ttft_p99", "total_ticks")
-"""Where nobody said how long a tick is, nothing is per second."""
+"""Without the duration of a tick, nothing is per second."""
 DEFAULT_SLO_PERCENT = 99.0
 
 
@@ -77,7 +77,9 @@ def sweep(
         check_metric(metric)
     goals = parse_goals(search.slo, "--slo", GOALS)
     if slo_percent is not None and not goals:
-        raise UsageError("--slo-percent says how many requests must meet the goals; give them with --slo ttft:500")
+        raise UsageError(
+            "--slo-percent is the share of requests that must meet the goals; give goals with --slo ttft:500"
+        )
     all_settings = combinations(parse_grid(grid or ()))
     common = settings_of(settings)
     twice = [name for name in common if name in all_settings[0]]

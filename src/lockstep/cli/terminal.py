@@ -37,7 +37,7 @@ class Reader(Protocol):
 
     @property
     def is_terminal(self) -> bool:
-        """Somebody reads what is said, and can try again."""
+        """True if standard input and output are a terminal."""
         ...
 
     def read(self) -> str:
@@ -139,7 +139,7 @@ class WordWrap:
     A wide character, as Chinese has them, is a word.
 
     Args:
-        width: cells of a line, asked for at each word because terminals change their size.
+        width: cells of a line, requested at each word because terminals change their size.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:

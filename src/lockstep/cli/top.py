@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.cli.feed import Reading
 
 PIPE_WIDTH = 160
-"""Columns where nobody says how many there are."""
+"""Columns where the terminal does not report its width."""
 EXIT_SIGNAL = 128
 KEYS = "q quit  s S sort  r reverse  p pause  ↑ ↓ scroll"
 _ESCAPES = {
@@ -108,7 +108,7 @@ def _print(target: Target, reading: Reading) -> None:
 
 
 def _watch(target: Target, first: Reading, interval_s: float) -> int:
-    """Draw until somebody has enough; the exit code, not 0 if it was a signal that ended it."""
+    """Draw until a key or a signal ends it; the exit code, not 0 after a signal."""
     from rich.console import Console
     from rich.control import Control
 

@@ -1,4 +1,4 @@
-"""Files that commands write: whether they can be, before the work begins, and what is said when they are not."""
+"""Files that commands write: checked before the work begins, with a message for each failure."""
 
 from __future__ import annotations
 

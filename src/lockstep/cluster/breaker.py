@@ -1,6 +1,6 @@
 """Circuit breaker: leaves another server alone that fails. Pure: times come in, decisions go out.
 
-After some failures in a row nobody asks for a while; then one request tries, and its first byte lets the others in
+After some failures in a row no one asks for a while; then one request tries, and its first byte lets the others in
 again. Failures of requests that were let in before the state last changed say nothing of now, and are not counted.
 """
 
@@ -113,7 +113,7 @@ class Breaker:
             self._open(now_s)
 
     def left(self, admission: Admission) -> None:
-        """Note a request that nobody waits for any more, and of which nothing is known: the next one may try."""
+        """Note a request that no one waits for any more, and of which nothing is known: the next one may try."""
         if admission.era == self._era and self._state is BreakerState.HALF_OPEN:
             self._change(BreakerState.OPEN)
 

@@ -164,7 +164,7 @@ class Verdict(StrEnum):
     EXCEEDS = "over budget"
     """With those before it, it needs more than the budget."""
     NEVER_FITS = "can never be loaded"
-    """Beside the models that are declared resident; it would be refused whenever it is asked for."""
+    """Beside the models that are declared resident; it would be refused whenever it is requested."""
     REMOTE = "remote"
 
 
@@ -278,7 +278,7 @@ def refusal(table: BudgetTable) -> str:
 
 
 class Ledger:
-    """Bytes of one budget while a plan is made: free, becoming free, and for whom. Knows no replica.
+    """Bytes of one budget while a plan is made: free, becoming free, and for whom. Depends on no replica.
 
     Args:
         room: free bytes; negative when more is taken than the budget allows.

@@ -18,7 +18,7 @@ NONE_OF_THESE = "none"
 """What an entry model says when no specialist fits; no model of a set may have this id."""
 RULE_SHAPE = "<entry>.output.<field> -> <set>.{<field>} or <entry>.output.<field> -> <set>.<id>"
 MAX_ANSWER_CHARS = 4096
-"""Of an entry's answer that is looked at: a word was asked for."""
+"""Of an entry's answer that is looked at: a word was requested."""
 _ID = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _RULE = re.compile(
     rf"(?P<entry>{_ID})\.output\.(?P<field>[A-Za-z_]\w*)\s*->\s*"

@@ -61,7 +61,7 @@ class Figures(msgspec.Struct, frozen=True):
     """All engines at one moment."""
 
     window_s: float | None
-    """What rates are over; null: nobody has asked before."""
+    """What rates are over; null: no one has asked before."""
     uptime_s: float | None
     requests_per_s: float | None
     engines: tuple[EngineFigures, ...]

@@ -170,7 +170,7 @@ class Following:
                 self.fault = str(error)
                 self._workers.fault = f"the cluster's controller does not report: {error}"
                 await asyncio.sleep(AGAIN_S)
-            except Exception:  # whatever it is, nobody else would ever follow
+            except Exception:  # whatever it is, nothing else would ever follow
                 log.exception("a defect while following the cluster's controller")
                 await asyncio.sleep(AGAIN_S)
 

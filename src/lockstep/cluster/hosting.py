@@ -67,7 +67,7 @@ class Hosting:
         models: those that there are.
         notify: told what workers say of sessions, and of groups that are lost.
         on_word: called with every new word of the owner.
-        sessions: of all models, which others are told of.
+        sessions: of all models, which others are informed of.
         routes: told every choice among replicas.
     """
 

@@ -41,7 +41,7 @@ class EntryDraft:
 
     @property
     def replica_key(self) -> object:
-        """Equal for models that share a replica, as far as their text says."""
+        """Equal for models that share a replica, as far as their text states."""
         fields = self.fields
         return (fields.get("source"), repr(sorted(fields.get("engine", {}).items())), fields.get("chat_template"))
 

@@ -264,7 +264,7 @@ def source(place: Place) -> str:
 
 
 def check_source(value: str) -> None:
-    """Refuse what names no artifact; ConfigError says why, without its subject."""
+    """Refuse what names no artifact; ConfigError states why, without its subject."""
     from lockstep.artifacts.hub.source import parse_hub_source
 
     scheme, sign, rest = value.partition("://")

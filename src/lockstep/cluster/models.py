@@ -104,7 +104,7 @@ class ModelSet:
             name: model for model in self.by_id.values() for name in (*model.entry.aliases, model.id)
         }
         self._by_name[None] = next(iter(self.by_id.values()))
-        """Who is meant where a request names nobody: the entry model, or the first one."""
+        """Who is intended where a request names nobody: the entry model, or the first one."""
         if self.router is not None:
             self._by_name[None] = self.by_id[self.router.entry]
             self._by_name.setdefault(declared.cluster, self._by_name[None])

@@ -2,7 +2,7 @@
 replica as soon as a successor is ready.
 
 Pure. A successor is a further replica of its group under a free number, so that for a while there are more than were
-asked for; nothing of a group becomes less on the way.
+requested; nothing of a group becomes less on the way.
 """
 
 from __future__ import annotations

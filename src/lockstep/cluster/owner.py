@@ -83,7 +83,7 @@ class Owner:
         self._gateways: dict[str, Gateway] = {}
         self._groups: dict[str, OwnedGroup] = {}
         self._found: dict[str, list[int]] = {}
-        """Replicas that somebody placed before, and that nobody has asked for yet."""
+        """Replicas that somebody placed before, and that no one has requested yet."""
         self._hosts: Sequence[Host] = ()
         self._fault = ""
         """Why hosts cannot be looked at now, in one sentence; empty: they can."""
@@ -278,7 +278,7 @@ class Owner:
                     look_at_s = now_s + LOOK_S
                     await self._look()
                 self._plan()
-            except Exception:  # whatever it is, nobody else would ever plan
+            except Exception:  # whatever it is, nothing else would ever plan
                 log.exception("a defect over the cluster's plan")
             await asyncio.sleep(TICK_S)
 
@@ -368,7 +368,7 @@ class Owner:
         self._refusals = kept | refused
 
     def _adopt(self, demands: Mapping[str, Demand], now_s: float) -> None:
-        """Take over what was placed before this owner began; what nobody wants any more is removed."""
+        """Take over what was placed before this owner began; what no one wants any more is removed."""
         ordered = {key: self._found[key] for key in demands if key in self._found} | self._found
         for key, numbers in ordered.items():
             if key in demands and key not in self._groups:

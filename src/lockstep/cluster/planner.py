@@ -52,9 +52,9 @@ class Replica:
     num_busy: int = 0
     """Calls that are being answered."""
     num_waiting: int = 0
-    """Calls that wait to be admitted; whoever asked for it to be loaded counts as one."""
+    """Calls that wait to be admitted; whoever requested it to be loaded counts as one."""
     waiting_since_s: float | None = None
-    """Of the oldest of them; None exactly when nobody waits."""
+    """Of the oldest of them; None exactly when no one waits."""
     last_used_s: float = 0.0
     """When it became resident, or a call of it was admitted or ended, whichever was last."""
     resident_since_s: float = 0.0
@@ -131,7 +131,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Free a replica that nobody uses."""
+    """Free a replica that no one uses."""
 
     key: str
     reason: UnloadReason

@@ -180,7 +180,7 @@ class _ChoiceSoFar:
 class RemoteAnswer:
     """The answer that the events of one stream make.
 
-    It is whole when all choices that were asked for have ended. A server that sends more pieces of a choice than its
+    It is whole when all choices that were requested have ended. A server that sends more pieces of a choice than its
     `max_tokens` did not take the limit, and is cut; without one, only `MAX_ANSWER_CHARS` bounds the answer.
 
     Args:

@@ -196,7 +196,7 @@ class ReplicaState:
         return "" if self.phase is Phase.RESIDENT else self.absence or "the model is loading"
 
     def status(self, now_s: float) -> str:
-        """The state that its models are shown in: declared tiers say only where they are meant to be."""
+        """The state that its models are shown in: declared tiers say only where they are intended to be."""
         if self.phase is not Phase.ABSENT:
             return self.phase.value
         if self.failure is not None:

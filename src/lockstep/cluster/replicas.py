@@ -396,7 +396,7 @@ class Replicas:
         self.pump()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that nobody waits for; ended by `close`."""
+        """Do something that no one waits for; ended by `close`."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

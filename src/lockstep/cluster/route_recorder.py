@@ -222,7 +222,7 @@ def _guarded(method: Method[Arguments]) -> Method[Arguments]:
 
 
 class RouteRecorder:
-    """Writes every route, in a thread of its files; what cannot be written is said once, and nothing waits for it.
+    """Writes every route, in a thread of its files; what cannot be written is reported once, and nothing waits for it.
 
     A `lockstep.hosts.group.RouteWatcher`: told by one thread, in order, what each group's balancer was told, and after
     it. It knows balancers by that alone, so that a file which begins later begins with what the files before it say.

@@ -248,7 +248,7 @@ class Sessions:
     """All sessions of a cluster: named ones, and those of requests without a session id.
 
     Args:
-        is_shared: whether other gateways have sessions of the same models, and are told of these.
+        is_shared: whether other gateways have sessions of the same models, and are informed of these.
     """
 
     def __init__(self, is_shared: bool = False) -> None:

@@ -204,7 +204,7 @@ class HostSnapshot(msgspec.Struct, frozen=True):
     resources: Mapping[str, float]
     """All of it: ``CPU``, ``memory`` in bytes, and those by name."""
     free: Mapping[str, float]
-    """Of these, those that nobody has."""
+    """Of these, those that no one has."""
     num_replicas: int
     """On it now, those that leave included."""
 
@@ -233,7 +233,7 @@ class PlaceSnapshot(msgspec.Struct, frozen=True):
     """``waiting`` for room, ``starting``, ``loading``, ``ready``, ``failed``, ``leaving``, or ``unreachable``: placed,
     and without a link to this server."""
     reason: str
-    """Why it is not ready, or is not reached although it is, in one sentence; empty: it is, or nobody has said."""
+    """Why it is not ready, or is not reached although it is, in one sentence; empty: it is, or no one has said."""
     host: str
     """Name of its host; empty: it is on none."""
     address: str
@@ -267,7 +267,7 @@ class PlaceSnapshot(msgspec.Struct, frozen=True):
 
     @property
     def sentence(self) -> str:
-        """Reason why it gets no requests of this gateway; empty: it does, or nobody has said."""
+        """Reason why it gets no requests of this gateway; empty: it does, or no one has said."""
         state = "gets no requests" if self.state == "ready" else f"is {self.state}"
         return f"{self.name} {state}: {self.reason}" if self.reason else ""
 

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who is free, who is cached, how often each is held. Knows no hashes and no sequences."""
+"""The pool of KV blocks: who is free, who is cached, how often each is held. Depends on no hashes and no sequences."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds and whose content is worthless."""
+        """Blocks that no one holds and whose content is worthless."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and whose content can be hit."""
+        """Blocks that no one holds and whose content can be hit."""
         return len(self._cached) + len(self._pinned)
 
     @property
@@ -90,7 +90,7 @@ class BlockPool:
         """Hold a sequence's blocks (first position first) once less; the deepest is released first.
 
         Args:
-            hashes: by block, of those whose content can be hit; they are cached when nobody holds them any more.
+            hashes: by block, of those whose content can be hit; they are cached when no one holds them any more.
             pinned: those of them that are handed out last.
         """
         refs, free, cached = self._refs, self._free, self._cached
@@ -183,7 +183,7 @@ class HostPool:
         return tuple(self._free.pop() for _ in range(count))
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Free blocks whose content nobody needs."""
+        """Free blocks whose content no one needs."""
         self._free.extend(reversed(blocks))
 
     def release_after_plan(self, blocks: Sequence[int]) -> None:

@@ -67,7 +67,7 @@ class KVCache:
         return [seq for seq, _ in self._moved_in.values()]
 
     def fail(self) -> None:
-        """The step did not run to its end: nobody knows what was moved, so all of it is dropped."""
+        """The step did not run to its end: it is unknown what was moved, so all of it is dropped."""
         for seq in self._moved_out.values():
             self._keep(seq, len(seq.table), 0)
         for seq, trusted in self._moved_in.values():

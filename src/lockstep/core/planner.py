@@ -361,7 +361,7 @@ class StepPlanner:
                     self._note(seq, limit, 0, self._config.max_skips, others)
 
     def _limits_on_all(self, builder: StepBuilder) -> list[Reached]:
-        """Limits that let nobody else in."""
+        """Limits that let nothing else in."""
         num_running, most = self._running.num_running, self._config.max_num_seqs
         slots = [(Limit.SEQS, num_running, most)] if num_running >= most else []
         return [*slots, *builder.spent()]

@@ -1,6 +1,6 @@
 """The scheduler: every step's decision, and the life of every sequence.
 
-Owns all sequences. Knows no tokens, no time and no model: lengths, hashes and commands come in, plans go out. The
+Owns all sequences. Depends on no tokens, no time and no model: lengths, hashes and commands come in, plans go out. The
 order of calls is commit, commands (add, name_answer, abort, pin, sweep, fill, reset), schedule.
 """
 
@@ -179,7 +179,7 @@ class Scheduler:
 
     def schedule(self, explain: Explain | None = None) -> StepPlan:
         """Decide the next step. It is committed or failed before the next one is decided; but where nobody is
-        unfinished, the plan is empty, needs neither, and changed nothing: whoever was not asked for it decides on as
+        unfinished, the plan is empty, needs neither, and changed nothing: whoever was not requested it decides on as
         whoever was.
 
         Args:

@@ -1,6 +1,6 @@
-"""A planner's reason in words: the same sentence for whoever compares two runs and whoever asks why a request waits.
+"""A planner's reason in words: the same sentence for whoever compares two runs and the caller why a request waits.
 
-Sentences have no full stop and name no request by themselves: who else a limit is about is said by the caller, for
+Sentences have no full stop and name no request by themselves: who else a limit is about is reported by the caller, for
 whom those names may be secret.
 """
 

@@ -38,7 +38,7 @@ class Detokenizer:
     Args:
         after: the token before the first one, usually the prompt's last. None or a special token: a new text begins,
             and SentencePiece models drop its leading space; otherwise the text goes on, and the space stays.
-        verbatim: the space stays in either case, because a constraint asked for it.
+        verbatim: the space stays in either case, because a constraint requested it.
         shown: ids of special tokens whose text is shown; that of all others is left out.
     """
 

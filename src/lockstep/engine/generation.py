@@ -50,7 +50,7 @@ class Generation:
     prompt_logprobs: PromptLogprobs | None = None
     """For the first sequence only: its siblings have the same prompt."""
     takes_likeliest: bool = False
-    """True if each of its tokens is the most likely one, and nobody asks how likely."""
+    """True if each of its tokens is the most likely one, and no one asks how likely."""
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
@@ -132,11 +132,11 @@ class Generation:
         return bits
 
     def embedding(self) -> npt.NDArray[np.float32] | None:
-        """The pooled vector of a request that asked for one and came to its end."""
+        """The pooled vector of a request that requested one and came to its end."""
         return self.pooler.vector() if self.pooler is not None and self.finish_reason is FinishReason.STOP else None
 
     def judged_prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Log-probabilities of the prompt's tokens, where they were asked for and the prompt was computed."""
+        """Log-probabilities of the prompt's tokens, where they were requested and the prompt was computed."""
         return None if self.prompt_logprobs is None else self.prompt_logprobs.entries()
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> int:
@@ -319,7 +319,7 @@ class LiveRequest:
     arrival_s: float = 0.0
     sink: Sink | None = None
     is_kept: bool = False
-    """The whole answer is kept until it is asked for."""
+    """The whole answer is kept until it is requested."""
     generations: list[Generation] = field(default_factory=list)
     num_open: int = field(init=False)
     num_delivered: int = 0

@@ -80,7 +80,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
 
 
 def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationRequest) -> GenerationRequest:
-    """The request with a model's token ids as its prompt, cut as it says.
+    """The request with a model's token ids as its prompt, cut as it states.
 
     Raises:
         InvalidParameterError, ChatTemplateError: the prompt or its truncation is wrong; see `Tokenizer.encode_chat`.

@@ -73,7 +73,7 @@ class KVCheck:
         """True if a check has ended, or one can begin as nothing else is to be done.
 
         Args:
-            is_idle: nobody waits in front of the scheduler.
+            is_idle: no one waits in front of the scheduler.
         """
         if self._running is not None:
             return self._running.is_over

@@ -43,7 +43,7 @@ RECOVERED_BYTES, RECOVERED_BLOCKS = 1 << 20, 8
 """A disk that refused a file has room again when it takes so much more, whichever is larger."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 UNKNOWN_CLASS = 1 << 16
-"""Of blocks that no engine of this process has asked for yet."""
+"""Of blocks that no engine of this process has requested yet."""
 _SUFFIX = ".kv"
 SHARED_MEMORY = Path("/dev/shm")
 """Where Linux has files in memory; elsewhere they are in the folder for temporary files."""
@@ -215,7 +215,7 @@ class BlockFiles:
         if not before:
             log.warning("%s", self.fault)
         self._refused_bytes = self.num_bytes
-        return error.errno in _FULL and self._evict_one(class_)  # somebody else's files took the room: these give way
+        return error.errno in _FULL and self._evict_one(class_)  # another one's files took the room: these give way
 
     def _took(self, num_bytes: int) -> None:
         """End the fault when clearly more is kept than when the disk refused something.
@@ -296,7 +296,7 @@ def header_of(key: BlockKey, content: Blocks) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be used; UsageError says why."""
+    """Refuse a folder that cannot be used; UsageError states why."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(_locked(folder / "lock"))

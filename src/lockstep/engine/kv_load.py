@@ -46,7 +46,7 @@ class ChainLoad:
         return not self.is_over and (self.num_read - self.num_taken) * self.num_bytes < MAX_AHEAD_BYTES
 
     def put(self, content: Blocks) -> None:
-        """Add the next block's content, unless nobody wants it any more."""
+        """Add the next block's content, unless no one wants it any more."""
         with self._lock:
             if not self.is_over:
                 self._ready.append(content)

@@ -50,7 +50,7 @@ class LLM:
         observer: called after each step with its plan, result and events.
 
     Raises:
-        LockstepError: the model cannot be loaded; the message says why.
+        LockstepError: the model cannot be loaded; the message states why.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class Task(Generic[Result]):
     def __init__(self, work: Callable[[Task[Result]], Result]) -> None:
         self._work = work
         self.is_stopped = False
-        """Set once nobody waits for the rest; long work looks at it now and then."""
+        """Set once no one waits for the rest; long work looks at it now and then."""
         self.emitted: SimpleQueue[TokenOutput | None] = SimpleQueue()
         """Outputs of the work, and None when it is over. A wait for it is one native call: an interrupt comes before or
         after it, and no output is lost."""

@@ -247,7 +247,7 @@ class Pooler:
         return range(max(first, start) - start, max(end, start) - start)
 
     def add(self, start: int, offsets: range, states: npt.NDArray[np.float32]) -> None:
-        """Take the states [len(offsets), hidden_size] that ``rows_of`` asked for."""
+        """Take the states [len(offsets), hidden_size] that ``rows_of`` requested."""
         for state in states.astype(np.float64):
             self._sum = state if self._sum is None else self._sum + state
         if len(offsets):
@@ -268,7 +268,7 @@ class PromptLogprobs:
     """Log-probabilities of a prompt's own tokens, collected while the prompt is computed.
 
     The logits of a position judge the token after it; the first token has none before it. Rows come in position order,
-    chunk by chunk, and where a preempted prompt is recomputed they are not asked for again.
+    chunk by chunk, and where a preempted prompt is recomputed they are not requested again.
 
     Args:
         prompt_ids: the whole prompt.
@@ -288,7 +288,7 @@ class PromptLogprobs:
         return range(max(len(self._entries) - 1, start) - start, max(end, start) - start)
 
     def add(self, rows: npt.NDArray[np.float32]) -> int | None:
-        """Take the logits [len(offsets), vocab] that ``rows_of`` asked for last.
+        """Take the logits [len(offsets), vocab] that ``rows_of`` requested last.
 
         Returns:
             The position whose logits are not finite, where one is: nothing is known of what follows it. Else None.

@@ -62,7 +62,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     embedding: npt.NDArray[np.float32] | None = None
     """[hidden_size], not normalised, of a request with ``pooling``."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """One per prompt token where they were asked for; None for the first, which nothing precedes."""
+    """One per prompt token where they were requested; None for the first, which nothing precedes."""
     counted: TokenCounts | None = None
     """Not None: all token ids are empty, and this is how many there were."""
 

@@ -2,7 +2,7 @@
 event loops that wait for them. All are bounded.
 
 There is no lock around inbox and results: each operation on a queue is one that Python does whole, so that an interrupt
-of whoever asks finds nothing half done, and nobody waits for the engine but by the bell.
+of the caller finds nothing half done, and no one waits for the engine but by the bell.
 """
 
 from __future__ import annotations

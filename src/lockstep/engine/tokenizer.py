@@ -34,7 +34,7 @@ _BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(ma
 
 
 class Tokenizer:
-    """Text to tokens and back, and conversations to prompts, as an artifact says. May be shared by threads."""
+    """Text to tokens and back, and conversations to prompts, as an artifact states. May be shared by threads."""
 
     def __init__(self, parts: TokenizerParts) -> None:
         self.parts = parts
@@ -101,7 +101,7 @@ class Tokenizer:
         """Tokens of a text. Special tokens that are written in it are recognised: not for a stranger's message.
 
         Args:
-            add_special_tokens: begin and end the text as the artifact says, usually with BOS.
+            add_special_tokens: begin and end the text as the artifact states, usually with BOS.
             most: how many there may be; None: any number.
 
         Raises:

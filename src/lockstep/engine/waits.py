@@ -1,6 +1,6 @@
-"""Waits of an engine's requests: why each is passed over, as the planner says while it decides. Engine thread only.
+"""Waits of an engine's requests: why each is passed over, as the planner states while it decides. Engine thread only.
 
-Where nobody waits nothing is asked and no clock is read. Where somebody does, the planner is asked some times a second,
+Where no one waits nothing is asked and no clock is read. Where somebody does, the planner is asked some times a second,
 and more seldom the more of them there are, so that its reasons cost a small part of the time however long the queue is.
 """
 

@@ -46,7 +46,7 @@ class StepBatch(msgspec.Struct, frozen=True):
     hidden_rows: npt.NDArray[np.int64] | None = None
     """Indices into ``token_ids`` whose hidden states are wanted; None: none."""
     prompt_rows: npt.NDArray[np.int64] | None = None
-    """Indices into ``token_ids`` whose logits are asked for afterwards, by `Executor.prompt_logits`; None: none."""
+    """Indices into ``token_ids`` whose logits are requested afterwards, by `Executor.prompt_logits`; None: none."""
 
 
 class Executor(Protocol):
@@ -83,7 +83,7 @@ class Executor(Protocol):
     def prompt_logits(self, first: int, last: int) -> Logits:
         """Logits [last - first, vocab] of ``prompt_rows[first:last]`` of the latest step, valid until the next call.
 
-        Those of a long prompt together may be gigabytes, so a few are asked for at a time.
+        Those of a long prompt together may be gigabytes, so a few are requested at a time.
         """
         ...
 

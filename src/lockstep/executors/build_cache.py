@@ -39,7 +39,7 @@ class BuildCache:
         self._files = files
 
     def find(self, key: Mapping[str, str]) -> Path | None:
-        """Path of the first file for ``key``, or None; an entry that is not what its manifest says is removed."""
+        """Path of the first file for ``key``, or None; an entry that is not what its manifest states is removed."""
         entry = self._entry(key)
         if not entry.exists():
             return None

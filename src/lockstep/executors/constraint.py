@@ -1,6 +1,6 @@
 """A constraint on an answer's text: a frozen value that a request carries.
 
-Knows no grammar engine and no tokenizer; `grammar_compiler.py` puts it to work. Being hashable, it is also the key
+Depends on no grammar engine and no tokenizer; `grammar_compiler.py` puts it to work. Being hashable, it is also the key
 under which a checked grammar is remembered. Of a JSON schema, `schema_text` says which documents it stands for here.
 """
 

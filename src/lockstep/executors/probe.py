@@ -1,8 +1,8 @@
-"""The determinism probe: is a sequence bitwise the same alone, in company, in chunks, elsewhere in memory?
+"""The determinism probe: is a sequence bitwise the same alone, in a batch, in chunks, elsewhere in memory?
 
 One subject, a fixed prompt and then fixed tokens one by one, is played under circumstances (`Scenario`). A case
 compares the logits of every row that would be sampled with those of the same subject alone. What was not played is not
-in the report, and nothing is claimed of it. Works on the Executor protocol and knows no implementation.
+in the report, and nothing is claimed of it. Works on the Executor protocol and depends on no implementation.
 The probe overwrites the KV pool: run it before anything is served from it, or on an executor of its own.
 """
 
@@ -109,7 +109,7 @@ class Scenario:
     move: str = ""
     """While it decodes, ``swap``: out to the host, over its old blocks, into others; ``copy``: to others directly."""
     all_rows: bool = False
-    """True if logits of every token are asked for, not only of the sampled ones."""
+    """True if logits of every token are requested, not only of the sampled ones."""
 
 
 def play(executor: Executor, num_blocks: int, scenario: Scenario) -> Logits:
@@ -304,7 +304,7 @@ class _Play:
         return np.stack(kept)
 
     def _move(self, table: tuple[int, ...]) -> tuple[int, ...]:
-        """Take the subject's blocks elsewhere and let somebody else write where they were."""
+        """Take the subject's blocks elsewhere and let another one write where they were."""
         geometry = self.executor.geometry
         target = self.deal(len(table) * geometry.block_size)
         vandal = (_tokens(55, len(table) * geometry.block_size, geometry.vocab_size), 0, table)

@@ -2,7 +2,7 @@
 
 `SamplingParams` is what the request intends: one field is one parameter, with its default, the check of any other value
 and a sentence of documentation. `ResolvedSampling` is what the sampler obeys after the artifact's defaults and the
-neutral values have filled the gaps. Knows no model: a vocabulary size and a mapping of defaults come in.
+neutral values have filled the gaps. Depends on no model: a vocabulary size and a mapping of defaults come in.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             defaults: any of temperature, top_k, top_p, min_p, repetition_penalty; other names are not ours to obey.
 
         Raises:
-            InvalidParameterError: a default that is used lies outside its range; the message says where it came from.
+            InvalidParameterError: a default that is used lies outside its range; the message states where it came from.
         """
         chosen = self if not defaults else self._filled(defaults)
         temperature = 1.0 if chosen.temperature is None else float(chosen.temperature)
@@ -216,7 +216,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def _filled(self, defaults: Mapping[str, float | int]) -> SamplingParams:
-        """With an artifact's defaults where nothing was said; they have the same ranges as a request's values."""
+        """With an artifact's defaults where nothing was reported; they have the same ranges as a request's values."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given: dict[str, Any] = {
             name: defaults[name] for name in names if getattr(self, name) is None and name in defaults

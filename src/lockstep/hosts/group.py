@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 SILENCE_S = 10.0
-"""A worker on a network that says nothing for so long is as good as lost; its health is asked for every second, and it
+"""A worker on a network that says nothing for so long is as good as lost; its health is requested every second, and it
 loads nothing while it serves."""
 REFUSED_AGAIN_S = 5.0
 """Until a link that was refused is tried again: a file may have been corrected, or a worker started anew."""

@@ -123,9 +123,9 @@ class Calls:
             value, fault = None, None
             try:
                 value = work()
-            except BaseException as error:  # whoever waits for it would wait for ever
+            except BaseException as error:  # callers that wait for it would wait for ever
                 fault = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits any more
                 loop.call_soon_threadsafe(settle, value, fault)
 
         try:
@@ -145,10 +145,10 @@ class Calls:
 
 
 async def choose_address(ray: str) -> str | None:
-    """The address of the cluster that is meant by a manifest's ``ray``; None: none is there, and we start our own.
+    """The address of the cluster that is intended by a manifest's ``ray``; None: none is there, and we start our own.
 
     Raises:
-        PlacingError: nobody listens at an address that was named.
+        PlacingError: no one listens at an address that was named.
     """
     named = os.environ.get("RAY_ADDRESS", "") if ray == "auto" else ray
     if named and named != "auto":

@@ -51,7 +51,7 @@ HEAD = "node:__internal_head__"
 """Ray's resource of the host with its head, without which no actor is placed: others than replicas live there, since
 they would be of no use without it, and are lost with no other host."""
 START_LIMIT_S = 60.0
-"""For an actor to be made, and its process to be started, perhaps by somebody else at the same time."""
+"""For an actor to be made, and its process to be started, perhaps by another one at the same time."""
 START_AGAIN_S = 0.5
 STARTED = ""
 """Call that an actor answers as soon as it has started."""

@@ -126,7 +126,7 @@ class ReplicaHost:
             except WorkerLostError as error:
                 self._num_lost += error.is_suspect
                 self._set(state=PlaceState.STARTING, reason=str(error), port=0, pid=0)
-            except Exception as error:  # whatever it is, nobody else would ever load it
+            except Exception as error:  # whatever it is, nothing else would ever load it
                 await self._failed(error)
 
     async def _present_worker(self) -> SupervisedWorker:
@@ -222,7 +222,7 @@ class ReplicaHost:
                 if telling is not None:
                     await telling
                 num_failures = 0
-            except Exception as error:  # nobody else would ever tell what comes later
+            except Exception as error:  # nothing else would ever tell what comes later
                 num_failures += 1
                 log.debug("%s cannot report its place: %s", self._label, error)
                 await asyncio.sleep(backoff_s(num_failures, FIRST_TELL_AGAIN_S, MAX_TELL_AGAIN_S))

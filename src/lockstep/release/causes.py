@@ -2,7 +2,7 @@
 
 A late answer is a symptom. It waited for its first token or for the others; it waited in a queue or for its prefill; it
 was longer; or the pool was smaller. Of unlike answers the tokens say whether they were cut off, thinned out, doubled,
-asked for by another prompt, or sampled otherwise.
+requested by another prompt, or sampled otherwise.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ UNKNOWN = Cause("", "")
 def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
     """Signals with their places and causes, in the order in which a person looks at them.
 
-    Rollback comes first, then causes before their consequences. What a segment says after all pairs is said once.
+    Rollback comes first, then causes before their consequences. What a segment says after all pairs is reported once.
     """
     cuts = cuts_of(evidence) if signals else ()
     found: dict[tuple[str, str], Finding] = {}

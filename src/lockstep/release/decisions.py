@@ -158,7 +158,7 @@ def _replayed(workload: Workload, config: SchedulerConfig, cost: CostFile) -> tu
 
 
 def figures_of(outcomes: Sequence[RequestOutcome]) -> dict[str, float]:
-    """Figures of requests, by the names of `FIGURES`; those that nobody has are left out."""
+    """Figures of requests, by the names of `FIGURES`; those that no one has are left out."""
     if not outcomes:
         return {}
     found: dict[str, float] = {}

@@ -111,7 +111,7 @@ class Evidence:
     names: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
     """Values of `NAMED` of both sides' pairs, sorted."""
     is_deterministic: tuple[bool, bool]
-    """Whether each side's engine promises equal answers in any company."""
+    """Whether each side's engine promises equal answers in any batch."""
     faults: tuple[tuple[Side, Reason, int], ...]
     """Parts of records that were left out."""
     digests: tuple[str, str]

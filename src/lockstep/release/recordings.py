@@ -71,7 +71,7 @@ class Sameness(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Recordings:
-    """Sides that are recordings, by side, and what is to be said of them."""
+    """Sides that are recordings, by side, and what is to be reported of them."""
 
     traces: Mapping[Side, Trace]
     sources: tuple[Source, ...]
@@ -124,7 +124,7 @@ def read_recordings(store: Store, paths: Sequence[Path]) -> Recordings:
 
 
 def sameness_of(traces: Mapping[Side, Trace]) -> tuple[Sameness, list[str]]:
-    """Means by which the answers compare, and what has to be said of it."""
+    """Means by which the answers compare, and what has to be reported of it."""
     headers = [trace.header for trace in traces.values()]
     names = [header.key_name for header in headers]
     if len(headers) == len(SIDES) and names[0] and names[0] == names[1]:

@@ -60,7 +60,7 @@ WORDS = {
 OPEN = ("undecided", "changing", "no-evidence")
 """States of series that are neither outside nor within."""
 MOST_PAIRS = 10_000_000
-"""Beyond, no traffic is said to suffice."""
+"""Beyond, no traffic is reported to suffice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +341,7 @@ def too_early(num_pairs: int, is_timed: bool) -> Signal | None:
 
 
 def amount(unit: str, value: float | None) -> str:
-    """An effect as a person says it."""
+    """An effect as a person states it."""
     if value is None:
         return "unknown"
     if unit == "ratio":

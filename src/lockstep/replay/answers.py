@@ -58,7 +58,7 @@ class RecordedAnswers:
     num_others: int = 0
     """Requests for embeddings, which no recording holds."""
     notes: tuple[str, ...] = ()
-    """What is to be said of the recording's files."""
+    """What is to be reported of the recording's files."""
 
     @property
     def num_answers(self) -> int:

@@ -44,7 +44,7 @@ def calibrate(steps: Iterable[LiveStep], made_on: MadeOn, level: float = LEVEL) 
         level: share of steps that the interval is to contain.
 
     Raises:
-        TraceError: too few steps, or steps that never did what prices are asked for.
+        TraceError: too few steps, or steps that never did what prices are requested.
     """
     table, num_left_out = _table(steps)
     _check(table)

@@ -120,7 +120,7 @@ def changed_fields(config: SchedulerConfig) -> dict[str, Any]:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """The text of a field's value as that field's type; UsageError says what would be right."""
+    """The text of a field's value as that field's type; UsageError states what would be right."""
     kinds = _kinds(name)
     text = text.strip()
     if type(None) in kinds and text.lower() in ("none", "null"):

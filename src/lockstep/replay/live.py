@@ -186,7 +186,7 @@ def workload_of_lives(name: str, engine: EngineEntry, lives: Iterable[Life], not
 
 
 def _request(life: Life, first_ps: int, engine: EngineEntry, partial: int) -> WorkloadRequest:
-    """One request; ``partial`` is a content that nobody else has, for a last block that is not full."""
+    """One request; ``partial`` is a content that nothing else has, for a last block that is not full."""
     added, outcome = life
     contents = added.contents
     if contents and len(contents) * engine.config.block_size < outcome.num_prompt_tokens:

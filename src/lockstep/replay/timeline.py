@@ -13,7 +13,7 @@ from lockstep.core.step import StepEvents, StepPlan
 MAX_TICKS = 500_000
 """Ticks that a report holds at most; those after them are left out, and the report says so."""
 MAX_TICKS_UNASKED = 10_000
-"""A replay of more has them only where they are asked for."""
+"""A replay of more has them only where they are requested."""
 
 
 class Tick(NamedTuple):

@@ -37,7 +37,7 @@ class Trace:
     header: Header
     """Of the first file; its machine is empty where it does not say, as of simulated runs."""
     findings: tuple[Finding, ...] = ()
-    """What is to be said of the files: missing, repeated, out of place, cut; they tell by themselves."""
+    """What is to be reported of the files: missing, repeated, out of place, cut; they tell by themselves."""
     has_beginning: bool = True
     """Whether the first file is the first of its run."""
     num_runs: int = 1
@@ -60,7 +60,7 @@ class Trace:
         """Refuse a recording with faults or gaps, for who has to follow it from step to step.
 
         Raises:
-            TraceError: something is not there; the message says what.
+            TraceError: something is not there; the message states what.
         """
         self.check_as_recorded(verb)
         for each in self.findings:
@@ -159,7 +159,7 @@ def part_of(path: Path) -> Part:
     for frame in read_frames(path):
         header = header or _header_in(path, frame)
     if frame is not None:
-        with suppress(ChangedChunkError, *_NO_ENTRY):  # whoever reads it all tells where
+        with suppress(ChangedChunkError, *_NO_ENTRY):  # the reader it all tells where
             deque(reader.read(frame.data), maxlen=0)
     num_bytes = path.stat().st_size
     if frame is None or header is None:

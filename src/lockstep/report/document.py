@@ -174,7 +174,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A table that opens when it is asked for; only on pages."""
+    """A table that opens when it is requested; only on pages."""
 
     summary: str
     table: Table
@@ -239,7 +239,7 @@ class Point(NamedTuple):
     label: str
     figures: Mapping[str, float]
     is_best: bool = False
-    """Whether no other beats it in what was asked for."""
+    """Whether no other beats it in what was requested."""
     is_chosen: bool = False
 
 

@@ -65,7 +65,7 @@ class Extension(Shape):
     preemptions: int
     session_id: str | None
     warnings: NotRequired[Sequence[str] | None]
-    """What was asked for and is not done, also in the header `x-lockstep-warning`."""
+    """What was requested and is not done, also in the header `x-lockstep-warning`."""
     entry_model: NotRequired[str | None]
     """Who routed the request; this and the following are there only if somebody did."""
     final_model: NotRequired[str | None]
@@ -98,7 +98,7 @@ class Tier(Shape, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """Form of a stream, whatever it says."""
+    """Form of a stream, whatever it states."""
 
     content_type: bytes
     ping: bytes

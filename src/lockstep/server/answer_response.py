@@ -453,7 +453,7 @@ async def all_of(work: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A]
     """The results of some work on each item, in order; begun in order as well, ``most`` at once at most.
 
     The first in order that fails ends them all, and nothing is begun that is far behind it: of a thousand prompts
-    whose first is too long, nobody reads the last.
+    whose first is too long, no one reads the last.
     """
     if len(items) == 1:
         return [await work(items[0])]  # which needs no task of its own

@@ -145,7 +145,7 @@ async def _on_lockstep(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_departure(request: Request, error: Exception) -> Response:
-    """An answer that nobody reads."""
+    """An answer that no one reads."""
     return Response(status_code=CLIENT_LEFT_STATUS)
 
 

@@ -83,7 +83,7 @@ class RefusalPart(Marked):
 
 
 def part_kind(value: object) -> str:
-    """The kind of content part that a value is meant to be, as a tag."""
+    """The kind of content part that a value is intended to be, as a tag."""
     return "[refusal]" if isinstance(value, dict) and value.get("type") == "refusal" else "[text]"
 
 
@@ -268,7 +268,7 @@ def _shows_route(body: ChatBody) -> bool:
 
 
 def _echo(body: ChatBody, chat: ChatCall) -> str:
-    """The beginning of an answer that repeats the last message: where that is the assistant's and it is asked for."""
+    """The beginning of an answer that repeats the last message: where that is the assistant's and it is requested."""
     prompt = chat.call.prompt
     if not body.echo or body.messages[-1].role != "assistant" or not isinstance(prompt, Conversation):
         return ""

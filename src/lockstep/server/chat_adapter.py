@@ -119,7 +119,7 @@ async def answer_as_chat(
     Args:
         make_body: translates it; on another thread, where it is long.
         make_encoder: from who answers, by its served name, and the call.
-        warnings: what was asked for and is not done, whoever answers.
+        warnings: what was requested and is not done, whoever answers.
         earlier_ids: tokens of a conversation that the prompt goes on with.
         returns_ids: whether choices have the tokens of the answer.
     """

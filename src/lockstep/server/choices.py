@@ -33,7 +33,7 @@ class Choice:
     """Among the choices of the whole answer."""
     _: KW_ONLY
     tracer: Tracer | None = None
-    """Not None where log-probabilities are asked for."""
+    """Not None where log-probabilities are requested."""
     parser: ToolParser | None = None
     """Not None where functions may be called; tells calls from content."""
     calls_end: bool = True
@@ -41,7 +41,7 @@ class Choice:
     end_ids: frozenset[int] = frozenset()
     """Tokens of the model that end an answer, which is no `stop_reason`."""
     returns_ids: bool = False
-    """Whether token ids are asked for."""
+    """Whether token ids are requested."""
     shows_end: bool = False
     """Whether a stop token that is text is part of the answer."""
     is_silent: bool = False

@@ -47,7 +47,7 @@ _FORMS: dict[str, Any] = {JSON_TYPE: {"schema": {"type": "object"}}} | {
 _RANGES = {"*/*": (0, JSON_TYPE), "application/*": (1, JSON_TYPE), "text/*": (1, "text/yaml")} | {
     each: (2, each) for each in (JSON_TYPE, *YAML_TYPES)
 }
-"""By what an ``Accept`` may say: how exactly it says it, and what is meant."""
+"""By what an ``Accept`` may say: how exactly it says it, and what is intended."""
 _UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")
 """What stands for itself in JSON, while in YAML it ends a line or may only be written as an escape."""
 _NOT_YAML = re.compile(rf"\t|\\u[dD][89a-fA-F]|{_UNPRINTED.pattern}")
@@ -169,7 +169,7 @@ async def retrieve_manifest(request: Request) -> Response:
     operation_id="replace_manifest",
 )
 async def replace_manifest(request: Request) -> Response:
-    """Replace the manifest as one unit: all of it is brought in, or nothing changes and the error says all that is
+    """Replace the manifest as one unit: all of it is brought in, or nothing changes and the error states all that is
     wrong. Models that are in both go on as they are, those that are gone answer what they have begun."""
     cluster = _manifested(request)
     text = manifest_text(await request.body(), request.headers.get("content-type", ""))

@@ -42,7 +42,7 @@ _PIECE = 1_024
 
 
 def text_or_list(value: object) -> str:
-    """The member of a union that a value is meant to be. A tag with ``[`` is no name in an error's place."""
+    """The member of a union that a value is intended to be. A tag with ``[`` is no name in an error's place."""
     return "[list]" if isinstance(value, list) else "[text]"
 
 
@@ -100,7 +100,7 @@ def _json(value: object) -> object:
 
 
 def absent(why: str) -> BeforeValidator:
-    """For parameters of OpenAI's that are not done here: only null is taken, and the error says why."""
+    """For parameters of OpenAI's that are not done here: only null is taken, and the error states why."""
 
     def check(value: object) -> None:
         if value is not None:
@@ -116,7 +116,7 @@ NOTHING = WithJsonSchema(
 
 
 def empty(why: str) -> BeforeValidator:
-    """For members that are not done here: only null and what says nothing are taken, and the error says why."""
+    """For members that are not done here: only null and what says nothing are taken, and the error states why."""
 
     def check(value: object) -> None:
         if value not in (None, "", [], False):

@@ -81,7 +81,7 @@ class JsonSchemaFormat(Body):
     description: str | None = None
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
-    """The answer always obeys the schema, whatever is said here."""
+    """The answer always obeys the schema, whatever is reported here."""
 
 
 class ResponseFormat(Body):
@@ -197,7 +197,7 @@ class Caller:
     """The caller of a request, and the operator's options for callers."""
 
     tenant: str
-    """Name of the API key; empty where none is asked for."""
+    """Name of the API key; empty where none is requested."""
     options: ServerOptions
     request_id: str = ""
     segment: str = ""
@@ -205,7 +205,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Constrained:
-    """A constraint and the parameter that asked for it."""
+    """A constraint and the parameter that requested it."""
 
     constraint: Constraint | None = None
     param: str | None = None
@@ -380,7 +380,7 @@ def check_tokens_known(tokenizer: Tokenizer, wishes: Mapping[str, bool]) -> None
     """Refuse what must be said in tokens where only another server knows them.
 
     Args:
-        asked: by parameter, whether it is asked for.
+        asked: by parameter, whether it is requested.
     """
     if tokenizer.vocab_size > 0:
         return

@@ -112,7 +112,7 @@ class HttpCounts:
     responses={200: {"content": {"text/plain": {}, OPENMETRICS: {}}}},
 )
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format, or OpenMetrics where it is asked for."""
+    """Prometheus' text format, or OpenMetrics where it is requested."""
     serving = serving_of(request)
     counts: HttpCounts = request.app.state.http_counts
     snapshots = await serving.cluster.metrics()

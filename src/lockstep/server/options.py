@@ -16,7 +16,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 9000
     api_keys: tuple[str, ...] = ()
-    """Any of them opens the guarded endpoints; none: no key is asked for."""
+    """Any of them opens the guarded endpoints; none: no key is requested."""
     admin_keys: tuple[str, ...] = ()
     """Open all endpoints; where there are any, only they open those that show or change what all callers share."""
     prefix_cache_per_key: bool = False

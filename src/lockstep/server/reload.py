@@ -1,4 +1,4 @@
-"""Reload of the manifest's file, when it is asked for or, where it is watched, when it has changed."""
+"""Reload of the manifest's file, when it is requested or, where it is watched, when it has changed."""
 
 from __future__ import annotations
 

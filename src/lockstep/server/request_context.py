@@ -40,7 +40,7 @@ _SANE_ID = re.compile(rb"[!-~]{1,128}")
 _SEGMENT = re.compile(rb"[ -~]{1,64}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 CLIENT_LEFT_STATUS = 499
-"""In logs and metrics, of a request whose client left; nobody is there to be told."""
+"""In logs and metrics, of a request whose client left; nothing is there to be told."""
 
 PEOPLE = ("user", "safety_identifier", "prompt_cache_key")
 """Labels that say whom a request was sent for; clients put names and addresses there."""
@@ -88,7 +88,7 @@ class RequestContext:
     request_id: str
     """The client's ``x-request-id``, or ours."""
     endpoint: str
-    """The route's path, with its parameters as names; until the request is routed what the client asked for."""
+    """The route's path, with its parameters as names; until the request is routed what the client requested."""
     started_s: float
     """On the monotonic clock."""
     at_s: float = 0.0
@@ -131,7 +131,7 @@ class RequestContext:
     body: str | None = None
     """The request as it was sent."""
     warnings: Sequence[str] = ()
-    """What was asked for and is not done, a sentence each; told in a header and in the answer."""
+    """What was requested and is not done, a sentence each; told in a header and in the answer."""
     error: HttpError | None = None
     is_sent: bool = False
     """The connection has taken the whole answer. What it tells of from then on is no departure."""
@@ -311,7 +311,7 @@ async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, 
     try:
         return await work
     except asyncio.CancelledError:
-        if is_gone and working.uncancel() == 0:  # and nobody else wanted its end
+        if is_gone and working.uncancel() == 0:  # and nothing else wanted its end
             raise ClientLeft from None
         raise
     finally:

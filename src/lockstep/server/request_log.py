@@ -293,7 +293,7 @@ def chosen(
     after: int = 0,
     limit: int = DEFAULT_LIMIT,
 ) -> list[RequestRow]:
-    """The newest of those that are asked for, newest first.
+    """The newest of those that are requested, newest first.
 
     Args:
         caller: only this one's; None: everybody's.

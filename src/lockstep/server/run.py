@@ -57,7 +57,7 @@ def run_server(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        reload: brings the cluster's manifest in again, asked for by SIGHUP.
+        reload: brings the cluster's manifest in again, requested by SIGHUP.
 
     Raises:
         UsageError: it cannot listen there.

@@ -185,7 +185,7 @@ class CheckBody(BaseModel):
 
 @debug_router.post("/reset_prefix_cache", operation_id="reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> ResetBody:
-    """Forget every cached prefix that nobody uses now."""
+    """Forget every cached prefix that no one uses now."""
     return ResetBody(num_blocks=await serving_of(request).cluster.reset_prefix_cache())
 
 

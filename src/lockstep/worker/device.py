@@ -319,7 +319,7 @@ class RequestAdmission:
             replica.engine.submit(submit.request, request_id=submit.request_id)
         except LockstepError as error:
             self._refuse(Refused(submit.request_id, error))
-        except Exception as error:  # a defect of ours or a wrong type: that request's end, and nobody else's
+        except Exception as error:  # a defect of ours or a wrong type: that request's end, and nothing else's
             log.exception("request %d cannot be prepared", submit.request_id)
             self._refuse(Refused(submit.request_id, RequestFailedError(f"it cannot be prepared: {error!r}")))
         if self._registry.find(replica.key) is not replica:  # unloaded meanwhile: nobody will look into its inbox

@@ -44,7 +44,7 @@ class DeviceScheduler:
     """Choice of the replica that steps now, and account of what that cost.
 
     Within a round, the best class that has credit steps first; within a class, who stepped longest ago; then who was
-    loaded first. Nobody saves: a replica without work keeps at most one round's credit, and when nobody has work, all
+    loaded first. Nobody saves: a replica without work keeps at most one round's credit, and when no one has work, all
     debts are forgotten.
     """
 
@@ -71,7 +71,7 @@ class DeviceScheduler:
         return self._num_turns, [(key, seat.grant_us, seat.credit_us, seat.last_turn) for key, seat in seats]
 
     def choose(self, priorities: Mapping[str, int], with_work: Collection[str]) -> str | None:
-        """The replica that steps now; None: nobody has work.
+        """The replica that steps now; None: no one has work.
 
         Args:
             priorities: the class of each replica that is loaded, in order of loading.

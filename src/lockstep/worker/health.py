@@ -79,7 +79,7 @@ class Pulse:
         self._num_silent += 1
 
     def count_word(self) -> None:
-        """Count a word of the worker, whatever it says."""
+        """Count a word of the worker, whatever it states."""
         self._has_spoken, self._num_silent = True, 0
 
     def reported(self, report: HealthReport, now_s: float) -> None:

@@ -42,7 +42,7 @@ MODEL = "{model}"
 MAX_QUEUED = 10_000
 """Batches that wait to be sent; more are lost, and their numbers are missing."""
 MAX_REPLAYED, MAX_REPLAYED_BYTES = 10_000, 64 << 20
-"""Batches that can be asked for again."""
+"""Batches that can be requested again."""
 RETRY_S = 1.0
 WARN_INTERVAL_S = 60.0
 CLOSE_LIMIT_S = 1.0
@@ -57,7 +57,7 @@ class KVEventsOptions(msgspec.Struct, frozen=True):
 
     endpoint: str
     replay: str = ""
-    """Empty: what was missed cannot be asked for."""
+    """Empty: what was missed cannot be requested."""
     topic: str = MODEL
 
     def check(self, allows_remote: bool) -> None:
@@ -224,7 +224,7 @@ def name_of(content: bytes) -> int:
 
 
 class KVEventPublisher:
-    """Sends batches, in a thread of its own; nobody waits for it. `publish` is for one thread."""
+    """Sends batches, in a thread of its own; no one waits for it. `publish` is for one thread."""
 
     def __init__(self, options: KVEventsOptions) -> None:
         self._options = options
@@ -234,7 +234,7 @@ class KVEventPublisher:
         self.num_dropped = 0
         self._warn_s = 0.0
         self._sent: deque[tuple[str, bytes, bytes]] = deque()
-        """Topic, number and batch of what can be asked for again."""
+        """Topic, number and batch of what can be requested again."""
         self._sent_bytes = 0
         self._is_closing = threading.Event()
         self._encode = msgspec.msgpack.Encoder().encode

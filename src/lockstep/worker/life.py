@@ -207,7 +207,7 @@ class Life:
         return [replica.loaded for replica in self._replicas.values() if replica.loaded is not None]
 
     def _replica_event(self, event: Loading | Loaded | LoadFailed | Unloaded) -> None:
-        """Take over what the worker says of a replica; of a load that nobody waits for any more, nothing."""
+        """Take over what the worker says of a replica; of a load that no one waits for any more, nothing."""
         replica = self._replicas.get(event.replica)
         if replica is None and isinstance(event, Loaded) and self._options.kind == "network":
             replica = self.begin_load(event.replica, None)  # its owner had it loaded
@@ -249,7 +249,7 @@ class Life:
     # -- link.Handler ---------------------------------------------------------------------------------------------
 
     def received(self, event: Event) -> None:
-        """Take over an event; whatever the worker says is a sign of life."""
+        """Take over an event; whatever the worker states is a sign of life."""
         self.pulse.count_word()
         match event:
             case Answered(_, HealthReport() as report):
@@ -294,7 +294,7 @@ class Life:
             await asyncio.sleep(self.restarts.start_at_s - time.monotonic())
             try:
                 await self._start_link()
-            except Exception as error:  # whatever it is, nobody else would ever start one
+            except Exception as error:  # whatever it is, nothing else would ever start one
                 defect = None if isinstance(error, LockstepError) else error
                 self.link_fault = str(error)
                 level = self._level if defect is None else logging.ERROR

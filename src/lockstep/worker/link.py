@@ -85,7 +85,7 @@ class WorkerOptions:
 
     kind: Literal["thread", "process", "network"] = "thread"
     """``process`` for servers: a native crash then ends requests, and not the server. ``network``: a worker that
-    somebody else has started, at ``address``."""
+    another one has started, at ``address``."""
     address: WorkerAddress | None = None
     listen: ListenOptions | None = None
     """Where a worker process listens for gateways on a network as well."""
@@ -112,7 +112,7 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
     Raises:
         UsageError: this system cannot hand a socket to a process, or a worker on a network does not believe us.
         ExecutorError: no process can be started.
-        UnavailableError: nobody listens at the address.
+        UnavailableError: no one listens at the address.
     """
     if options.kind == "thread":
         return ThreadLink(handler, options.trace, options.kv_events)
@@ -168,7 +168,7 @@ class SpawnedWorker:
         ours.setblocking(False)
         self._sock = ours
         self.is_free = True
-        """Whether nobody has taken it, or ended it."""
+        """Whether no one has taken it, or ended it."""
 
     def take(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """The process and our end of its socket, for who speaks to it from now on; once."""
@@ -177,7 +177,7 @@ class SpawnedWorker:
         return self._process, self._sock
 
     def discard(self) -> None:
-        """End it, if nobody has taken it."""
+        """End it, if no one has taken it."""
         if self.is_free:
             _end(*self.take())
 
@@ -322,7 +322,7 @@ class ThreadLink:
             self._commands.put(Stop())
 
     def _tell(self, function: Callable[[Any], None], value: Event | str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no one listens any more
             self._loop.call_soon_threadsafe(function, value)
 
 

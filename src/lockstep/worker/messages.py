@@ -316,7 +316,7 @@ class Outputs(_Event, frozen=True):
     """Requests that got their place in the queue at the beginning of the step."""
     outputs: list[TokenOutput]
     step: StepReport | None = None
-    """The step in figures, where it was asked for and it is its turn to be reported."""
+    """The step in figures, where it was requested and it is its turn to be reported."""
     started: list[Started] = []
     """Requests whose computation began with the step."""
     waits: list[WaitReason] = []

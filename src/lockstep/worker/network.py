@@ -1,4 +1,4 @@
-"""Link over a network to a device worker that somebody else started; the other end is `lockstep.worker.guests`.
+"""Link over a network to a device worker that another one started; the other end is `lockstep.worker.guests`.
 
 The worker is shared: closing the link ends what came over it, and not the worker. Whoever kills it for hanging only
 hangs up, and what it says later goes nowhere.

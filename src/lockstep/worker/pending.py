@@ -58,14 +58,14 @@ class PendingRequests:
         return mailbox
 
     def leave(self, mailbox: Mailbox) -> bool:
-        """Drop a mailbox that nobody reads any more; whether its request is still under way."""
+        """Drop a mailbox that no one reads any more; whether its request is still under way."""
         return self._mailboxes.pop(mailbox.request_id, None) is not None and not mailbox.is_ended
 
     def unended(self) -> Iterator[Mailbox]:
         return (mailbox for mailbox in self._mailboxes.values() if not mailbox.is_ended)
 
     def outputs(self, event: Outputs) -> None:
-        """Split what a step brought among its readers; what nobody reads any more is dropped."""
+        """Split what a step brought among its readers; what no one reads any more is dropped."""
         mailboxes = self._mailboxes
         for request_id in event.accepted:
             if (mailbox := mailboxes.get(request_id)) is not None:
@@ -154,7 +154,7 @@ class Mailbox:
         self.is_ended = False
         """Nothing more will come."""
         self.station: CallStation | None = None
-        """Told what becomes of the request before its first token; None: nobody asks."""
+        """Told what becomes of the request before its first token; None: no one asks."""
         self._has_begun = False
         self._outputs: list[TokenOutput] = []
         self._error: LockstepError | None = None
@@ -210,7 +210,7 @@ class Mailbox:
             self.wake()
 
     def wake(self) -> None:
-        """Let whoever waits take what has come."""
+        """Let callers that wait take what has come."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

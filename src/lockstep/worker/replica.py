@@ -67,7 +67,7 @@ def open_replica(
         publisher: of KV events, where the device has one.
 
     Raises:
-        LockstepError: it cannot be loaded; the message says why.
+        LockstepError: it cannot be loaded; the message states why.
     """
     started_s = time.perf_counter()
     try_unknown(load, progress)
@@ -161,7 +161,7 @@ class ReplicaRegistry:
                 self._replace(self.present.replicas)
 
     def add(self, replica: Replica) -> bool:
-        """Enter a loaded replica under a key that was claimed; False: the device ends, and nobody wants it any more."""
+        """Enter a loaded replica under a key that was claimed; False: the device ends, and no one wants it any more."""
         with self._lock:
             if not self._is_closed:
                 self._replace({**self.present.replicas, replica.key: replica})

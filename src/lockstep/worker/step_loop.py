@@ -56,7 +56,7 @@ Order = Unload | Ask | AnswerShown
 """Commands that the step thread obeys between two steps."""
 IDLE_WAIT_S = 1.0
 MAX_STEP_REPORTS_PER_S = 50.0
-"""Of each replica, whatever is asked for."""
+"""Of each replica, whatever is requested."""
 
 
 class StepLoop:

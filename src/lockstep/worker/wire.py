@@ -139,7 +139,7 @@ log = logging.getLogger(__name__)
 MAX_BACKLOG_BYTES = 256 << 20
 """A server that leaves so much unread is stuck for good; the worker ends, and with it what nobody would read."""
 EXIT_UNREAD = 75
-"""Exit code of a worker whose events nobody reads."""
+"""Exit code of a worker whose events no one reads."""
 
 
 class Outbox:

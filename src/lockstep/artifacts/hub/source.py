@@ -130,7 +130,7 @@ def gguf_file(source: HubSource, listing: Listing) -> str:
     """The GGUF file that a source means: the named one, the only one of a quantisation, or the only one at all.
 
     Raises:
-        ArtifactNotFoundError: none or several are meant; the message lists them with their sizes.
+        ArtifactNotFoundError: none or several are intended; the message lists them with their sizes.
         UnsupportedArtifactError: a part of a split file.
     """
     files = sorted(name for name in listing if name.endswith(".gguf") and not _PROJECTOR.search(name))

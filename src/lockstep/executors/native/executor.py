@@ -178,7 +178,7 @@ class NativeExecutor:
         )
 
     def execute(self, batch: StepBatch) -> Logits:
-        """See the protocol. Any rows may be asked for; an empty plan (only moves, or nothing) gives no rows."""
+        """See the protocol. Any rows may be requested; an empty plan (only moves, or nothing) gives no rows."""
         pool, plan = self._allocated(), batch.plan
         assert self._limits is not None, "it is set with the pool"
         assert self._forward is not None, "a closed executor has no pool"

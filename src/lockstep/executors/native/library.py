@@ -18,7 +18,7 @@ LIBRARY = Path(__file__).with_name("liblockstep_native.so")
 BITS_VERSION = 1
 """The library's version that this package is written for, as bits.hpp has it."""
 ISA_VARIABLE = "LOCKSTEP_ISA"
-"""Of the environment: the instruction set where none is asked for. All of them give the same bits."""
+"""Of the environment: the instruction set where none is requested. All of them give the same bits."""
 _BUILD = "with a C++ compiler, `python hatch_build.py` builds it"
 _IN_LIBRARY, _RUNS_HERE = 1, 2
 

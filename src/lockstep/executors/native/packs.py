@@ -236,7 +236,7 @@ class _Packing:
         self.num_bytes = sum(_aligned(each.num_bytes) for each in packed)
 
     def panels(self) -> Iterator[Bytes]:
-        """Panels of each matrix, filled up to the alignment; valid until the next one is asked for."""
+        """Panels of each matrix, filled up to the alignment; valid until the next one is requested."""
         memory = np.zeros(max((_aligned(each.num_bytes) for each in self._packed), default=0), np.uint8)
         num_done = 0
         for each in self._packed:

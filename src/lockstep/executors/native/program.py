@@ -254,7 +254,7 @@ class _Builder:
         return {"first_weight": first, "num_weights": len(names)}
 
     def _buffer(self, name: str, columns: int, *, is_groups: bool = False, is_of_step: bool = False) -> int:
-        """The buffer of that name; it is made when it is first asked for."""
+        """The buffer of that name; it is made when it is first requested."""
         if name not in self._names:
             self._names[name] = len(self.program.buffers)
             self.program.buffers.append(Buffer(columns, is_groups, is_of_step))

@@ -47,7 +47,7 @@ def members(text: str, name: str, exact: Container[str], itemised: str) -> Membe
 
     Args:
         exact: keys whose values keep their fractions digit by digit, NaN and repeated keys refused; the others are
-            read leniently, as somebody else's.
+            read leniently, as another one's.
         itemised: key of a list whose elements are `Located` too.
 
     Raises:

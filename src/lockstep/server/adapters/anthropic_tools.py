@@ -36,7 +36,7 @@ class CustomTool(Marked):
     """Not shown to the model; a warning says so."""
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
-    """The model is told of every tool from the beginning."""
+    """The model is informed of every tool from the beginning."""
 
 
 class VersionedTool(Marked):

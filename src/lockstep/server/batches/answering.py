@@ -79,7 +79,7 @@ class _Exchange:
     async def receive(self) -> Message:
         if self._left:
             return {"type": "http.request", "body": self._left.pop(), "more_body": False}
-        await asyncio.get_running_loop().create_future()  # whoever asks does not leave
+        await asyncio.get_running_loop().create_future()  # the caller does not leave
         raise AssertionError("nobody ends this wait but by cancelling it")
 
     async def send(self, message: Message) -> None:

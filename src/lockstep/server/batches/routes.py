@@ -286,7 +286,7 @@ async def _file(request: Request, file_id: str) -> StoredFile:
 
 
 def _page(found: Sequence[Any], limit: int) -> dict[str, Any]:
-    """One page of a list of which one more was asked for than it holds."""
+    """One page of a list of which one more was requested than it holds."""
     data = list(found[:limit])
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(found) > limit}

@@ -1,4 +1,4 @@
-"""Runner of batches: takes each from its checking to its end, in turns in which nobody else waits for an answer.
+"""Runner of batches: takes each from its checking to its end, in turns in which nothing else waits for an answer.
 
 Requests of batches are handed in while no client's request is open, a bounded number at once. When one comes, they are
 aborted and wait again; but none oftener than `MAX_SET_BACKS` times: one such request at a time runs on to its end, so
@@ -252,7 +252,7 @@ class BatchRunner:
             self._wake.set()
 
     def _hand_in(self) -> float:
-        """Begin to answer a request if nobody else waits; returns the seconds after which to look again."""
+        """Begin to answer a request if nothing else waits; returns the seconds after which to look again."""
         if self._serving.traffic.num_open or not self._serving.lifecycle.is_admitting:
             return TEND_S
         now_s = time.monotonic()
@@ -424,7 +424,7 @@ class BatchRunner:
                 self._serving.cluster.card(model)
             except ModelNotFoundError as error:
                 yield Fault("model_not_found", str(error), "body.model", line)
-            except LockstepError:  # nobody knows yet; the request itself will be told
+            except LockstepError:  # unknown yet; the request itself will be told
                 return
 
     async def _fail(self, each: _Open, now_s: float) -> None:

@@ -51,7 +51,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One batch: what was asked for, and how far it has come."""
+    """One batch: what was requested, and how far it has come."""
 
     id: str
     endpoint: str

@@ -91,7 +91,7 @@ class StoreLimits:
 
 
 class BatchStore:
-    """Used from one event loop; closed when nobody uses it any more.
+    """Used from one event loop; closed when no one uses it any more.
 
     Args:
         folder: where it is; None: a temporary one, which goes when the store is closed.

@@ -53,7 +53,7 @@ class StoreLimits:
 
 
 class ResponseStore(Protocol):
-    """Used from one event loop; closed when nobody uses it any more."""
+    """Used from one event loop; closed when no one uses it any more."""
 
     async def put(self, stored: StoredResponse) -> None:
         """Keep a response; RequestFailedError when it cannot be kept."""

@@ -38,7 +38,7 @@ from lockstep.server.responses.tools import arguments_of, shown_name, shown_tool
 
 JsonObject = Mapping[str, Any]
 NewId = Callable[[str], str]
-"""From a prefix to an id that nobody else has."""
+"""From a prefix to an id that nothing else has."""
 
 REASONING_PREFIX, MESSAGE_PREFIX, CALL_PREFIX, CALL_OUTPUT_PREFIX = "rs", "msg", "fc", "fco"
 CUSTOM_CALL_PREFIX = "ctc"

@@ -51,14 +51,14 @@ class AllowedTools(Body):
 
 
 class AllowedToolsChoice(Body):
-    """Some of the tools: the model is told of all, and may call these."""
+    """Some of the tools: the model is informed of all, and may call these."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
 def choice_kind(value: object) -> str:
-    """The form of `tool_choice` that a value is meant to be, as a tag."""
+    """The form of `tool_choice` that a value is intended to be, as a tag."""
     if isinstance(value, dict):
         return "[allowed]" if value.get("type") == "allowed_tools" else "[object]"
     return "[text]"
@@ -78,7 +78,7 @@ FunctionChoice = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """One function as a model is told of it."""
+    """One function as a model is informed of it."""
 
     name: str
     description: str | None

@@ -46,7 +46,7 @@ class ToolUse:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the template."""
     system_text: str | None = None
-    """Not None: the template knows no tools, and this tells the model of them."""
+    """Not None: the template depends on no tools, and this tells the model of them."""
     constraint: Constraint | None = None
     """What the answer must be."""
     shown_specials: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ def _constraint(
     may_talk = choice.mode is ChoiceMode.AUTO
     json_constraint = (
         json_constraint if tokenizer.takes_grammars else None
-    )  # else whoever is asked for both may know how
+    )  # else whoever is requested both may know how
     if may_talk and parallel and json_constraint is None and not any(tool.strict for tool in tools):
         return None, ()
     if not tokenizer.takes_grammars:
@@ -197,7 +197,7 @@ Message = Mapping[str, Any]
 
 
 def tools_as_text(tools: Sequence[CallableTool]) -> str:
-    """Instructions for a model whose template knows no tools."""
+    """Instructions for a model whose template depends on no tools."""
     functions = "\n".join(json.dumps(tool.shown["function"], ensure_ascii=False) for tool in tools)
     return (
         "You may call functions. These are given, one a line, with the JSON schemas of their parameters:\n"

@@ -97,7 +97,7 @@ class Numbers(Generic[Key]):
         return number
 
     def forget_others(self) -> None:
-        """From now on remember what is asked for; `end_forgetting` drops the rest."""
+        """From now on remember what is requested; `end_forgetting` drops the rest."""
         self._kept = {}
 
     def end_forgetting(self) -> None:

@@ -6,7 +6,7 @@ state of everything, so that it can be understood without those before it.
 
 - Engines are numbered in the order in which they first had to do with the device.
 - A ``step`` is how many steps of its engine had begun before the entry's command. A command takes effect before the
-  step of that number is decided, or, where ``in_step`` is said, while the step before it is under way.
+  step of that number is decided, or, where ``in_step`` is reported, while the step before it is under way.
 - Block hashes and tenants are numbered as they come, and equal numbers mean equal things in all files of one run.
   Neither is ever written. ``runs`` are such numbers: first and length of each run of consecutive ones.
 
@@ -389,7 +389,7 @@ def ids_of(runs: Runs) -> tuple[int, ...]:
 
 
 def _check(runs: Runs) -> None:
-    """Refuse runs that are none, or more than there can be, whatever a file says.
+    """Refuse runs that are none, or more than there can be, whatever a file states.
 
     Raises:
         ValueError: they are none.
