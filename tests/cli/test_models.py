@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from lockstep.cli.main import invoke
+from lockstep.engine.loading import load_model
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.executors.native.executor import NativeExecutor
 from tools.random_models import SHAPES, write_gguf, write_huggingface
 
@@ -67,6 +69,8 @@ def test_info_tells_what_a_load_makes_of_the_weights(run: Run, models: Path, tmp
         "Q4_K": 13,
         "Q6_K": 3,
     }
+    facts = json.loads(run("models", "info", str(mixed), "--json")[1])
+    assert facts["loaded_bytes"] == load_model(str(mixed), LoadOptions(EngineOptions(num_blocks=1)))[0].weights_bytes
     facts = json.loads(run("models", "info", str(models / "tiny-llama"), "--quantize", "int4", "--json")[1])
     assert facts["loaded_as"].keys() == {"Q4_0", "Q8_0"}
 

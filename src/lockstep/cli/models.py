@@ -92,11 +92,12 @@ def verify(
 
 
 def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
-    from lockstep.executors.native.packs import encodings_of
+    from lockstep.executors.native.packs import loaded_form
 
     config = artifact.config
     tensors = [artifact.weights[name] for name in artifact.weights.names()]
     num_parameters = sum(_size(tensor.shape) for tensor in tensors)
+    encodings, loaded_bytes = loaded_form(artifact, quantize)
     facts: dict[str, Any] = {
         "name": artifact.name,
         "path": str(artifact.path),
@@ -105,7 +106,8 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
         "parameters": num_parameters or None,
         "bytes": artifact.num_bytes,
         "encodings": dict(sorted(Counter(tensor.encoding.value for tensor in tensors).items())),
-        "loaded_as": encodings_of(artifact, quantize),
+        "loaded_as": encodings,
+        "loaded_bytes": loaded_bytes,
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "heads": f"{config.num_heads} ({config.num_kv_heads} key-value)",

@@ -56,7 +56,7 @@ class ProbeReport:
 
 
 def quick_probe(executor: Executor, num_blocks: int) -> ProbeReport:
-    """A handful of cases for every load: about a second for a model of a hundred million parameters.
+    """A handful of cases: about a second for a model of a hundred million parameters.
 
     Args:
         executor: allocated; its pool is overwritten.
@@ -126,17 +126,8 @@ def play(executor: Executor, num_blocks: int, scenario: Scenario) -> Logits:
 
 
 def split_prompt(length: int, size: int) -> tuple[int, ...]:
-    """Chunks of ``size`` such that none has exactly one token: attention over a single query is another kernel."""
-    chunks = [size] * (length // size)
-    rest = length % size
-    if rest == 1:
-        if size > 2:
-            chunks[-1:] = [size - 1, 2]
-        else:
-            chunks[-1] += 1
-    elif rest:
-        chunks.append(rest)
-    return tuple(chunks)
+    """Chunks of ``size``, and of the rest."""
+    return (size,) * (length // size) + (length % size,) * (length % size > 0)
 
 
 def num_blocks_for(num_tokens: int, geometry: Geometry) -> int:
@@ -165,7 +156,7 @@ def _circumstances(
     prompt = alone.chunks[0]
     yield "alone again", alone
     yield from _in_company(alone, range(1, MAX_COMPANIONS + 1), geometry, num_blocks)
-    for size in range(2, prompt):
+    for size in range(1, prompt):
         yield f"in chunks of {size}", replace(alone, chunks=split_prompt(prompt, size))
     for order in ("descending", "scattered"):
         yield f"in {order} blocks", replace(alone, blocks=order)

@@ -15,8 +15,7 @@ suspended, or this process stopped, nothing was asked."""
 MAX_SILENCE_S = 60.0
 """A healthy worker answers within 0.3 s of steps and 1.2 s beside grammars, on two cores that fifteen others use."""
 MAX_LOAD_SILENCE_S = 600.0
-"""Building a model holds the interpreter in native code, the longer the larger it is: 13 s on the same machine, for one
-of 135 million parameters."""
+"""Packing weights holds the interpreter in native code, the longer the larger they are."""
 MAX_STEP_S = 600.0
 """After so long most clients have given up waiting."""
 FIRST_DELAY_S = 0.5

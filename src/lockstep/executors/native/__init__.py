@@ -1,1 +1,1 @@
-"""A forward pass of our own in C++, under construction: kernels whose results have the same bits on every processor."""
+"""The forward pass in C++: packed weights, programs and kernels whose results have the same bits on every processor."""

@@ -28,7 +28,7 @@ from lockstep.artifacts.model import Artifact, Encoding, Tensor
 from lockstep.artifacts.tensors import BLOCKS, FLOAT_TYPES, GROUP_SIZE
 from lockstep.errors import ExecutorError, UsageError
 from lockstep.executors.build_cache import BuildCache
-from lockstep.executors.native.library import NativeLibrary
+from lockstep.executors.native.library import NativeLibrary, native_library
 from lockstep.executors.native.weights import int4_blocks, int8_blocks, pack, packed_bytes
 from lockstep.executors.quantise import check_tensor, int4_groups, int8_channels, refuse_non_finite
 
@@ -176,11 +176,25 @@ def remove_orphans(cache_dir: Path, folder: Path) -> int:
     return sum(orphan.num_bytes for orphan in orphans)
 
 
-def encodings_of(artifact: Artifact, quantize: str | None) -> dict[str, int]:
-    """Encodings in which the matrices of a model are computed with, and how many of each, by name."""
-    tensors = [artifact.weights[name] for name in _matrix_names(artifact)]
-    found = Counter((packed_encoding(each.name, each, quantize) or each.encoding).value for each in tensors)
-    return dict(sorted(found.items()))
+def loaded_form(artifact: Artifact, quantize: str | None) -> tuple[dict[str, int], int | None]:
+    """Matrices of a model as a load would have them: how many in each encoding, and their bytes; None: no library."""
+    library, num_bytes = native_library(), 0
+    found: Counter[str] = Counter()
+    for name in _matrix_names(artifact):
+        tensor = artifact.weights[name]
+        encoding = packed_encoding(name, tensor, quantize)
+        found[(encoding or tensor.encoding).value] += 1
+        if encoding is None:
+            num_bytes += tensor.data.nbytes
+        elif isinstance(library, NativeLibrary):
+            num_bytes += packed_bytes(library, _as_blocks(tensor, encoding))
+    return dict(sorted(found.items())), num_bytes if isinstance(library, NativeLibrary) else None
+
+
+def _as_blocks(tensor: Tensor, encoding: Encoding) -> Tensor:
+    """A matrix in an encoding that is packed, in whole groups of columns."""
+    features, columns = tensor.shape
+    return Tensor(tensor.name, encoding, (features, -(-columns // GROUP_SIZE) * GROUP_SIZE), tensor.data)
 
 
 def _matrix_names(artifact: Artifact) -> list[str]:
@@ -211,9 +225,8 @@ def _planned(
             _refuse_non_finite_floats(tensor)
             floats[name] = Matrix(tensor.encoding, features, columns, _bytes_of(tensor))
         else:
-            rounded = -(-columns // GROUP_SIZE) * GROUP_SIZE
-            blocks = Tensor(name, encoding, (features, rounded), tensor.data)
-            packed.append(PackedMatrix(name, encoding, features, columns, packed_bytes(library, blocks)))
+            num_bytes = packed_bytes(library, _as_blocks(tensor, encoding))
+            packed.append(PackedMatrix(name, encoding, features, columns, num_bytes))
     return floats, packed
 
 
