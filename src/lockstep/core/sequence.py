@@ -75,8 +75,8 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.num_prompt = request.num_prompt_tokens
         self.num_prefill = request.num_prompt_tokens
-        """Positions that are computed in chunks: those of the prompt and, of an answer that lost its KV, those that were
-        known then."""
+        """Positions that are computed in chunks: those of the prompt and, of an answer that lost its KV, those that
+        were known then."""
         self.num_computed = 0
         self.num_known = request.num_prompt_tokens
         self.max_known = request.num_prompt_tokens + max_output_tokens
