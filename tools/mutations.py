@@ -62,12 +62,12 @@ MUTATIONS: Sequence[Mutation] = (
         "engine", r"(params\.logprobs is None) and not params\.bad_words", r"\1 or not params.bad_words", "bad_words"
     ),
     Mutation("engine", r"\(min\(prompt_ids\), (max\(prompt_ids\))\)", r"(\1,)", "input_processing"),
-    Mutation("engine", r"\(\*end_ids, \*params\.stop_token_ids\)", "end_ids", "stops"),
+    Mutation("engine", r"\(\*ends, \*params\.stop_token_ids\)", "ends", "stops"),
     Mutation("engine", r"1 <= (len\(request\.session_id\)) <= MAX", r"1 <= \1 < MAX", "sessions|input_processing"),
     Mutation("engine", r"\(len\(prompt_ids\), 1, \(\), ", "(len(prompt_ids), 2, (), ", "pooling|embeddings"),
     Mutation("engine", r"reason is not FinishReason\.ERROR and (generation\.pooler)", r"\1", "answers"),
     # Text as it comes.
-    Mutation("engine", r"self\._hit\[self\._fail\[(\w+)\]\]$", "None", "stops"),
+    Mutation("engine", r"= min\(found\)$", "= max(found)", "stops"),
     # The device scheduler.
     Mutation("worker", r"min\(able, key=\w+\)", "able[-1]", "turns|device_scheduler"),
     Mutation(
