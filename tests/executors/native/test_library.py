@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 
 import pytest
 
 from hatch_build import NATIVE_LIBRARY, X86, build_native
-from lockstep.executors.native.library import BITS_VERSION, native_library
+from lockstep.executors.native.library import BITS_VERSION, ISA_VARIABLE, native_library
 from lockstep.executors.options import ISAS
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_fastest_instruction_set_is_chosen_unless_one_is_forced() -> None:
+def test_the_fastest_instruction_set_is_chosen_unless_one_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
     best = native_library()
     if isinstance(best, str):
         pytest.skip(best)
@@ -23,10 +23,24 @@ def test_the_fastest_instruction_set_is_chosen_unless_one_is_forced() -> None:
     assert best.usable[-1] == "portable"
     assert set(best.usable) <= set(best.built)
     assert best.built == (ISAS if platform.machine().lower() in X86 else ("portable",))
-    assert best.isa == os.environ.get("LOCKSTEP_ISA", best.usable[0])
+    assert best.isa == best.usable[0]
     forced = native_library("portable")
     assert not isinstance(forced, str)
     assert forced.isa == "portable"
+
+
+@pytest.mark.skipif(isinstance(native_library("portable"), str), reason="the library was not built")
+def test_the_environment_forces_one_where_no_option_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "portable")
+    by_environment = native_library()
+    assert not isinstance(by_environment, str)
+    assert by_environment.isa == "portable"
+    monkeypatch.setenv(ISA_VARIABLE, "avx3")
+    wrong, option = native_library(), native_library("portable")
+    assert isinstance(wrong, str)
+    assert "'avx3'" in wrong
+    assert ISA_VARIABLE in wrong
+    assert not isinstance(option, str)
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:

@@ -53,12 +53,12 @@ def native_library(isa: str | None = None, library: Path = LIBRARY) -> NativeLib
     states = {name: int(handle.native_has_isa(name.encode())) for name in ISAS}
     built = tuple(name for name in ISAS if states[name] >= _IN_LIBRARY)
     usable = tuple(name for name in ISAS if states[name] >= _RUNS_HERE)
-    chosen = isa or os.environ.get(ISA_VARIABLE) or usable[0]
+    chosen, origin = (isa, "") if isa else (os.environ.get(ISA_VARIABLE) or usable[0], f" of {ISA_VARIABLE}")
     if chosen not in ISAS:
-        return f"there is no instruction set {chosen!r}; the known ones are {', '.join(ISAS)}"
+        return f"there is no instruction set {chosen!r}{origin}; the known ones are {', '.join(ISAS)}"
     if chosen not in usable:
         reason = "this processor does not run" if chosen in built else "the native library does not have"
-        return f"{reason} the instruction set {chosen!r}; usable here: {', '.join(usable)}"
+        return f"{reason} the instruction set {chosen!r}{origin}; usable here: {', '.join(usable)}"
     return NativeLibrary(handle, version, built, usable, chosen)
 
 
