@@ -285,7 +285,7 @@ class _Play:
             place = len(items) // 2
             items.insert(place, subject.chunk(step))
             samples = index >= len(scenario.chunks) - 1
-            batch = _batch(items, {} if samples else {place}, scenario.all_rows)
+            batch = step_of(items, {} if samples else {place}, scenario.all_rows)
             logits = self.executor.execute(batch)
             if samples:
                 last_token = sum(len(tokens) for tokens, _, _ in items[: place + 1]) - 1
@@ -302,12 +302,12 @@ class _Play:
         if self.scenario.move == "swap":
             out = tuple(zip(table, range(len(table)), strict=True))
             back = tuple(zip(range(len(table)), target, strict=True))
-            self.executor.execute(_batch([], swap_out=out))
-            self.executor.execute(_batch([vandal]))
-            self.executor.execute(_batch([], swap_in=back))
+            self.executor.execute(step_of([], swap_out=out))
+            self.executor.execute(step_of([vandal]))
+            self.executor.execute(step_of([], swap_in=back))
         else:
-            self.executor.execute(_batch([], copies=tuple(zip(table, target, strict=True))))
-            self.executor.execute(_batch([vandal]))
+            self.executor.execute(step_of([], copies=tuple(zip(table, target, strict=True))))
+            self.executor.execute(step_of([vandal]))
         return target
 
 
@@ -315,8 +315,8 @@ def _tokens(salt: int, length: int, vocab_size: int) -> Tokens:
     return np.random.default_rng(salt).integers(0, vocab_size, length)
 
 
-def _batch(
-    items: Sequence[tuple[Tokens, int, tuple[int, ...]]],
+def step_of(
+    items: Sequence[tuple[Sequence[int] | Tokens, int, tuple[int, ...]]],
     unsampled: set[int] | dict[int, int] | None = None,
     all_rows: bool = False,
     *,
@@ -324,6 +324,7 @@ def _batch(
     swap_in: tuple[tuple[int, int], ...] = (),
     copies: tuple[tuple[int, int], ...] = (),
 ) -> StepBatch:
+    """A step of chunks, each tokens, first position and table, that samples the last row of all but ``unsampled``."""
     lengths = tuple(len(tokens) for tokens, _, _ in items)
     samples = tuple(index not in (unsampled or {}) for index in range(len(items)))
     plan = StepPlan(

@@ -14,9 +14,9 @@ from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.layout import split_fused
 from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, Tensor
 from lockstep.artifacts.tensors import dequantise
-from lockstep.core.step import StepPlan
 from lockstep.errors import MissingTokenizerError
 from lockstep.executors.base import Executor, Logits, StepBatch
+from lockstep.executors.probe import step_of
 from lockstep.executors.rotary import inverse_frequencies
 from tools.random_models import SHAPES, Shape, random_tensor, stored_encoding, tensor_shapes
 
@@ -142,22 +142,7 @@ def batch_of(
     all_rows: bool = False,
 ) -> StepBatch:
     """A step that samples every chunk's last row, or wants every row."""
-    lengths = tuple(len(tokens) for tokens, _, _ in items)
-    plan = StepPlan(
-        step=0,
-        evicted=(),
-        swap_out=swap_out,
-        swap_in=swap_in,
-        copies=copies,
-        seq_ids=tuple(range(len(items))),
-        starts=tuple(start for _, start, _ in items),
-        lengths=lengths,
-        tables=tuple(table for _, _, table in items),
-        samples=(True,) * len(items),
-    )
-    token_ids = np.array([token for tokens, _, _ in items for token in tokens], np.int64)
-    rows = np.arange(len(token_ids)) if all_rows else np.cumsum(np.array(lengths, np.int64)) - 1
-    return StepBatch(plan, token_ids, rows.astype(np.int64))
+    return step_of(items, all_rows=all_rows, swap_out=swap_out, swap_in=swap_in, copies=copies)
 
 
 def run(executor: Executor, *items: Item, all_rows: bool = False) -> Logits:
