@@ -8,7 +8,7 @@ UNITS = ("B", "kB", "MB", "GB")
 def size(num_bytes: int) -> str:
     """Bytes in decimal units, to three digits: ``512 B``, ``12.5 kB``, ``640 MB``, ``1.32 GB``."""
     rest, place = float(num_bytes), 0
-    while rest >= 1000 and place < len(UNITS) - 1:
+    while round(rest) >= 1000 and place < len(UNITS) - 1:
         rest, place = rest / 1000, place + 1
     digits = 2 if rest < 10 else 1 if rest < 100 else 0
     text = f"{rest:,.{digits}f}"
