@@ -1,7 +1,7 @@
 """Flags of `lockstep serve`, in groups. Names are vLLM's where it has one.
 
-Flags of vLLM that mean nothing here are accepted with a word where harmless, else refused: who requested something is
-told what happens instead.
+Flags of vLLM that mean nothing here are accepted with a word where harmless, else refused: the message
+states what happens instead.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "swap_space": ((None,), "{flag} is called --swap-space-bytes here, and counts bytes"),
     "seed": ((None,), "{flag} belongs to requests here: the same seed in a request gives the same answer"),
 }
-"""By field: values that ask for nothing that cannot be had, and what is reported to any other."""
+"""By field: values that ask for nothing that cannot be had, and the message for any other."""
 _HARMLESS: Mapping[str, str] = {
     "gpu_memory_utilization": "no GPU memory is reserved; --kv-cache-memory-bytes sizes the KV pool",
     "trust_remote_code": "no code of a model is ever run",

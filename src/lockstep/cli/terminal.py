@@ -139,7 +139,7 @@ class WordWrap:
     A wide character, as Chinese has them, is a word.
 
     Args:
-        width: cells of a line, requested at each word because terminals change their size.
+        width: cells of a line, read at each word because terminals change their size.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:

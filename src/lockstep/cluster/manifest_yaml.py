@@ -27,7 +27,7 @@ MAX_NODES = 50_000
 MAX_INTEGER_DIGITS = 18
 MAX_SHOWN_CHARS = 60
 MAX_PROBLEMS = 200
-"""That are informed of one text; more are no help."""
+"""Problems listed of one text; more are no help."""
 _CORE = (
     ("null", re.compile(r"~|null|Null|NULL|"), "~nN"),
     ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), "tTfF"),

@@ -83,7 +83,7 @@ class Owner:
         self._gateways: dict[str, Gateway] = {}
         self._groups: dict[str, OwnedGroup] = {}
         self._found: dict[str, list[int]] = {}
-        """Replicas that somebody placed before, and that no one has requested yet."""
+        """Replicas that an earlier owner placed, and that nothing has asked for yet."""
         self._hosts: Sequence[Host] = ()
         self._fault = ""
         """Why hosts cannot be looked at now, in one sentence; empty: they can."""

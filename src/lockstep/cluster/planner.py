@@ -52,7 +52,7 @@ class Replica:
     num_busy: int = 0
     """Calls that are being answered."""
     num_waiting: int = 0
-    """Calls that wait to be admitted; whoever requested it to be loaded counts as one."""
+    """Calls that wait to be admitted; a request to load it counts as one."""
     waiting_since_s: float | None = None
     """Of the oldest of them; None exactly when no one waits."""
     last_used_s: float = 0.0

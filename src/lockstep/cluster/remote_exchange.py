@@ -62,7 +62,7 @@ class Patience:
         self._is_answered = False
 
     def end(self, error: LockstepError) -> None:
-        """End the call: callers that wait for its next event gets the error."""
+        """End the call: callers that wait for its next event get the error."""
         self._error = self._error or error
         if self._scope is not None and not self._scope.expired():  # else it is woken already
             self._scope.reschedule(asyncio.get_running_loop().time())

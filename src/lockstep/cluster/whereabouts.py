@@ -1,4 +1,4 @@
-"""Whereabouts of sessions: what the worker and its store have of each, requested when somebody wants to see it.
+"""Whereabouts of sessions: what the worker and its store have of each, read when someone wants to see it.
 
 What is remembered of events is not enough: stores give blocks up when others need the room, the device gives up pinned
 ones before a request waits, and a worker that begins anew has what the one before it had written. Event loop only.

@@ -19,7 +19,7 @@ class TenantLedger:
     """Tokens served per tenant, for the fair order.
 
     A tenant that is new or returns starts at the least count among those that have unfinished requests, so it neither
-    catches up on time when it requested nothing nor is punished for what it got long ago alone.
+    catches up on time in which it asked for nothing nor is punished for what it got long ago alone.
     """
 
     def __init__(self, max_tenants: int) -> None:

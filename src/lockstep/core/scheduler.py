@@ -179,8 +179,8 @@ class Scheduler:
 
     def schedule(self, explain: Explain | None = None) -> StepPlan:
         """Decide the next step. It is committed or failed before the next one is decided; but where nobody is
-        unfinished, the plan is empty, needs neither, and changed nothing: whoever was not requested it decides on as
-        whoever was.
+        unfinished, the plan is empty, needs neither, and changed nothing: a scheduler that made it and one that did
+        not decide alike from then on.
 
         Args:
             explain: told why sequences are passed over or get less than they could; decides nothing.

@@ -2,7 +2,7 @@
 
 `Scheduler.state` and `Fingerprint.state` give it, `from_state` goes on from it as the original would; a recording that
 begins in the middle begins with one. No part of it is what follows from the rest (reference counts, running lists, the
-queue), what only saves work (a run of repeating steps, what a planner remembers) and what no one has requested yet: two
+queue), what only saves work (a run of repeating steps, what a planner remembers) and what no one has read yet: two
 schedulers that decide alike for ever have the same state, whatever they were asked.
 
 Block hashes and tenants are listed once, in the order in which they are met; everything else has their places in these

@@ -1,7 +1,7 @@
-"""A planner's reason in words: the same sentence for whoever compares two runs and the caller why a request waits.
+"""A planner's reason in words: the same sentence where two runs are compared and where a request's wait is explained.
 
-Sentences have no full stop and name no request by themselves: who else a limit is about is reported by the caller, for
-whom those names may be secret.
+Sentences have no full stop and name no request by themselves: the caller adds which others a limit is about, since
+their names may be secret.
 """
 
 from __future__ import annotations

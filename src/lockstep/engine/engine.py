@@ -1,7 +1,7 @@
 """Step loop of one replica: inbox, schedule, execute, sample, commit, publish.
 
-One thread owns all state: the caller ``step``, or ``run``, which does. Other threads reach it through the bounded
-inbox only. The engine depends on no recorder and no HTTP; it takes an observer and hands outputs to sinks.
+One thread owns all state: the one that calls ``step``, or ``run``, which calls it. Other threads reach it through the
+bounded inbox only. The engine depends on no recorder and no HTTP; it takes an observer and hands outputs to sinks.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Generation:
         return bits
 
     def embedding(self) -> npt.NDArray[np.float32] | None:
-        """The pooled vector of a request that requested one and came to its end."""
+        """The pooled vector of a request that asks for one and came to its end."""
         return self.pooler.vector() if self.pooler is not None and self.finish_reason is FinishReason.STOP else None
 
     def judged_prompt(self) -> tuple[TokenLogprobs | None, ...] | None:

@@ -215,7 +215,7 @@ class BlockFiles:
         if not before:
             log.warning("%s", self.fault)
         self._refused_bytes = self.num_bytes
-        return error.errno in _FULL and self._evict_one(class_)  # another one's files took the room: these give way
+        return error.errno in _FULL and self._evict_one(class_)  # other programs' files took the room: ours give way
 
     def _took(self, num_bytes: int) -> None:
         """End the fault when clearly more is kept than when the disk refused something.

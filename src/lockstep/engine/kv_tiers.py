@@ -236,7 +236,7 @@ class HostStore:
         self.is_open = False
         """Whether KV that leaves the device is kept."""
         self.fault = ""
-        """Why less is kept in host memory than was reported, in one sentence; empty: it is as it was reported."""
+        """Why less is kept in host memory than was configured, in one sentence; empty: all of it is."""
         self._folder: HostFolder | None = None
 
     def opened(self, options: KVStoreOptions) -> KVStoreOptions:

@@ -26,7 +26,7 @@ DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SchedulerConfig
 """Of the fields of SchedulerConfig that a user may set, by name."""
 SCHEDULER_FIELDS = tuple(DEFAULTS)
 HOST_SHARE = 0.5
-"""Host swap space in parts of the device pool when nothing else is reported."""
+"""Host swap space in parts of the device pool when no number is set."""
 _TYPICAL_BLOCK_TOKENS = 32
 MAX_LIMITS: Mapping[str, int] = {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20}
 """More than any machine computes at once."""
@@ -85,7 +85,7 @@ class EngineOptions:
 
     @property
     def scheduler(self) -> dict[str, Any]:
-        """The fields of SchedulerConfig that are reported here, by name; those decided at load are not among them."""
+        """The fields of SchedulerConfig that are set here, by name; those decided at load are not among them."""
         return {name: value for name in SCHEDULER_FIELDS if (value := getattr(self, name)) is not None}
 
 

@@ -79,5 +79,5 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     segment: str = ""
     """The caller's label for the part of the traffic that it belongs to; decides nothing, and recordings have it."""
     model: str | None = None
-    """The served name that a cluster is requested; None: whoever takes requests without a name. An engine has one
-    model."""
+    """The served name that a cluster is asked for; None: the model that takes requests without a name. An engine has
+    one model."""

@@ -3,7 +3,7 @@
 A session keeps the full blocks of the last prompt that was computed for it, and of its answer where decoding gives the
 bits of a prompt; the rest is computed again with the next prompt, so that a session changes no bit. What is kept is
 pinned: other content is evicted first, but no request waits for room that only idle sessions take. The number of
-sessions is bounded, as each request states for its owner: the least recently used idle one is swept for a new one, and
+sessions is bounded, as each request sets it for its owner: the least recently used idle one is swept for a new one, and
 while all are busy, the new one waits.
 """
 

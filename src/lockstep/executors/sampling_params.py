@@ -216,7 +216,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def _filled(self, defaults: Mapping[str, float | int]) -> SamplingParams:
-        """With an artifact's defaults where nothing was reported; they have the same ranges as a request's values."""
+        """With an artifact's defaults where the request sets nothing; their ranges are those of a request's values."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given: dict[str, Any] = {
             name: defaults[name] for name in names if getattr(self, name) is None and name in defaults

@@ -145,7 +145,7 @@ class Calls:
 
 
 async def choose_address(ray: str) -> str | None:
-    """The address of the cluster that is intended by a manifest's ``ray``; None: none is there, and we start our own.
+    """The address of the cluster that a manifest's ``ray`` names; None: none is there, and we start our own.
 
     Raises:
         PlacingError: no one listens at an address that was named.

@@ -2,7 +2,7 @@
 apart.
 
 For the field, a text is JSON as a whole, or has it between fences (```` ```json ````) or in `<tool_call>` blocks, as
-models write it that were requested JSON without a grammar. A field is a path of names and places with dots
+models write it where only the prompt demands JSON, without a grammar. A field is a path of names and places with dots
 (``result.total``, ``0.name``); where a name on the way holds JSON in a string, as the arguments of tool calls do, it is
 read. ``tool_call`` is every call of the answer, its name and its arguments. Values are compared as canonical JSON.
 """

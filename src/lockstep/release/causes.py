@@ -2,7 +2,7 @@
 
 A late answer is a symptom. It waited for its first token or for the others; it waited in a queue or for its prefill; it
 was longer; or the pool was smaller. Of unlike answers the tokens say whether they were cut off, thinned out, doubled,
-requested by another prompt, or sampled otherwise.
+made from another prompt, or sampled otherwise.
 """
 
 from __future__ import annotations

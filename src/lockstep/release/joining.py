@@ -21,7 +21,7 @@ EMPTY = (
 )
 """SQL: a record is known to hold no output: it has 0 tokens, and nothing else that an answer can consist of."""
 GIVEN_OK = "coalesce(ok, health <> 'down', coalesce(error, '') = '')"
-"""SQL: a record is reported to be of an answer."""
+"""SQL: by its fields a record is of an answer."""
 OK = f"({GIVEN_OK} AND NOT {EMPTY})"
 """SQL: a record is of an answer. An empty answer is a failure, whatever its status."""
 

@@ -28,7 +28,7 @@ class Policy:
     mode: Literal["threshold", "sequential"] = "threshold"
     """threshold compares figures of all pairs with bounds; sequential keeps its error rates however often one looks."""
     outputs: str | None = None
-    """Sameness of answers: exact, numeric, agreement(FIELD) or ignore. Default exact; it has to be reported where the
+    """Sameness of answers: exact, numeric, agreement(FIELD) or ignore. Default exact; it has to be set where the
     weights or the precisions of the sides are known and differ."""
     min_pairs: int = 20
     """Matched pairs that a verdict needs; with fewer: hold. Segments with fewer do not decide."""

@@ -60,7 +60,7 @@ WORDS = {
 OPEN = ("undecided", "changing", "no-evidence")
 """States of series that are neither outside nor within."""
 MOST_PAIRS = 10_000_000
-"""Beyond, no traffic is reported to suffice."""
+"""Where more would be needed, the report states that no traffic suffices."""
 
 
 @dataclass(frozen=True, slots=True)

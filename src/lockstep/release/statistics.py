@@ -11,7 +11,7 @@ not quite fulfil, and says by what that is replaced:
   the limit of late first looks. That is why there is a first look.
 - `bet_below`: the mean of events between -1 and 1, by betting on blocks of neighbours (Waudby-Smith and Ramdas,
   "Estimating means of bounded random variables by betting", 2024). Exact at every n, without a variance, as long as
-  the mean of no block, given those before it, is less than the bound that it is reported to reach. So it is what counts
+  the mean of no block, given those before it, is less than the bound that it is claimed to reach. So it is what counts
   for events that are too rare to have a variance yet; where events come in longer bursts than half a block, the
   condition is broken.
 - `e_bh` (Wang and Ramdas, "False discovery rate control with e-values", 2022) over metrics and segments: exact for

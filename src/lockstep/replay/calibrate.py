@@ -44,7 +44,7 @@ def calibrate(steps: Iterable[LiveStep], made_on: MadeOn, level: float = LEVEL) 
         level: share of steps that the interval is to contain.
 
     Raises:
-        TraceError: too few steps, or steps that never did what prices are requested.
+        TraceError: too few steps, or steps that never did what a price is wanted of.
     """
     table, num_left_out = _table(steps)
     _check(table)

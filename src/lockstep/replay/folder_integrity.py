@@ -23,7 +23,7 @@ from lockstep.worker.flight.folder import (
 )
 
 SUFFIXES = (SUFFIX, PLAN_SUFFIX, ROUTE_SUFFIX, TEXT_SUFFIX)
-"""Suffixes of the files that a manifest lists; other files in a folder are another one's."""
+"""Suffixes of the files that a manifest lists; other files in a folder are not ours."""
 _PIECE_BYTES = 1 << 20
 
 

@@ -1,6 +1,6 @@
 """A simulated run as a recording: what `lockstep serve --trace` writes of a live one, with times of the logical clock.
 
-One file, one engine, in the entries of worker/flight/entries.py; the reader recordings reads it: `replay --verify`,
+One file, one engine, in the entries of worker/flight/entries.py; whatever reads recordings reads it: `replay --verify`,
 `diff`, `calibrate`, or `replay` itself, as a workload. The same replay gives the same bytes. Times are cut to whole
 microseconds, as recordings count them.
 """

@@ -37,7 +37,7 @@ class Trace:
     header: Header
     """Of the first file; its machine is empty where it does not say, as of simulated runs."""
     findings: tuple[Finding, ...] = ()
-    """What is to be reported of the files: missing, repeated, out of place, cut; they tell by themselves."""
+    """What is to be reported of the files: missing, repeated, out of place, cut."""
     has_beginning: bool = True
     """Whether the first file is the first of its run."""
     num_runs: int = 1
@@ -159,7 +159,7 @@ def part_of(path: Path) -> Part:
     for frame in read_frames(path):
         header = header or _header_in(path, frame)
     if frame is not None:
-        with suppress(ChangedChunkError, *_NO_ENTRY):  # the reader it all tells where
+        with suppress(ChangedChunkError, *_NO_ENTRY):  # who reads all of it learns where
             deque(reader.read(frame.data), maxlen=0)
     num_bytes = path.stat().st_size
     if frame is None or header is None:

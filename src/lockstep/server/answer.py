@@ -98,7 +98,7 @@ class Tier(Shape, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """Form of a stream, whatever it states."""
+    """Form of a stream, whatever its content."""
 
     content_type: bytes
     ping: bytes

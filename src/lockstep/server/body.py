@@ -42,7 +42,7 @@ MAX_DEPTH = 128
 MAX_CONTAINERS = 1 << 17
 """Objects and lists in all: more than any conversation has, and each takes a microsecond of many steps."""
 MAX_MEMBERS = 1 << 14
-"""Of one object; each that unknown would be a fault to be told."""
+"""Of one object: each unknown one is a fault that the response lists."""
 MAX_QUICK_VALUES = 16_384
 """Text with more commas than that, which part values from each other, is not left to the parser in C."""
 MAX_DISCARDED_BODIES = 8

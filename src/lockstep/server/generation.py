@@ -81,7 +81,7 @@ class JsonSchemaFormat(Body):
     description: str | None = None
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
-    """The answer always obeys the schema, whatever is reported here."""
+    """The answer always obeys the schema, whatever is set here."""
 
 
 class ResponseFormat(Body):

@@ -40,7 +40,7 @@ _SANE_ID = re.compile(rb"[!-~]{1,128}")
 _SEGMENT = re.compile(rb"[ -~]{1,64}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 CLIENT_LEFT_STATUS = 499
-"""In logs and metrics, of a request whose client left; nothing is there to be told."""
+"""In logs and metrics, of a request whose client left: it gets no answer."""
 
 PEOPLE = ("user", "safety_identifier", "prompt_cache_key")
 """Labels that say whom a request was sent for; clients put names and addresses there."""
@@ -131,7 +131,7 @@ class RequestContext:
     body: str | None = None
     """The request as it was sent."""
     warnings: Sequence[str] = ()
-    """What was requested and is not done, a sentence each; told in a header and in the answer."""
+    """What was requested and is not done, a sentence each; stated in a header and in the answer."""
     error: HttpError | None = None
     is_sent: bool = False
     """The connection has taken the whole answer. What it tells of from then on is no departure."""

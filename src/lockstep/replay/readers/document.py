@@ -47,7 +47,7 @@ def members(text: str, name: str, exact: Container[str], itemised: str) -> Membe
 
     Args:
         exact: keys whose values keep their fractions digit by digit, NaN and repeated keys refused; the others are
-            read leniently, as another one's.
+            read leniently, as they are another program's.
         itemised: key of a list whose elements are `Located` too.
 
     Raises:

@@ -223,7 +223,7 @@ def _named(keys: Sequence[str]) -> str:
 
 
 def _beginning(head: bytes) -> str:
-    """As much as is text; a byte further on that is none is named with its line by the reader it."""
+    """As much as is text; a byte further on that is none is named with its line where it is read."""
     try:
         return codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError as error:

@@ -152,9 +152,9 @@ class OllamaBody(ParameterBody):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Only with `logprobs`."""
     truncate: bool | None = None
-    """A conversation that does not fit is refused, whatever is reported here."""
+    """A conversation that does not fit is refused, whatever is set here."""
     shift: bool | None = None
-    """An answer ends where its context does, whatever is reported here."""
+    """An answer ends where its context does, whatever is set here."""
 
 
 class OllamaChatBody(OllamaBody):

@@ -424,7 +424,7 @@ class BatchRunner:
                 self._serving.cluster.card(model)
             except ModelNotFoundError as error:
                 yield Fault("model_not_found", str(error), "body.model", line)
-            except LockstepError:  # unknown yet; the request itself will be told
+            except LockstepError:  # unknown yet; the request itself will fail with it
                 return
 
     async def _fail(self, each: _Open, now_s: float) -> None:

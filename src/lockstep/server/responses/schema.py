@@ -188,7 +188,7 @@ class TextFormat(Body):
     description: str | None = None
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
-    """The answer always obeys the schema, whatever is reported here."""
+    """The answer always obeys the schema, whatever is set here."""
 
 
 class TextConfig(Body):
@@ -251,7 +251,7 @@ class ResponseBody(RequestBody):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Only with `include` of `message.output_text.logprobs`."""
     truncation: Literal["auto", "disabled"] | None = None
-    """Nothing is left out: a conversation that does not fit is refused, whatever is reported here."""
+    """Nothing is left out: a conversation that does not fit is refused, whatever is set here."""
     background: Literal[False] | None = None
     """Not done here, so only false."""
     metadata: Labels | None = None

@@ -111,7 +111,7 @@ class CallFormat:
 
 
 HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>", each=True, layout="\n")
-"""Also what models are told whose template depends on no tools."""
+"""Also the instructions for models whose template has no tools."""
 LLAMA3_JSON = CallFormat("llama3_json", "<|python_tag|>", key="parameters", separator="; ", bare=True)
 MISTRAL_LIST = CallFormat("mistral_list", "[TOOL_CALLS]", "]", open="[", separator=", ", has_short_ids=True)
 MISTRAL_NAMED = CallFormat(

@@ -162,7 +162,7 @@ def _constraint(
     may_talk = choice.mode is ChoiceMode.AUTO
     json_constraint = (
         json_constraint if tokenizer.takes_grammars else None
-    )  # else whoever is requested both may know how
+    )  # else a model that is given both may know how
     if may_talk and parallel and json_constraint is None and not any(tool.strict for tool in tools):
         return None, ()
     if not tokenizer.takes_grammars:
