@@ -38,7 +38,8 @@ def record_all(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     many_files(monkeypatch)
     fly(folder, seed, num_requests=20, file_bytes=1000)
     write_text(FolderManifest(folder), TokenizerPayload("{}", f"template {seed}", None, None, ()))
-    plans = PlanRecorder(TraceOptions(str(folder), 16 << 12))
+    # Large enough that no file fills up between two looks: the fourth would take the place of the first.
+    plans = PlanRecorder(TraceOptions(str(folder), 16 << 16))
     observed, policy = Observed((), 1000), PlanPolicy()
     while len(plan_files(folder)) < 3:
         plans.planned(observed, 1.0, policy, plan(observed, 1.0, policy))
@@ -152,7 +153,7 @@ def refuse(folder: Path) -> None:
     found = verify(open_trace(folder, (*plans.findings, *routes.findings)))
     in_order = [each.is_in_order(allows_gaps=False) for each in (found, plans, routes)]
     if not all(in_order):
-        raise TraceError(str(found))
+        raise TraceError(f"{found}\n{plans}\n{routes}")
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
