@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
@@ -64,9 +64,11 @@ def test_byte_level_decoding_of_any_tokens_is_the_librarys(ids: list[int]) -> No
 @pytest.mark.parametrize("family", TABLED[:3])
 @settings(max_examples=100)
 @given(text=st.text(max_size=40))
+@example(text="<end_of_turn>")
 def test_no_piece_holds_half_a_character(family: str, text: str) -> None:
     tokenizer = tokenizer_of(family)
-    pieces = pieces_of(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+    [ids] = tokenizer.encode_plain([text])  # a special token has no text
+    pieces = pieces_of(tokenizer, ids)
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces).endswith(text.lstrip(" ")[-5:])
