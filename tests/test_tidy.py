@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # A package may import packages of a lower layer, and itself. Packages of one layer do not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "owned_folders", "shown", "spelling", "vendored", "version"),
+    ("option_fields", "yaml_reading"),
     ("core", "pocket", "report"),
     ("artifacts",),
     ("executors",),
@@ -64,8 +65,8 @@ PURE_MAY_IMPORT = {
     "struct",
     "typing",
 }
-# Beside other pure modules: exceptions are values, and texts of sizes follow from numbers.
-PURE_MAY_IMPORT_OF_US = {"errors", "shown"}
+# Beside other pure modules: exceptions are values, a field declares its range, and texts of sizes follow from numbers.
+PURE_MAY_IMPORT_OF_US = {"errors", "option_fields", "shown"}
 
 # Native or internal interfaces that only one place may touch.
 CONFINED = {

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.cli.flag_groups import field_docs
+from lockstep.option_fields import field_docs
 from lockstep.release.caveats import WARNINGS
 from lockstep.release.formats import FORMATS
 from lockstep.release.observation import FIELDS

@@ -99,7 +99,7 @@ class Problem:
     """What it is and what would be right, a sentence whose subject is `where`."""
 
     def __str__(self) -> str:
-        return f"line {self.line}: {self.where or 'the manifest'} {self.message}"
+        return f"line {self.line}: {self.where or 'it'} {self.message}"
 
 
 class ManifestError(ConfigError):

@@ -48,5 +48,5 @@ def test_gguf_keys_have_the_same_meaning() -> None:
     ],
 )
 def test_a_value_out_of_range_is_named(name: str, value: object) -> None:
-    with pytest.raises(CorruptArtifactError, match=f"sampling default '{name}' is .* is expected"):
+    with pytest.raises(CorruptArtifactError, match=f"sampling default '{name}' is .* it must be"):
         from_generation_config({name: value}, PATH)

@@ -8,14 +8,15 @@ from typing import Annotated, Any, Literal
 import pytest
 import typer
 
-from lockstep.cli.flag_groups import Flag, OptionFlags, field_docs, with_flags
+from lockstep.cli.flag_groups import Flag, OptionFlags, with_flags
+from lockstep.option_fields import Range, field_docs
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options as a room below has them."""
+    """Options as a package of a lower layer has them."""
 
-    width: int = 4
+    width: Annotated[int, Range(1)] = 4
     """Columns of a table.
 
     Whatever a developer must know besides."""
@@ -23,7 +24,7 @@ class Options:
     """Direction of ``rows``; None: up."""
     limit: int | None = None
     """Rows in a table; None: ``width``."""
-    exact: bool = False
+    exact: bool = True
     """Numbers keep all
     their digits."""
     hidden: str = "kept"
@@ -38,7 +39,7 @@ class Group:
 
 FLAGS = OptionFlags(
     Options,
-    {"width": Flag("columns", low=1), "order": Flag(also=("direction",)), "limit": Flag(), "exact": Flag(default=True)},
+    {"width": Flag("columns"), "order": Flag(also=("direction",)), "limit": Flag(), "exact": Flag()},
 )
 
 
@@ -61,10 +62,10 @@ def parameters() -> dict[str, Any]:
 
 
 def test_a_command_gets_the_values_of_its_groups() -> None:
-    assert made() == (Options(exact=True), Group(), "")
+    assert made() == (Options(), Group(), "")
     argv = ("--columns", "2", "--direction", "down", "--no-exact", "--name", "n", "--word", "w")
-    assert made(*argv) == (Options(2, "down"), Group("n"), "w")
-    assert made("--limit", "3")[0] == Options(limit=3, exact=True)
+    assert made(*argv) == (Options(2, "down", exact=False), Group("n"), "w")
+    assert made("--limit", "3")[0] == Options(limit=3)
 
 
 def test_help_and_shown_defaults_are_of_the_first_paragraph() -> None:

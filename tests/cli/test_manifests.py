@@ -317,7 +317,7 @@ def test_a_file_that_is_too_large_is_refused_for_that(check: Check, tmp_path: Pa
     (tmp_path / "large.yaml").write_bytes("é".encode() * 200_000)
     code, _, err = check(tmp_path / "large.yaml")
     assert code == 2
-    assert "line 1: the manifest is larger than 262144 bytes" in err
+    assert "line 1: it is larger than 262144 bytes" in err
 
 
 def test_what_cannot_be_read_is_one_line(check: Check, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ SHAPE: dict[str, Case] = {
         "!!python/object/apply:os.system ['true']",
         7,
         "models.router.source",
-        ["!!python/object/apply:os.system", "nothing is ever run"],
+        ["!!python/object/apply:os.system", "only plain data"],
     ),
     "a tagged map": ("  gpu_budget", "  !!python/object:os.x\n  gpu_budget", 2, "resources", ["tag", "leave it out"]),
     "a tagged scalar": ("hf://org/router", "!env HOME", 7, "models.router.source", ["tag '!env'", "plain string"]),
@@ -184,7 +184,7 @@ VALUES: dict[str, Case] = {
         "sampling: {temperature: -1}",
         8,
         "models.router.sampling.temperature",
-        ["is -1", "at least 0"],
+        ["is -1", "0 to 1,000,000"],
     ),
     "unknown sampling": (
         "tier: resident",
@@ -212,7 +212,7 @@ VALUES: dict[str, Case] = {
         "engine: {max_num_seqs: -1}",
         8,
         "models.router.engine.max_num_seqs",
-        ["is -1", "at least 1"],
+        ["is -1", "1 to 65,536"],
     ),
     "a chunk that no prompt moves on with": (
         "tier: resident",

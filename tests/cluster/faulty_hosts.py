@@ -20,8 +20,10 @@ HOSTS: dict[str, Case] = {
     "replicas of nobody": _hosts("{replicas: {biling: {num: 2}}}", "hosts.replicas.biling", "did you mean 'billing'?"),
     "replicas of a remote model": _hosts("{replicas: {fallback: {num: 2}}}", "hosts.replicas.fallback", "remote model"),
     "replicas as a number": _hosts("{replicas: {billing: 2}}", "hosts.replicas.billing", "the value '2'", "a map"),
-    "no replica": _hosts("{replicas: {billing: {num: 0}}}", "hosts.replicas.billing.num", "is 0", "1..1024"),
-    "too many replicas": _hosts("{replicas: {billing: {num: 1025}}}", "hosts.replicas.billing.num", "1025", "1..1024"),
+    "no replica": _hosts("{replicas: {billing: {num: 0}}}", "hosts.replicas.billing.num", "is 0", "1 to 1,024"),
+    "too many replicas": _hosts(
+        "{replicas: {billing: {num: 1025}}}", "hosts.replicas.billing.num", "1025", "1 to 1,024"
+    ),
     "unknown key of replicas": _hosts(
         "\n  replicas:\n    billing:\n      nun: 2", "hosts.replicas.billing.nun", "did you mean 'num'?", line=5
     ),

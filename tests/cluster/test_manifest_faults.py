@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.manifest_yaml import MAX_MANIFEST_BYTES, MAX_PROBLEMS
 from lockstep.errors import ConfigError, ManifestError, Problem
+from lockstep.yaml_reading import MAX_BYTES, MAX_PROBLEMS
 from tests.cluster.faulty_forms import BASE, SHAPE, VALUES
 from tests.cluster.faulty_hosts import HOSTS
 from tests.cluster.faulty_names import NAMES, REMOTE
@@ -186,7 +186,7 @@ def test_depth_is_bounded_before_anything_recurses(text: str) -> None:
 
 
 def test_a_text_that_is_too_large_is_not_read() -> None:
-    (problem,) = problems_of(BASE + "#" * MAX_MANIFEST_BYTES)
+    (problem,) = problems_of(BASE + "#" * MAX_BYTES)
     assert "larger than" in problem.message
 
 

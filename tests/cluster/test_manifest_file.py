@@ -291,7 +291,7 @@ def test_engine_blocks_are_what_loading_takes() -> None:
     router = parse(FULL, environment={"HOST": "a.b"}).entry("router")
     options = EngineOptions(**router.engine)
     assert options.kv_cache_memory_bytes == 256 << 20
-    assert options.scheduler == {"max_num_seqs": 8, "chunking": False, "order": "fair"}
+    assert (options.max_num_seqs, options.chunking, options.order) == (8, False, "fair")
 
 
 def test_models_of_one_source_are_counted_once_against_a_budget() -> None:

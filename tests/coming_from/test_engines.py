@@ -16,7 +16,7 @@ from lockstep.cli.main import command_of
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.resolve import open_manifest
-from lockstep.core.policy import SchedulerConfig, least_batched_tokens
+from lockstep.core.policy import SchedulerConfig, SchedulerLimits, least_batched_tokens
 from lockstep.core.request import FinishReason, Priority, Request
 from lockstep.core.sequence import SequenceState
 from lockstep.core.step import StepPlan
@@ -102,13 +102,16 @@ def test_strict_orders_of_decoding(order: Any, first: int) -> None:
         core.add(Request(8, 4, priority=priority))
     sampled = [plan.seq_ids[plan.samples.index(True)] for plan in (step(core) for _ in range(6)) if plan.num_samples]
     assert sampled[1:4] == [first] * 3
-    assert (core.stats().num_preemptions, SchedulerConfig(16, 64, 512).prefill_share) == (0, "fixed")
+    assert (
+        core.stats().num_preemptions,
+        SchedulerLimits().prefill_share,
+    ) == (0, "fixed")
     assert [scheduler(order=name).has_work for name in ("priority", "fair")] == [False, False]
 
 
 @states("Counts steps instead of seconds, so that a recording replays.")
 def test_priority_rises_by_steps() -> None:
-    config = SchedulerConfig(16, 64, 512, priority_aging_steps=10)
+    config = SchedulerConfig(block_size=16, num_blocks=64, max_model_len=512, priority_aging_steps=10)
     assert [config.aged_priority(1, steps) for steps in (0, 9, 10, 30)] == [1, 1, 0, -2]
 
 

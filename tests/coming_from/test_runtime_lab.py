@@ -182,7 +182,7 @@ def test_a_request_is_skipped_so_often_and_no_more(tmp_path: Path) -> None:
     )
     assert default == ["r0", "r2", "r3", "r4", "r1"]
     assert bounded.index("r1") == 3
-    assert SchedulerConfig(16, 64, 512).max_skips == 64
+    assert SchedulerConfig(block_size=16, num_blocks=64, max_model_len=512).max_skips == 64
 
 
 @states("A request that can never fit is refused and counted apart.")

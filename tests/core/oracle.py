@@ -279,9 +279,9 @@ class Loop:
 def alone(job: Job, config: SchedulerConfig, *, can_stop: bool = True, forces: bool = True) -> tuple[int, ...]:
     """What a request gets by itself in a pool with room for it."""
     roomy = SchedulerConfig(
-        config.block_size,
-        64,
-        config.max_model_len,
+        block_size=config.block_size,
+        num_blocks=64,
+        max_model_len=config.max_model_len,
         max_num_batched_tokens=1024,
         max_chunk_tokens=1024,
         max_forced_tokens=config.max_forced_tokens,

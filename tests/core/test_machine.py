@@ -35,9 +35,9 @@ class Machine(RuleBasedStateMachine):
     )
     def start(self, block_size, spare_blocks, num_host_blocks, num_seqs, width, places, chunk, chunking, **policy):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
         self.config = SchedulerConfig(
-            block_size,
-            -(-20 // block_size) + spare_blocks,
-            20,
+            block_size=block_size,
+            num_blocks=-(-20 // block_size) + spare_blocks,
+            max_model_len=20,
             num_host_blocks=num_host_blocks,
             max_num_seqs=num_seqs,
             max_num_step_seqs=min(places, num_seqs),

@@ -29,9 +29,9 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     least = (width or num_seqs) - 1 + max(3, forced)
     chunking = rng.random() < 0.8
     return SchedulerConfig(
-        block_size,
-        rng.randint(30 // block_size, 80 // block_size),
-        MAX_LEN,
+        block_size=block_size,
+        num_blocks=rng.randint(30 // block_size, 80 // block_size),
+        max_model_len=MAX_LEN,
         num_host_blocks=rng.choice([0, 3, 20]),
         max_num_seqs=num_seqs,
         max_num_step_seqs=rng.choice([None, rng.randint(1, num_seqs)]),
@@ -116,7 +116,7 @@ def outputs_of(config: SchedulerConfig, jobs: list[Job]) -> tuple[list[tuple[int
 
 
 JOBS = [Job(tuple((seed * index) % 3 for index in range(9 + seed)), 12) for seed in range(6)]
-ROOMY = SchedulerConfig(4, 200, 40, max_num_seqs=6)
+ROOMY = SchedulerConfig(block_size=4, num_blocks=200, max_model_len=40, max_num_seqs=6)
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -160,7 +160,7 @@ def conversation(config: SchedulerConfig, num_turns: int = 8) -> tuple[list[tupl
     return answers, loop
 
 
-WIDE = SchedulerConfig(4, 200, 200, max_num_seqs=6)
+WIDE = SchedulerConfig(block_size=4, num_blocks=200, max_model_len=200, max_num_seqs=6)
 
 
 def test_a_conversation_finds_its_answers_again_and_they_change_nothing() -> None:

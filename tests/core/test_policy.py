@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.policy import MIN_LIMITS, SchedulerConfig, output_limit, prefill_budget, prompt_chunk
+from lockstep.core.policy import SchedulerConfig, output_limit, prefill_budget, prompt_chunk
 from lockstep.core.request import Request
 from lockstep.errors import ConfigError, InvalidParameterError, PromptTooLongError
+from lockstep.option_fields import option_types
 from tests.core.drive import config
 
 
 def test_defaults_are_the_documented_ones() -> None:
-    ours = SchedulerConfig(32, 100, 2048)
+    ours = SchedulerConfig(block_size=32, num_blocks=100, max_model_len=2048)
     assert (ours.max_num_seqs, ours.max_num_batched_tokens, ours.max_chunk_tokens, ours.max_forced_tokens) == (
         64,
         512,
@@ -40,18 +41,18 @@ def test_defaults_are_the_documented_ones() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_step_seqs": 0}, "max_num_step_seqs is 0"),
         ({"max_num_decode_seqs": 0}, "max_num_decode_seqs is 0"),
-        ({"num_host_blocks": -1}, "negative"),
-        ({"max_skips": -1}, "negative"),
-        ({"priority_aging_steps": -1}, "negative"),
+        ({"num_host_blocks": -1}, "num_host_blocks is -1"),
+        ({"max_skips": -1}, "max_skips is -1"),
+        ({"priority_aging_steps": -1}, "priority_aging_steps is -1"),
         ({"max_chunk_tokens": 0}, "max_chunk_tokens is 0"),
         ({"max_num_prefill_tokens": 0}, "max_num_prefill_tokens is 0"),
         ({"max_num_batched_tokens": 78}, "at least 79"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 9, "max_forced_tokens": 1}, "at least 9"),
-        ({"order": "lifo"}, "order is 'lifo'; known are fcfs, priority, fair"),
-        ({"decode_order": "x"}, "decode_order is 'x'; known are weighted, priority, oldest"),
-        ({"admission": "x"}, "known are optimistic, reserve"),
-        ({"prefill_share": "x"}, "known are fixed, adaptive"),
-        ({"preemption": "x"}, "known are swap, recompute"),
+        ({"order": "lifo"}, "order is 'lifo'; it must be fcfs, priority or fair"),
+        ({"decode_order": "x"}, "decode_order is 'x'; it must be weighted, priority or oldest"),
+        ({"admission": "x"}, "it must be optimistic or reserve"),
+        ({"prefill_share": "x"}, "it must be fixed or adaptive"),
+        ({"preemption": "x"}, "it must be swap or recompute"),
         ({"prefill_share": "adaptive", "chunking": False}, "chunking"),
     ],
 )
@@ -65,9 +66,14 @@ def test_the_smallest_token_budgets_are_accepted() -> None:
     config(max_num_batched_tokens=11, max_num_seqs=9, max_forced_tokens=1)
 
 
-@pytest.mark.parametrize("name", MIN_LIMITS)
+LEAST = {
+    name: int(each.range.low) for name, each in option_types(SchedulerConfig).items() if each.range.low is not None
+}
+
+
+@pytest.mark.parametrize("name", LEAST)
 def test_the_minimum_of_a_limit_is_accepted_and_one_less_is_not(name: str) -> None:
-    least = MIN_LIMITS[name]
+    least = LEAST[name]
     small = {"max_num_seqs": 1, "max_forced_tokens": 1, "max_num_batched_tokens": 3}
     config(**{**small, name: least})
     with pytest.raises(ConfigError, match=f"{name} is {least - 1}"):

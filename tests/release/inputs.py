@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.release.evidence import Evidence, gather
 from lockstep.release.gate import judge
 from lockstep.release.observation import NAMES, SIDES, Side
-from lockstep.release.policy import policy_of
+from lockstep.release.policy import Layer, policy_of
 from lockstep.release.reading import Source, read
 from lockstep.release.store import Store, open_store
 from lockstep.release.verdict import Verdict
@@ -55,7 +55,7 @@ def verdict_of(*paths: Path, **settings: Any) -> Verdict:
     """The verdict on one file with both sides, or on two."""
     with open_store() as store:
         sources = read_into(store, paths)
-        policy = policy_of(("test", {"min_pairs": 1, **settings}))
+        policy = policy_of(Layer("test", {"min_pairs": 1, **settings}))
         return judge(policy, gather(store, policy), tuple(sources))
 
 

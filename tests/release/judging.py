@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.release.evidence import Evidence, gather
 from lockstep.release.gate import SecondBaseline, judge
 from lockstep.release.observation import SIDES
-from lockstep.release.policy import Policy, policy_of
+from lockstep.release.policy import Layer, Policy, policy_of
 from lockstep.release.reading import Source, read
 from lockstep.release.store import open_store
 from lockstep.release.verdict import Signal, Verdict
@@ -96,7 +96,7 @@ def judged(
     **fields: Any,
 ) -> Verdict:
     """The verdict on both sides, by a policy of these fields."""
-    rules = policy_of(("test", {**(policy or {}), **fields}))
+    rules = policy_of(Layer("test", {**(policy or {}), **fields}))
     (evidence, sources), *beside = _LAST.legs(folder, [baseline, candidate, *([second] if second else [])], rules)
     leg = SecondBaseline(beside[0][0], beside[0][1][1]) if beside else None
     return judge(rules, evidence, sources, leg)

@@ -14,7 +14,7 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.release.decisions import with_decisions
 from lockstep.release.evidence import gather
 from lockstep.release.gate import judge
-from lockstep.release.policy import policy_of
+from lockstep.release.policy import Layer, policy_of
 from lockstep.release.recordings import read_recordings
 from lockstep.release.store import open_store
 from lockstep.release.verdict import Verdict
@@ -107,6 +107,6 @@ def judged(baseline: Path, candidate: Path, **policy: Any) -> Verdict:
     """The verdict on two recordings, under a policy of outputs alone but for what is given."""
     with open_store() as store:
         found = read_recordings(store, [baseline, candidate])
-        rules = policy_of(("test", {**ONLY_OUTPUTS, **policy}))
+        rules = policy_of(Layer("test", {**ONLY_OUTPUTS, **policy}))
         verdict = judge(rules, gather(store, rules), found.sources)
     return with_decisions(verdict, found.decisions(), found.notes)

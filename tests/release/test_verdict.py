@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.cli.flag_groups import field_docs
+from lockstep.option_fields import field_docs
 from lockstep.release import verdict as parts
 from lockstep.release.verdict import DIGITS, Decision, Verdict, rounded, to_json
 from tests.release.judging import judged, with_tokens

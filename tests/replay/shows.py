@@ -26,7 +26,9 @@ def few(watchers: Sequence[Watcher] = (), names: Sequence[str] = ("a", "b", "c",
         WorkloadRequest(name, prompt, output, output, arrival)
         for name, (prompt, output, arrival) in zip(names, sizes, strict=True)
     )
-    config = SchedulerConfig(16, 20, 256, max_num_seqs=2, chunking=False, admission="reserve")
+    config = SchedulerConfig(
+        block_size=16, num_blocks=20, max_model_len=256, max_num_seqs=2, chunking=False, admission="reserve"
+    )
     return _run(Workload("few.json", requests, ArrivalUnit.TICKS), config, None, watchers)
 
 
@@ -43,7 +45,9 @@ def crowded(watchers: Sequence[Watcher] = (), num_requests: int = 40) -> tuple[R
         )
         for number in range(num_requests)
     )
-    config = SchedulerConfig(16, 40, 512, max_num_seqs=16, max_num_batched_tokens=128)
+    config = SchedulerConfig(
+        block_size=16, num_blocks=40, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128
+    )
     cost = CostModel(2 * PS_PER_MS, PS_PER_MS // 20, PS_PER_MS // 4, PS_PER_MS // 1000)
     return _run(Workload("crowded.json", requests, ArrivalUnit.PS), config, cost, watchers)
 

@@ -18,10 +18,10 @@ def test_one_field_alone_is_found_and_both_ways_of_taking_it_over_are_told() -> 
     assert (effect.value_a, effect.value_b) == (8, 2)
     assert (effect.alone, effect.all_but) == (50.064, 12.503)
     assert [each.name for each in found.effects] == [
-        "num_blocks",
         "max_num_seqs",
-        "max_num_batched_tokens",
         "max_skips",
+        "num_blocks",
+        "max_num_batched_tokens",
     ]
 
 
@@ -32,7 +32,7 @@ def test_fields_that_make_it_only_together_are_found_by_minimising() -> None:
     found = bisect_fields(A, B, metric)
 
     assert found.cause.alone == ()
-    assert found.cause.together == ("num_blocks", "max_num_seqs")
+    assert found.cause.together == ("max_num_seqs", "num_blocks")
 
 
 def test_a_metric_that_is_the_same_needs_no_explanation() -> None:

@@ -78,14 +78,14 @@ def test_values_are_read_as_the_type_of_their_field() -> None:
     ("pair", "complaint"),
     [
         ("max_num_seq=3", r"'max_num_seq'; did you mean max_num_seqs"),
-        ("zebra=3", r"'zebra'; there are block_size, num_blocks"),
+        ("zebra=3", r"'zebra'; there are max_num_seqs"),
         ("max_num_seqs", "'max_num_seqs' sets nothing; write field=value"),
         ("max_num_seqs=", "sets nothing"),
-        ("max_num_seqs=many", "max_num_seqs is 'many'; write a whole number"),
-        ("max_num_seqs=2.5", "write a whole number"),
-        ("max_num_seqs=none", "write a whole number"),
-        ("chunking=maybe", "chunking is 'maybe'; write true or false"),
-        ("order=random", "order is 'random'; it must be 'fcfs' or 'priority' or 'fair'"),
+        ("max_num_seqs=many", "max_num_seqs is 'many'; it must be a whole number"),
+        ("max_num_seqs=2.5", "it must be a whole number"),
+        ("max_num_seqs=none", "it must be a whole number"),
+        ("chunking=maybe", "chunking is 'maybe'; it must be true or false"),
+        ("order=random", "order is 'random'; it must be fcfs, priority or fair"),
     ],
 )
 def test_a_wrong_override_says_what_would_be_right(pair: str, complaint: str) -> None:
@@ -104,7 +104,7 @@ def test_a_limit_is_set_once() -> None:
         ("max_seqs", 3, "trace: its config has a field that no scheduler has: 'max_seqs'"),
         ("max_num_seqs", "3", "trace: config: max_num_seqs is '3'; it must be a whole number"),
         ("max_num_seqs", True, "max_num_seqs is True; it must be a whole number"),
-        ("max_num_prefill_tokens", 2.5, "it must be a whole number or null"),
+        ("max_num_prefill_tokens", 2.5, "it must be a whole number, at least 1"),
     ],
 )
 def test_a_wrong_field_of_a_file_is_named(field: str, value: object, complaint: str) -> None:
@@ -113,7 +113,7 @@ def test_a_wrong_field_of_a_file_is_named(field: str, value: object, complaint: 
 
 
 def test_limits_that_cannot_work_together_are_refused_as_everywhere() -> None:
-    with pytest.raises(ConfigError, match="num_blocks is 0; at least 1 is needed"):
+    with pytest.raises(ConfigError, match="num_blocks is 0; it must be"):
         config_for(PLAIN, {"num_blocks": "0"})
     with pytest.raises(ConfigError, match="block_size is -4"):
         config_for(PLAIN, {"block_size": "-4"})

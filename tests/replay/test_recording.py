@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_recording_gives_its_requests_back(tmp_path: Path) -> None:
         (y.num_prompt_tokens, y.num_output_tokens, y.arrival, y.priority) for _, y in pairs
     ]
     assert len({x.tenant for x, _ in pairs}) == 2
-    assert again.config == {name: getattr(LIMITS, name) for name in LIMITS.__slots__}
+    assert again.config == asdict(LIMITS)
     assert Simulation(again, LIMITS, COST).run().fingerprint == replay.fingerprint
 
 

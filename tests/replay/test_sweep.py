@@ -31,7 +31,7 @@ def test_what_cannot_work_is_a_row_with_its_reason() -> None:
 
 
 def test_a_value_of_another_type_is_refused_before_anything_is_replayed() -> None:
-    with pytest.raises(UsageError, match="max_num_seqs is 'x'; write a whole number"):
+    with pytest.raises(UsageError, match="max_num_seqs is 'x'; it must be a whole number"):
         parse_grid(["max_num_seqs=8,x"])
 
 

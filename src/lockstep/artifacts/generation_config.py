@@ -6,21 +6,30 @@ End tokens are a set: chat models have several, and files name only some of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lockstep.errors import CorruptArtifactError
+from lockstep.option_fields import OptionType, Range
 
-# Our name, which is generation_config.json's too: GGUF's key (llama.cpp's converter copies them), what it may be.
-_KNOWN: Mapping[str, tuple[str, Callable[[float], bool], str]] = {
-    "temperature": ("general.sampling.temp", lambda value: value >= 0, "at least 0"),
-    "top_k": ("general.sampling.top_k", lambda value: value >= -1 and value == int(value), "a whole number from -1 up"),
-    "top_p": ("general.sampling.top_p", lambda value: 0 < value <= 1, "above 0, at most 1"),
-    "min_p": ("general.sampling.min_p", lambda value: 0 <= value <= 1, "0 to 1"),
-    "repetition_penalty": ("general.sampling.penalty_repeat", lambda value: value > 0, "above 0"),
+MAX_TEMPERATURE = 1e6
+"""Beyond it every token is as likely as the next, and float32 overflows."""
+TEMPERATURE = Range(0, MAX_TEMPERATURE)
+TOP_K = Range(-1)
+TOP_P = Range(0, 1, above_low=True)
+MIN_P = Range(0, 1)
+REPETITION_PENALTY = Range(1e-6, 1e6)
+"""It divides and multiplies logits; what they become stays finite in float32."""
+_KNOWN: Mapping[str, tuple[str, OptionType]] = {
+    "temperature": ("general.sampling.temp", OptionType(float, TEMPERATURE)),
+    "top_k": ("general.sampling.top_k", OptionType(int, TOP_K)),
+    "top_p": ("general.sampling.top_p", OptionType(float, TOP_P)),
+    "min_p": ("general.sampling.min_p", OptionType(float, MIN_P)),
+    "repetition_penalty": ("general.sampling.penalty_repeat", OptionType(float, REPETITION_PENALTY)),
 }
-_LARGEST = 1e30
-"""Neither infinity nor an integer beyond floats is a sampling parameter."""
+"""By our name, which is generation_config.json's: GGUF's key, which llama.cpp's converter copies, and the values.
+
+Requests have the same ranges (`executors.sampling_params`)."""
 END_TEXTS = (
     "</s>",
     "<|endoftext|>",
@@ -55,7 +64,7 @@ def from_generation_config(config: Mapping[str, object], path: Path) -> dict[str
 
 def from_gguf(metadata: Mapping[str, object], path: Path) -> dict[str, float | int]:
     """The values that are present."""
-    return _checked({name: metadata.get(key) for name, (key, _, _) in _KNOWN.items()}, path)
+    return _checked({name: metadata.get(key) for name, (key, _) in _KNOWN.items()}, path)
 
 
 def end_token_ids(named: Iterable[int], special_tokens: Mapping[str, int]) -> tuple[int, ...]:
@@ -74,12 +83,12 @@ def _checked(values: Mapping[str, object], path: Path) -> dict[str, float | int]
     for name, value in values.items():
         if value is None:
             continue
-        _, fits, expected = _KNOWN[name]
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not (abs(value) <= _LARGEST and fits(value))
-        ):
-            raise CorruptArtifactError(f"sampling default {name!r} is {value!r}; {expected} is expected", path=path)
-        defaults[name] = int(value) if name == "top_k" else float(value)
+        type_ = _KNOWN[name][1]
+        if type_.kind is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not type_.fits(value):
+            raise CorruptArtifactError(
+                f"sampling default {name!r} is {value!r}; it must be {type_.right(value)}", path=path
+            )
+        defaults[name] = type_.kind(value)
     return defaults

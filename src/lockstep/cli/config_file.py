@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lockstep.errors import UsageError
-from lockstep.spelling import nearest, odd_character
+from lockstep.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    import yaml
-
-MAX_CONFIG_BYTES = 1 << 20
-"""More than any set of flags needs."""
+    from lockstep.yaml_reading import Place
 
 
 def use_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -47,77 +45,56 @@ def _by_parameter(path: Path, given: Mapping[str, Any], names: Mapping[str, str]
 def read_config(
     path: Path,
     known: Iterable[str],
-    repeatable: Iterable[str],
-    option: str = "--config ",
+    repeatable: Collection[str],
+    option: str = "--config",
     keys: str = "the flags that --help lists",
     null: str | None = None,
 ) -> dict[str, Any]:
     """The file's values by parameter name.
 
     Args:
+        known: names that may be given; the file writes them like the flags, or with underscores.
+        repeatable: names that take a list; one value alone is a list of one.
         option: what stands before the path in messages.
         keys: what the keys are, for messages.
         null: what a null stands for; None: it stands for nothing, and is refused.
-        known: names that may be given; the file writes them like the flags, or with underscores.
-        repeatable: names that take a list; one value alone is a list of one.
 
     Raises:
         UsageError: it cannot be read, or a key is unknown, given twice or holds what no flag can; with its line.
     """
-    import yaml
+    from lockstep.yaml_reading import FAULTY, Reading, read_text
 
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise UsageError(f"{option}{path} is larger than {MAX_CONFIG_BYTES} bytes")
-        root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{option}{path} cannot be read ({why})") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"{option}{path} is not YAML: {error}") from error
-    if root is None:
-        return {}
-    if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{option}{path} must hold `flag: value` lines")
-    return _values(f"{option}{path}", root, set(known), set(repeatable), keys, null)
-
-
-def _values(
-    source: str, root: yaml.MappingNode, known: set[str], repeatable: set[str], keys: str, null: str | None
-) -> dict[str, Any]:
-    import yaml
-
+    reading, names = Reading(), sorted(known)
+    root = reading.compose(read_text(path, option))
     values: dict[str, Any] = {}
-    for key_node, value_node in root.value:
-        where = f"{source}, line {key_node.start_mark.line + 1}"
-        name = str(key_node.value).lstrip("-").replace("-", "_")
-        if name not in known:
-            near = [each.replace("_", "-") for each in nearest(name, sorted(known))]
-            hint = f"did you mean {near[0]!r}?" if near else f"keys are {keys}"
-            odd = odd_character(str(key_node.value))
-            raise UsageError(f"{where}: unknown key {key_node.value!r}; {f'it {odd}; ' if odd else ''}{hint}")
-        if name in values:
-            raise UsageError(f"{where}: {key_node.value!r} is given twice")
-        loader = yaml.SafeLoader("")
-        try:
-            value = loader.construct_object(value_node, deep=True)
-        except yaml.YAMLError as error:
-            raise UsageError(f"{where}: {error}") from error
-        finally:
-            loader.dispose()
-        values[name] = _plain(where, null if value is None else value, name in repeatable)
+    for key, place in _entries(root).items():
+        name = key.lstrip("-").replace("-", "_")
+        if name not in names:
+            reading.unknown_key(place.where, key, [each.replace("_", "-") for each in names], f"keys are {keys}")
+        elif name in values:
+            reading.fault(place.where, "is given twice, in two spellings; keep one of them")
+        else:
+            value = place.read(partial(_plain, is_repeatable=name in repeatable, null=null))
+            values[name] = None if value is FAULTY else value
+    if reading.problems:
+        raise UsageError("\n".join(f"{option} {path}, {problem}" for problem in reading.problems))
     return values
 
 
-def _plain(where: str, value: Any, is_repeatable: bool) -> Any:
+def _entries(root: Place | None) -> Mapping[str, Place]:
+    entries = None if root is None else root.read(lambda place: place.entries())
+    return entries if isinstance(entries, dict) else {}
+
+
+def _plain(place: Place, is_repeatable: bool, null: str | None) -> Any:
     """A value as a flag would have given it."""
     if is_repeatable:
-        items = value if isinstance(value, list) else [value]
-        return [_plain(where, item, False) for item in items]
+        return [_plain(item, False, null) for item in (place.items() if place.is_list else [place])]
+    value = place.plain()
+    if value is None and null is not None:
+        return null
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):  # flags that take JSON
-        import json
-
         return json.dumps(value)
-    raise UsageError(f"{where}: {value!r} is not what a flag can hold; write a number, a string, true or false")
+    raise ConfigError(f"is {value!r}, which no flag can hold; write a number, a string, true or false")

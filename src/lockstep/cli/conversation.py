@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from lockstep.cli.terminal import AnswerWriter, CtrlC, Piece, Pipe, Reader, Terminal, unquoted
 from lockstep.errors import LockstepError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.option_fields import option_types
 from lockstep.spelling import nearest
 
 GREETING = "Chat with {}. Type a message. /help lists the commands, Ctrl-C stops an answer, /bye or Ctrl-D leaves."
@@ -334,25 +335,11 @@ def _texts(text: str) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, list) else (value if isinstance(value, str) else text,)
 
 
-def _flag(text: str) -> bool:
-    return {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}[text.lower()]
-
-
-SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "temperature": (float, "a number; 0 is greedy"),
-    "top_k": (int, "an integer; 0 is all"),
-    "top_p": (float, "a number above 0, at most 1"),
-    "min_p": (float, "a number of 0 to 1"),
-    "repetition_penalty": (float, "a number; 1 is none"),
-    "presence_penalty": (float, "a number of -2 to 2"),
-    "frequency_penalty": (float, "a number of -2 to 2"),
-    "seed": (int, "an integer"),
-    "max_tokens": (int, "an integer"),
-    "min_tokens": (int, "an integer"),
-    "stop": (_texts, 'a text, or several as JSON: ["a", "b"]'),
-    "ignore_eos": (_flag, "true or false"),
-}
-"""How each parameter is read, and what it must be."""
+SETTINGS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "max_tokens", "min_tokens", "stop", "ignore_eos"),
+)
+"""Fields of SamplingParams that ``/set`` changes."""
 
 
 def _show(conversation: Conversation, rest: str) -> None:
@@ -385,11 +372,13 @@ def _setting(name: str, text: str) -> Any:
     """The value of a parameter; UsageError states what it must be."""
     if text == _UNSET:
         return getattr(SamplingParams(), name)
-    read, right = SETTINGS[name]
+    if name == "stop":
+        return _texts(text)
+    type_ = option_types(SamplingParams)[name]
     try:
-        return read(text)
-    except (ValueError, KeyError):
-        raise UsageError(f"{name} is {text!r}; it must be {right}, or {_UNSET}") from None
+        return type_.parse(text)
+    except ValueError:
+        raise UsageError(f"{name} is {text!r}; it must be {type_.right()}, or {_UNSET}") from None
 
 
 def _shown(value: object) -> str:

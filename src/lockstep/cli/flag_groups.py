@@ -6,13 +6,10 @@ A flag has its type, its default and its sentence from its field. The sentence i
 
 from __future__ import annotations
 
-import ast
 import inspect
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache, wraps
-from itertools import pairwise
+from functools import wraps
 from types import UnionType
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -20,6 +17,7 @@ import typer
 from typer.models import ParameterInfo
 
 from lockstep.errors import UsageError
+from lockstep.option_fields import MOST, field_docs, type_of
 
 ENVIRONMENT_PREFIX = "LOCKSTEP"
 """Of the flags of `lockstep serve`: ``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
@@ -59,17 +57,14 @@ def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
 class Flag:
     """The command line's side of a field, as far as its name, type, default and sentence do not tell it.
 
-    In a group it is the field's annotation, ``Annotated[int, Flag(low=1)]``; so may be what typer has for a parameter.
+    In a group it is part of the field's annotation, ``Annotated[int, Flag(metavar="N"), Range(1)]``; so may be what
+    typer has for a parameter.
     """
 
     name: str = ""
     """Of the parameter; empty: the field's."""
     also: tuple[str, ...] = ()
     """Further names of the flag, without dashes."""
-    low: float | None = None
-    high: float | None = None
-    default: Any = ...
-    """Default of the flag; ``...``: the field's own."""
     shown: str = ""
     """The default in words, where the field's sentence has none."""
     metavar: str | None = None
@@ -91,22 +86,20 @@ class OptionFlags(Generic[Options]):
     Args:
         owner: the dataclass.
         flags: by field, in the order of the help. Other fields keep their defaults.
-        docs: paragraphs of fields that have none in the dataclass itself.
     """
 
-    def __init__(self, owner: type[Options], flags: Mapping[str, Flag], docs: Mapping[str, str] = {}) -> None:
+    def __init__(self, owner: type[Options], flags: Mapping[str, Flag]) -> None:
         self._owner = owner
         self._flags = flags
-        self._docs = docs
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         """The flags, as a command takes them."""
         assert is_dataclass(self._owner)
-        hints, docs = get_type_hints(self._owner), {**self._docs, **field_docs(self._owner)}
+        hints, docs = get_type_hints(self._owner, include_extras=True), field_docs(self._owner)
         defaults = {field.name: field.default for field in fields(self._owner)}
         for field, flag in self._flags.items():
-            default = defaults[field] if flag.default is ... else flag.default
-            yield _parameter(flag.name or field, hints[field], default, docs[field], flag, has_variables=True)
+            name = flag.name or field
+            yield _parameter(name, hints[field], defaults[field], docs[field], flag, has_variables=True)
 
     def value(self, **given: Any) -> Options:
         """The options, of the flags' values by parameter."""
@@ -120,12 +113,14 @@ def _parameter(
     instead = instead.rstrip(".").replace("_", "-")
     shown = flag.shown or (f"as {instead}" if instead and " " not in instead else instead)
     names = [f"--{each}" for each in (name.replace("_", "-"), *flag.also)]
-    type_ = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint  # without its None
+    range_ = type_of(hint).range
+    bare = hint.__origin__ if get_origin(hint) is Annotated else hint
+    type_ = get_args(bare)[0] if get_origin(bare) in (Union, UnionType) else bare  # without its None
     option = typer.Option(
         *(f"{each}/--no-{each[2:]}" if type_ is bool and not flag.is_switch else each for each in names),
         help=words if words.endswith(".") or not words else f"{words}.",
-        min=flag.low,
-        max=flag.high,
+        min=range_.low,
+        max=None if range_.high == MOST else range_.high,
         metavar=flag.metavar,
         hidden=flag.is_hidden,
         callback=flag.call,
@@ -165,8 +160,7 @@ class _OwnFlags:
                 yield inspect.Parameter(name, kind, default=field.default, annotation=hint)
                 continue
             flag = next((each for each in said if isinstance(each, Flag)), Flag())
-            bare = get_args(hint)[0] if said else hint
-            yield _parameter(flag.name or name, bare, field.default, docs.get(name, ""), flag)
+            yield _parameter(flag.name or name, hint, field.default, docs.get(name, ""), flag)
 
 
 def _group_of(annotation: Any) -> OptionFlags[Any] | _OwnFlags | None:
@@ -174,26 +168,6 @@ def _group_of(annotation: Any) -> OptionFlags[Any] | _OwnFlags | None:
         if isinstance(each, OptionFlags):
             return each
     return _OwnFlags(annotation) if is_dataclass(annotation) and isinstance(annotation, type) else None
-
-
-def field_docs(owner: type) -> Mapping[str, str]:
-    """The first paragraph under each field of a dataclass, by field, as its source has it; none without a source."""
-    docs: dict[str, str] = {}
-    for field, below in pairwise(_classes_of(owner.__module__).get(owner.__name__, ())):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = " ".join(inspect.cleandoc(text).partition("\n\n")[0].split()).replace("``", "")
-    return docs
-
-
-@cache
-def _classes_of(module: str) -> Mapping[str, Sequence[ast.stmt]]:
-    """Bodies of a module's classes, by name."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except OSError:
-        return {}
-    return {found.name: found.body for found in ast.parse(source).body if isinstance(found, ast.ClassDef)}
 
 
 def refuse_others(context: typer.Context, used: Collection[str], why: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +19,17 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.writing import Place, check_places, expanded, make_folder, write_file
-from lockstep.errors import EvidenceError, UsageError
+from lockstep.errors import ConfigError, EvidenceError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.release.evidence import Evidence
-    from lockstep.release.policy import Policy
+    from lockstep.release.policy import Layer, Policy
     from lockstep.release.reading import Source
     from lockstep.release.recordings import Recordings
     from lockstep.release.store import Store
     from lockstep.release.verdict import Verdict
     from lockstep.report.document import Plots
 
-MAX_POLICY_BYTES = 1 << 20
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 """Variable that names the file which GitHub Actions shows beside a job."""
 
@@ -229,7 +228,7 @@ def judge_files(
     with ExitStack() as stores:
         store = stores.enter_context(open_store())
         sources, given, recorded = _read(store, paths, names)
-        rules = policy_from(policy, (str(sources[0].path), given))
+        rules = policy_from(policy, str(sources[0].path), given)
         evidence = gather(store, rules)
         beside = None
         if second is not None:
@@ -279,39 +278,38 @@ def _read(
     return [source for source, _ in found], None, None
 
 
-def policy_from(policy: PolicyFlags, given: tuple[str, dict[str, Any] | None] = ("", None)) -> Policy:
+def policy_from(policy: PolicyFlags, name: str = "", fields: Mapping[str, Any] | None = None) -> Policy:
     """The policy of the input, of a file and of the command line, later ones over earlier ones.
 
     Args:
-        given: what the input is called, and the policy in it.
+        name: what the input is called.
+        fields: the policy in it.
     """
-    from lockstep.release.policy import policy_of, with_settings
+    from lockstep.release.policy import Layer, policy_of, with_settings
     from lockstep.release.triage import read_owners
 
-    layers = [given]
+    layers = [Layer(name, fields)]
     if policy.policy is not None:
-        layers.append((str(policy.policy), _policy_file(policy.policy)))
-    layers.append(("--set", with_settings(policy.settings or ())))
+        layers.append(_policy_file(policy.policy))
+    layers.append(Layer("--set", with_settings(policy.settings or ())))
     if policy.owners is not None:
-        layers.append((str(policy.owners), {"owners": read_owners(policy.owners)}))
+        layers.append(Layer(str(policy.owners), {"owners": read_owners(policy.owners)}))
     return policy_of(*layers)
 
 
-def _policy_file(path: Path) -> dict[str, Any]:
-    import yaml
+def _policy_file(path: Path) -> Layer:
+    """The policy of a YAML or JSON file; it may stand under ``policy:``."""
+    from lockstep.release.policy import Layer
+    from lockstep.yaml_reading import read_plain, read_text
 
     try:
-        text = path.read_bytes()[: MAX_POLICY_BYTES + 1]
-        if len(text) > MAX_POLICY_BYTES:
-            raise EvidenceError(f"{path}: a policy of more than {MAX_POLICY_BYTES >> 20} MiB")
-        found = yaml.safe_load(text.decode("utf-8"))
-    except OSError as error:
-        raise EvidenceError(f"{path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise EvidenceError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise EvidenceError(f"{path}: the policy is no object of fields")
-    return found.get("policy", found) if isinstance(found.get("policy", found), dict) else found
+        found, lines = read_plain(read_text(path, "the policy"), str(path))
+    except (ConfigError, UsageError) as error:
+        raise EvidenceError(str(error)) from None
+    if isinstance(found, dict) and isinstance(found.get("policy"), dict):
+        inner = {where.removeprefix("policy."): line for where, line in lines.items() if where.startswith("policy.")}
+        return Layer(str(path), found["policy"], inner)
+    return Layer(str(path), {} if found is None else found, lines)
 
 
 def _write(verdict: Verdict, plots: Sequence[Plots], reports: ReportFlags) -> None:

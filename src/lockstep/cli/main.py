@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from lockstep.cli.flag_groups import ENVIRONMENT_PREFIX, show_help_without_command
 from lockstep.errors import LockstepError, ManifestError, OverBudgetError
 from lockstep.version import __version__
 
@@ -149,6 +148,8 @@ def command_of(name: str) -> Any:
     verb = getattr(import_module(module), attribute)
     if isinstance(verb, typer.Typer):
         return typer.main.get_group(verb)
+    from lockstep.cli.flag_groups import ENVIRONMENT_PREFIX
+
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     settings = {"auto_envvar_prefix": ENVIRONMENT_PREFIX} if name == "serve" else None
     alone.command(name, context_settings=settings)(verb)
@@ -169,7 +170,8 @@ def _root(
     ] = False,
 ) -> None:
     """Serves language models on one box; the same bytes alone or batched."""
-    show_help_without_command(context)
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def completion(

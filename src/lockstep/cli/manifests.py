@@ -42,17 +42,17 @@ def read_manifest(path: Path) -> Manifest:
         ManifestError: it has faults.
     """
     from lockstep.cluster.manifest_file import parse
-    from lockstep.cluster.manifest_yaml import read_text
+    from lockstep.yaml_reading import read_text
 
-    return parse(read_text(path), str(path), environment=os.environ)
+    return parse(read_text(path, "the manifest"), str(path), environment=os.environ)
 
 
 def read_standard_input() -> Manifest:
     """Read a manifest from a pipe; see `read_manifest`."""
     from lockstep.cluster.manifest_file import parse
-    from lockstep.cluster.manifest_yaml import MAX_MANIFEST_BYTES, text_of
+    from lockstep.yaml_reading import MAX_BYTES, text_of
 
-    text = text_of(sys.stdin.buffer.read(MAX_MANIFEST_BYTES + 1), STANDARD_INPUT)
+    text = text_of(sys.stdin.buffer.read(MAX_BYTES + 1), f"the manifest {STANDARD_INPUT}")
     return parse(text, STANDARD_INPUT, environment=os.environ)
 
 

@@ -22,6 +22,7 @@ from lockstep.cli.flag_groups import SWITCH, Flag, refuse_others, with_flags
 from lockstep.cli.replay_options import open_with_notes, settings_of
 from lockstep.cli.writing import Place, check_places, expanded, make_folder, write_file
 from lockstep.errors import UsageError
+from lockstep.option_fields import Range
 
 if TYPE_CHECKING:
     from lockstep.replay.cost_file import Priced
@@ -85,7 +86,7 @@ class RecordingFlags:
     """Compute every token of a recording with content again, with --model."""
     model: Annotated[str | None, Flag(metavar="SOURCE")] = None
     """The model of --execute."""
-    threads: Annotated[int | None, Flag(low=1, metavar="N")] = None
+    threads: Annotated[int | None, Flag(metavar="N"), Range(1)] = None
     """Threads of --execute; None: one for each core."""
     isa: Annotated[str | None, Flag(is_hidden=True)] = None
     """Instruction set of --execute; None: the fastest one here."""
@@ -101,11 +102,11 @@ class RecordingFlags:
 class FleetFlags:
     """Several replicas, and who of them gets a request."""
 
-    replicas: Annotated[int | None, Flag(low=1, metavar="N")] = None
+    replicas: Annotated[int | None, Flag(metavar="N"), Range(1)] = None
     """Replay on as many schedulers behind one balancer, and compare --routing policies."""
     routing: Annotated[str, Flag(metavar="POLICIES")] = "prefix,round_robin"
     """With --replicas: prefix, session, least_loaded, round_robin; several by commas."""
-    max_imbalance: Annotated[int, Flag(low=0, metavar="N")] = 4
+    max_imbalance: Annotated[int, Flag(metavar="N"), Range(0)] = 4
     """With --replicas: how many more requests than the least loaded a preferred replica may have."""
 
 

@@ -14,6 +14,7 @@ from lockstep.cli.config_file import read_config
 from lockstep.cli.flag_groups import Flag
 from lockstep.cli.writing import expanded
 from lockstep.errors import ConfigError, UsageError
+from lockstep.option_fields import Range
 
 if TYPE_CHECKING:
     from lockstep.core.policy import SchedulerConfig
@@ -42,11 +43,11 @@ class ReadFlags:
 
     speed: Annotated[float, Flag(metavar="X")] = 1.0
     """Divides the gaps between arrivals."""
-    limit: Annotated[int | None, Flag(low=1, metavar="N")] = None
+    limit: Annotated[int | None, Flag(metavar="N"), Range(1)] = None
     """The first requests only."""
     dequantize: Annotated[int | None, Flag(metavar="SEED")] = None
     """Spread requests that share a stamp up to the next stamp, drawn by this seed."""
-    engine: Annotated[int | None, Flag(low=0, metavar="N")] = None
+    engine: Annotated[int | None, Flag(metavar="N"), Range(0)] = None
     """Whose requests, where a recording has several engines."""
 
     def options(self) -> ReadOptions:
@@ -105,7 +106,8 @@ def file_settings(path: Path) -> dict[str, str]:
     from lockstep.core.policy import SchedulerConfig
 
     names = [field.name for field in fields(SchedulerConfig)]
-    values = read_config(path.expanduser(), names, (), "", f"a scheduler's fields: {', '.join(names)}", null="none")
+    keys = f"a scheduler's fields: {', '.join(names)}"
+    values = read_config(path.expanduser(), names, (), "the config", keys, null="none")
     return {name: str(value) for name, value in values.items()}
 
 

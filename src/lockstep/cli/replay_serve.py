@@ -20,6 +20,7 @@ from lockstep.cli.serve import server_options
 from lockstep.cli.serve_flags import LIMITS, ListenFlags, ModelFlags, ReportFlags
 from lockstep.engine.options import EngineOptions
 from lockstep.errors import UsageError
+from lockstep.option_fields import Range
 from lockstep.server.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ EVERYTHING = EngineOptions(order="priority")
 class AnswerFlags:
     """Answers: when they come, and who gets them."""
 
-    speed: Annotated[float, Flag(low=0.0, metavar="X")] = 1.0
+    speed: Annotated[float, Flag(metavar="X"), Range(0)] = 1.0
     """Divides recorded times; 0: nothing is waited for."""
     strict: Annotated[bool, SWITCH] = False
     """Answer recorded requests only, with their prompt, parameters and seed."""

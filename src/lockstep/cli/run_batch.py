@@ -23,6 +23,7 @@ from lockstep.cli.progress import loading_progress
 from lockstep.cli.writing import check_places, make_folder
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
+from lockstep.option_fields import Range
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -64,7 +65,7 @@ class RunFlags:
 
     served_model_name: Annotated[list[str] | None, Flag(shown="MODEL")] = None
     """Name in requests; repeated: aliases."""
-    max_num_seqs: Annotated[int, Flag(low=1)] = NUM_AT_ONCE
+    max_num_seqs: Annotated[int, Range(1)] = NUM_AT_ONCE
     """Requests that are answered at once."""
     resume: Annotated[bool, SWITCH] = False
     """Go on where an earlier run was broken off; OUT.part has its answers."""

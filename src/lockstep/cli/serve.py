@@ -31,8 +31,8 @@ from lockstep.cli.serve_flags import (
     WorkerFlags,
     answers_to,
 )
-from lockstep.core.policy import Order, least_batched_tokens
-from lockstep.engine.options import DEFAULTS, EngineOptions, LoadOptions
+from lockstep.core.policy import Order
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import UsageError
 from lockstep.server.options import ServerOptions
 
@@ -182,14 +182,7 @@ def decided_options(given: EngineOptions, order: Order = "fcfs") -> EngineOption
     Raises:
         ConfigError: the limits cannot work with any model, or on this machine.
     """
-    tokens = given.max_num_batched_tokens
-    if tokens is None:
-        limits = {**DEFAULTS, **given.scheduler}
-        least = least_batched_tokens(
-            limits["max_num_decode_seqs"] or limits["max_num_seqs"], limits["max_forced_tokens"]
-        )
-        tokens = max(DEFAULTS["max_num_batched_tokens"], least)
-    return flags.checked(replace(given, order=given.order or order, max_num_batched_tokens=tokens))
+    return flags.checked(replace(given, order=given.order or order))
 
 
 def _cluster(

@@ -14,11 +14,11 @@ from typing import Annotated, Literal
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.flag_groups import SWITCH, Flag, OptionFlags, field_docs
+from lockstep.cli.flag_groups import SWITCH, Flag, OptionFlags
 from lockstep.cli.manifests import BackendName
-from lockstep.core.policy import MIN_LIMITS, SchedulerConfig
-from lockstep.engine.options import DEFAULTS, EngineOptions
+from lockstep.engine.options import EngineOptions
 from lockstep.errors import UsageError
+from lockstep.option_fields import Range
 from lockstep.server.options import ServerOptions
 from lockstep.worker.flight.options import DEFAULT_MAX_MB
 from lockstep.worker.health import MAX_SILENCE_S
@@ -30,7 +30,7 @@ class ListenFlags:
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: Annotated[int, Flag(low=0, high=65535)] = 9000
+    port: Annotated[int, Range(0, 65535)] = 9000
     """Port to listen on; 0: any free one."""
     addr: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
     """Both at once; goes before them."""
@@ -54,15 +54,15 @@ class ListenFlags:
 LIMITS = OptionFlags(
     ServerOptions,
     {
-        "max_body_bytes": Flag(low=1),
-        "max_header_bytes": Flag(low=1024),
-        "max_concurrent_requests": Flag(low=1),
-        "requests_per_minute": Flag(low=1),
-        "tokens_per_minute": Flag(low=1),
-        "max_batch_requests": Flag(low=1),
-        "queue_timeout_s": Flag("queue_timeout", low=0.001),
-        "request_timeout_s": Flag("request_timeout", low=0.001),
-        "shutdown_timeout_s": Flag("shutdown_timeout", low=0.0),
+        "max_body_bytes": Flag(),
+        "max_header_bytes": Flag(),
+        "max_concurrent_requests": Flag(),
+        "requests_per_minute": Flag(),
+        "tokens_per_minute": Flag(),
+        "max_batch_requests": Flag(),
+        "queue_timeout_s": Flag("queue_timeout"),
+        "request_timeout_s": Flag("request_timeout"),
+        "shutdown_timeout_s": Flag("shutdown_timeout"),
     },
 )
 """Limits of requests, and deadlines."""
@@ -86,17 +86,17 @@ class WorkerFlags:
     cache_dir: flags.CacheDir = None
     worker: Literal["process", "thread"] = "process"
     """Where the model runs: a supervised process of its own."""
-    worker_timeout: Annotated[float, Flag(low=0.0)] = MAX_SILENCE_S
+    worker_timeout: Annotated[float, Range(0)] = MAX_SILENCE_S
     """Seconds without a sign of life until a worker process is replaced; 0: never."""
-    stream_interval_ms: Annotated[float, Flag(low=0.0, high=1000.0)] = 20.0
+    stream_interval_ms: Annotated[float, Range(0, 1000)] = 20.0
     """Tokens of a stream that come faster share a frame; 0: never."""
-    host_kv_mb: Annotated[int, Flag(low=0, metavar="MB")] = 1024
+    host_kv_mb: Annotated[int, Flag(metavar="MB"), Range(0)] = 1024
     """Host memory for the KV of sessions that left the device; a manifest's host_kv_budget goes before it."""
     kv_dir: Annotated[Path | None, Flag(metavar="DIR")] = None
     """Keep the KV of sessions here, too, so that it survives a restart."""
-    kv_dir_mb: Annotated[int, Flag(low=1, metavar="MB")] = 10_240
+    kv_dir_mb: Annotated[int, Flag(metavar="MB"), Range(1)] = 10_240
     """What the KV there may take; a manifest's disk_kv_budget goes before it."""
-    kv_check: Annotated[float, Flag(low=0.0, high=1.0, metavar="SHARE")] = 0.0
+    kv_check: Annotated[float, Flag(metavar="SHARE"), Range(0, 1)] = 0.0
     """Share of the sessions that come back whose first block is computed again when idle, and compared bit by bit."""
 
 
@@ -115,29 +115,15 @@ class ClusterFlags:
     """Let any key put manifests with servers at private addresses; else only an admin key may."""
 
 
-_SPECIAL: Mapping[str, Flag] = {
-    "max_model_len": Flag(),
-    "num_blocks": Flag(also=("num-gpu-blocks-override",), low=1),
-    "kv_cache_memory_bytes": Flag(),
-    "host_kv_memory_bytes": Flag("swap_space_bytes", low=0),
-    "max_num_batched_tokens": Flag(low=1, shown="512, or what max-num-seqs needs"),
-    "max_chunk_tokens": Flag(also=("long-prefill-token-threshold",), low=1, default=DEFAULTS["max_chunk_tokens"]),
-    "chunking": Flag(also=("enable-chunked-prefill",), default=DEFAULTS["chunking"]),
-    "order": Flag(also=("scheduling-policy",), shown="fcfs; with --manifest by the models' priority"),
+_VLLM_NAMES: Mapping[str, Flag] = {
+    "num_blocks": Flag(also=("num-gpu-blocks-override",)),
+    "host_kv_memory_bytes": Flag("swap_space_bytes"),
+    "max_chunk_tokens": Flag(also=("long-prefill-token-threshold",)),
+    "chunking": Flag(also=("enable-chunked-prefill",)),
+    "order": Flag(also=("scheduling-policy",)),
 }
-"""Flags with further names, which are vLLM's, with defaults that depend on other flags, or without a range."""
-
-
-def _engine_flag(name: str) -> Flag:
-    default = DEFAULTS.get(name)
-    is_number = default is None or type(default) is int
-    return _SPECIAL.get(name) or Flag(low=MIN_LIMITS.get(name, 0) if is_number else None, default=default)
-
-
-ENGINE = OptionFlags(
-    EngineOptions, {each.name: _engine_flag(each.name) for each in fields(EngineOptions)}, field_docs(SchedulerConfig)
-)
-"""A flag for every field: types, defaults and help are the fields' of EngineOptions and SchedulerConfig."""
+ENGINE = OptionFlags(EngineOptions, {each.name: _VLLM_NAMES.get(each.name, Flag()) for each in fields(EngineOptions)})
+"""A flag for every field: types, ranges, defaults and help are those of EngineOptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +162,7 @@ class RecordFlags:
     """Record prompts and answers too, as token ids."""
     trace_key: Annotated[Path | None, Flag(metavar="FILE")] = None
     """A secret of the recording; digests under equal ones compare."""
-    trace_max_mb: Annotated[int, Flag(low=1, metavar="MB")] = DEFAULT_MAX_MB
+    trace_max_mb: Annotated[int, Flag(metavar="MB"), Range(1)] = DEFAULT_MAX_MB
     """Recordings in DIR take as much; the oldest go first."""
     kv_events: Annotated[str | None, Flag(metavar="ENDPOINT")] = None
     """Publish what prefix caches hold there over ZeroMQ, as vLLM does, with token ids: tcp://127.0.0.1:5557."""

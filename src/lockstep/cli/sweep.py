@@ -16,6 +16,7 @@ from lockstep.cli.flag_groups import Flag, with_flags
 from lockstep.cli.replay_options import settings_of, warn_of_order
 from lockstep.cli.writing import check_places, expanded, write_file
 from lockstep.errors import UsageError
+from lockstep.option_fields import Range
 
 if TYPE_CHECKING:
     from lockstep.replay.render.sweep import Swept
@@ -39,9 +40,9 @@ class SearchFlags:
     """What the front is about; the first two are plotted."""
     slo: Annotated[str, Flag(metavar="GOALS")] = ""
     """Find the cheapest config that meets these, in ms: ttft:500,tpot:50."""
-    slo_percent: Annotated[float | None, Flag(low=0, high=100, metavar="P", shown="99")] = None
+    slo_percent: Annotated[float | None, Flag(metavar="P", shown="99"), Range(0, 100)] = None
     """Requests that must meet the goals, of all that arrive."""
-    jobs: Annotated[int | None, Flag(low=1, metavar="N", shown="one per core")] = None
+    jobs: Annotated[int | None, Flag(metavar="N", shown="one per core"), Range(1)] = None
     """Processes."""
     output: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
     """Write the report there as JSON."""

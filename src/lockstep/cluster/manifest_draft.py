@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from lockstep.cluster.dispatch import NONE_OF_THESE, DispatchRule
 from lockstep.cluster.manifest import Entry, Hosts, Manifest, Resources, Routing, SessionLimits, Tier
-from lockstep.cluster.manifest_yaml import Reading
 from lockstep.cluster.quantities import size_text
 from lockstep.spelling import did_you_mean, listed
+from lockstep.yaml_reading import Reading
 
 MAX_LISTED = 8
 """Models that a message about budgets lists."""

@@ -3,7 +3,7 @@
 ``parse(dump(manifest)) == manifest``, and the same holds of `plain` written as JSON. Models and blocks are read into
 drafts first, so that a reference to a faulty model is not reported as a second fault. The environment comes in as a
 value; no file is opened here. The drafts and what is checked between them are in manifest_draft.py, the keys of a model
-in manifest_keys.py, those of ``hosts:`` in manifest_hosts.py, YAML and its lines in manifest_yaml.py.
+in manifest_keys.py, those of ``hosts:`` in manifest_hosts.py, YAML and its lines in yaml_reading.py.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lockstep.cluster.manifest_keys import (
     text,
     written,
 )
-from lockstep.cluster.manifest_yaml import FAULTY, ManifestDumper, Place, Reading, shown
 from lockstep.errors import ConfigError, ManifestError, Problem
+from lockstep.yaml_reading import FAULTY, Place, PlainDumper, Reading, shown
 
 REQUIRED = ("cluster", "models")
 FALLBACK_ID = "fallback"
@@ -64,6 +64,8 @@ def parse(
     """
     reading, draft = Reading(), ManifestDraft()
     root = reading.compose(text)
+    if root is None and not reading.problems:
+        reading.fault("", "is empty; it needs at least `cluster:` and `models:`", 1)
     values: Any = FAULTY if root is None else root.read(mapping(top_keys(validators, environment), REQUIRED))
     if values is not FAULTY:
         draft = ManifestDraft(**values)
@@ -80,7 +82,7 @@ def parse(
 def dump(manifest: Manifest) -> str:
     """Write a manifest as canonical YAML, which `parse` reads back to an equal one."""
     parts = [
-        yaml.dump({key: block}, Dumper=ManifestDumper, sort_keys=False, allow_unicode=True, width=_LINE_CHARS)
+        yaml.dump({key: block}, Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=_LINE_CHARS)
         for key, block in plain(manifest).items()
     ]
     return "\n".join(parts)

@@ -24,11 +24,11 @@ from lockstep.cluster.manifest_keys import (
     whole,
     written,
 )
-from lockstep.cluster.manifest_yaml import FAULTY, Place, shown
 from lockstep.cluster.quantities import size_text
 from lockstep.core.balancer import RoutingPolicy
 from lockstep.errors import ConfigError
 from lockstep.hosts.values import MAX_REPLICAS
+from lockstep.yaml_reading import FAULTY, Place, shown
 
 AUTO = "auto"
 MAX_AMOUNT = 1_000_000

@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.cluster.manifest import PRIORITIES, Persona, Remote, Tier
-from lockstep.cluster.manifest_yaml import FAULTY, Place, Reader, shown
 from lockstep.cluster.quantities import duration_text, parse_budget, parse_duration, parse_size, size_text
-from lockstep.core.policy import MIN_LIMITS
 from lockstep.engine.options import EngineOptions, check_limits
-from lockstep.errors import ArtifactError, ConfigError, InvalidParameterError, UsageError
+from lockstep.errors import ArtifactError, ConfigError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.option_fields import OptionType, Range, option_types
 from lockstep.spelling import did_you_mean, listed, odd_character
+from lockstep.yaml_reading import FAULTY, Place, Reader, shown
 
 PROMOTION_HINT = "on_router_classification"
 TIERS: Mapping[str, Tier] = {**{tier.value: tier for tier in Tier}, "active": Tier.RESIDENT}
@@ -33,8 +33,6 @@ MAX_PRIORITY = 100
 MAX_NAME_CHARS = 128
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
 """Fields of SamplingParams whose None says that the request was silent; only those can have a default."""
-ANY_VOCABULARY = 2**31
-"""Ranges of what a manifest may set do not depend on the vocabulary."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:(\$)|\{([^{}]*)\}|\{)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -112,17 +110,26 @@ def one_of(known: Mapping[str, Any], shown_names: Sequence[str] | None = None) -
     return read
 
 
-def whole(low: int, high: int | None = None) -> Reader:
-    """An integer of a range."""
+def option(type_: OptionType) -> Reader:
+    """Reader of a value of an option's type."""
 
-    def read(place: Place) -> int:
+    def read(place: Place) -> Any:
         value = place.scalar()
-        right = f"a whole number, at least {low}" if high is None else f"a whole number of {low}..{high}"
-        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-            raise ConfigError(f"is {shown(value)}; it must be {right}")
+        if value is None or not type_.fits(value):
+            hint = did_you_mean(value, type_.words) if isinstance(value, str) else ""
+            raise ConfigError(f"is {shown(value)}; it must be {type_.right(value)}{hint and '; '}{hint}")
         return value
 
     return read
+
+
+def whole(low: int, high: int | None = None) -> Reader:
+    """Reader of an integer of a range."""
+    return option(OptionType(int, Range(low, high)))
+
+
+flag = option(OptionType(bool))
+"""Reader of true or false, and no other word for them."""
 
 
 def size(low: int = 0, *, is_budget: bool = False) -> Reader:
@@ -429,21 +436,8 @@ def engine_written(given: Mapping[str, object]) -> dict[str, object]:
 
 def sampling_block(place: Place) -> dict[str, float | int]:
     """Read ``sampling:``; every value is one that a request could give."""
-    return read_fields(place, {key: Key(_sampling_value(key)) for key in SAMPLING_KEYS})
-
-
-def _sampling_value(key: str) -> Reader:
-    def read(place: Place) -> Any:
-        value: Any = place.scalar()
-        if value is None:
-            raise ConfigError("is empty; leave it out where the model's own default is meant")
-        try:
-            SamplingParams(**{key: value}).validate(ANY_VOCABULARY)
-        except InvalidParameterError as error:
-            raise ConfigError(str(error).removeprefix(f"{key} ")) from None
-        return value
-
-    return read
+    types = option_types(SamplingParams)
+    return read_fields(place, {key: Key(option(types[key])) for key in SAMPLING_KEYS})
 
 
 @cache
@@ -453,19 +447,4 @@ def engine_keys() -> Mapping[str, Key]:
         "kv_cache_memory_bytes": Key(size(1), write=size_text),
         "host_kv_memory_bytes": Key(size(), write=size_text),
     }
-    return {name: sizes.get(name) or Key(_value(name, hint)) for name, hint in get_type_hints(EngineOptions).items()}
-
-
-def _value(name: str, hint: Any) -> Reader:
-    kind = get_args(hint)[0]  # without its None
-    if get_origin(kind) is Literal:
-        return one_of({word: word for word in get_args(kind)})
-    return flag if kind is bool else whole(MIN_LIMITS.get(name, 0))
-
-
-def flag(place: Place) -> bool:
-    """True or false, and no other word for them."""
-    value = place.scalar()
-    if not isinstance(value, bool):
-        raise ConfigError(f"is {shown(value)}; it must be true or false")
-    return value
+    return {name: sizes.get(name) or Key(option(type_)) for name, type_ in option_types(EngineOptions).items()}

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 
 from lockstep.cluster.manifest import Hosts, Manifest, Remote, Tier
 from lockstep.cluster.manifest_draft import EntryDraft
-from lockstep.cluster.manifest_yaml import Reading
 from lockstep.cluster.remote_exchange import is_plainly_private
 from lockstep.errors import ArtifactError, ExecutorError, ManifestError, Problem
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.executors.stub import StubOptions
+from lockstep.yaml_reading import Reading
 
 SOURCE_REFUSED = (
     "names what only an admin's key may name, or nothing that can be served; any key may name pocket://, stub://NAME, "

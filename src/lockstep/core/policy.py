@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from lockstep.core.request import Request
 from lockstep.errors import ConfigError, InvalidParameterError, PromptTooLongError
+from lockstep.option_fields import MOST, Range, check_options
 
-POSITIVE = (
-    *("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_forced_tokens", "max_chunk_tokens"),
-    *("max_num_queued_reqs", "max_num_queued_tokens", "max_finished", "max_num_tenants"),
-    *("max_num_step_seqs", "max_num_decode_seqs", "max_num_prefill_tokens"),
-)
-"""Fields of SchedulerConfig that are at least 1 where they are a number; the other counts may be 0."""
-MIN_LIMITS: Mapping[str, int] = {
-    **dict.fromkeys(POSITIVE, 1),
-    "max_model_len": 2,
-}
-"""Minimum of each field of SchedulerConfig that is a count, whatever the other fields are; 0 where it is not listed.
-
-`max_num_batched_tokens` needs more where many sequences decode at once (`least_batched_tokens`)."""
+Count = Annotated[int, Range(1, MOST)]
+OptionalCount = Annotated[int | None, Range(1, MOST)]
+CountOrZero = Annotated[int, Range(0, MOST)]
 
 Admission = Literal["optimistic", "reserve"]
 Order = Literal["fcfs", "priority", "fair"]
@@ -31,38 +21,26 @@ Preemption = Literal["swap", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of what a scheduler does at once, and the order in which it does it."""
+class SchedulerLimits:
+    """Limits and rules of a scheduler that a user may set: flags of `lockstep serve`, and ``engine:`` of a manifest."""
 
-    block_size: int
-    """Tokens per KV block; the executor's."""
-    num_blocks: int
-    """Device blocks, without the null block."""
-    max_model_len: int
-    """Prompt and output tokens of a sequence; its last token needs no KV."""
-    num_host_blocks: int = 0
-    """Host blocks that preempted sequences may be swapped to."""
-    max_num_seqs: int = 64
+    max_num_seqs: Annotated[int, Range(1, 1 << 16)] = 64
     """Sequences running at once."""
-    max_num_step_seqs: int | None = None
+    max_num_step_seqs: OptionalCount = None
     """Sequences in one step, prompts and decodes alike; None: ``max_num_seqs``."""
-    max_num_batched_tokens: int = 512
-    """Tokens that a step computes."""
-    max_num_prefill_tokens: int | None = None
+    max_num_prefill_tokens: OptionalCount = None
     """Prompt tokens that a step computes; None: ``max_num_batched_tokens``."""
-    max_chunk_tokens: int = 256
+    max_chunk_tokens: Count = 256
     """Prompt tokens of one sequence in one step; without meaning when ``chunking`` is off."""
-    max_num_decode_seqs: int | None = None
+    max_num_decode_seqs: OptionalCount = None
     """Sequences that may sample or replay in one step; None: ``max_num_seqs``."""
-    max_forced_tokens: int = 16
+    max_forced_tokens: Count = 16
     """Tokens of one segment, the sampled one and those that a grammar forces after it."""
     chunking: bool = True
     """Prompts are computed in parts; if not, one is computed whole or waits."""
     admission: Admission = "optimistic"
     """``reserve``: prompt and maximal output have their blocks from the start, nothing is ever preempted.
     ``optimistic``: the prompt has its blocks from the start, the output takes them as it grows, and may preempt."""
-    order: Order = "fcfs"
-    """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival."""
     decode_order: DecodeOrder = "weighted"
     """Order of decoding where a step has fewer places than running sequences: round robin, weighted by priority;
     highest priority first; or oldest first.
@@ -74,27 +52,43 @@ class SchedulerConfig:
     """``adaptive``: prompts get the share of the token budget that their number has among all sequences."""
     preemption: Preemption = "swap"
     """What happens to the KV of a victim: moved to host blocks while there are any, or dropped. Both are exact."""
-    max_skips: int = 64
+    max_skips: CountOrZero = 64
     """How often a request that does not fit may be overtaken before it blocks its priority and those below; also how
     many that do not fit are passed over in one step."""
-    priority_aging_steps: int = 0
+    priority_aging_steps: CountOrZero = 0
     """Steps of waiting that raise a priority by one, in the queue where `order` is ``priority``, between tokens where
     `decode_order` is; 0: never."""
-    max_num_queued_reqs: int = 1024
+    max_num_queued_reqs: Count = 1024
     """Requests that may wait; one more is refused."""
-    max_num_queued_tokens: int = 1 << 24
+    max_num_queued_tokens: Count = 1 << 24
     """Prompt tokens that may wait; a request that would exceed it is refused."""
-    max_finished: int = 1024
+    max_finished: Count = 1024
     """Finished sequences that are kept until read; the oldest go first."""
-    max_num_tenants: int = 4096
+    max_num_tenants: Count = 4096
     """Tenants whose served tokens are remembered, beyond those with unfinished requests."""
     enable_prefix_caching: bool = True
     """Equal beginnings share their blocks; if not, block hashes are ignored."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig(SchedulerLimits):
+    """Limits of what a scheduler does at once, and the order in which it does it."""
+
+    block_size: Count
+    """Tokens per KV block; the executor's."""
+    num_blocks: Count
+    """Device blocks, without the null block."""
+    max_model_len: Annotated[int, Range(2, MOST)]
+    """Prompt and output tokens of a sequence; its last token needs no KV."""
+    num_host_blocks: CountOrZero = 0
+    """Host blocks that preempted sequences may be swapped to."""
+    max_num_batched_tokens: Annotated[int, Range(1, MOST)] = 512
+    """Tokens that a step computes."""
+    order: Order = "fcfs"
+    """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival."""
+
     def __post_init__(self) -> None:
-        self._check_positive()
-        if self.num_host_blocks < 0 or self.max_skips < 0 or self.priority_aging_steps < 0:
-            raise ConfigError("num_host_blocks, max_skips and priority_aging_steps must not be negative")
+        check_options(self)
         needed = least_batched_tokens(self.decode_limit, self.max_forced_tokens)
         if self.max_num_batched_tokens < needed:
             raise ConfigError(
@@ -103,23 +97,6 @@ class SchedulerConfig:
             )
         if self.prefill_share == "adaptive" and not self.chunking:
             raise ConfigError("prefill_share 'adaptive' cuts prompts to a share; turn chunking on or use 'fixed'")
-
-    def _check_positive(self) -> None:
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; at least 1 is needed")
-        if self.max_model_len < 2:
-            raise ConfigError(f"max_model_len is {self.max_model_len}; a prompt and an output token need at least 2")
-        for name, value, known in (
-            ("admission", self.admission, get_args(Admission)),
-            ("order", self.order, get_args(Order)),
-            ("decode_order", self.decode_order, get_args(DecodeOrder)),
-            ("prefill_share", self.prefill_share, get_args(PrefillShare)),
-            ("preemption", self.preemption, get_args(Preemption)),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name} is {value!r}; known are {', '.join(known)}")
 
     @property
     def step_limit(self) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from lockstep.core.policy import Admission, DecodeOrder, Order, Preemption, PrefillShare, SchedulerConfig
+from lockstep.core.policy import Order, SchedulerConfig, SchedulerLimits, least_batched_tokens
 from lockstep.errors import ConfigError
 from lockstep.executors.options import ExecutorOptions
+from lockstep.option_fields import MOST, Range, check_options
 from lockstep.shown import size
 
 if TYPE_CHECKING:
@@ -20,73 +21,71 @@ if TYPE_CHECKING:
 
 KV_SHARE = 0.3
 """Part of the memory available at load that the KV pool may take when nothing else is sizes."""
-DECIDED_AT_LOAD = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
-"""Fields of SchedulerConfig that follow from the model and the memory; EngineOptions says what of them is intended."""
-DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SchedulerConfig) if f.name not in DECIDED_AT_LOAD}
-"""Of the fields of SchedulerConfig that a user may set, by name."""
-SCHEDULER_FIELDS = tuple(DEFAULTS)
+LIMIT_NAMES = tuple(each.name for each in fields(SchedulerLimits))
+DEFAULT_BATCHED_TOKENS = 512
+"""Tokens of a step where nothing is set and the sequences of a step need no more."""
 HOST_SHARE = 0.5
 """Host swap space in parts of the device pool when no number is set."""
 _TYPICAL_BLOCK_TOKENS = 32
-MAX_LIMITS: Mapping[str, int] = {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20}
-"""More than any machine computes at once."""
-MAX_LIMIT = 1 << 40
-"""Of all else that is counted."""
+Bytes = Annotated[int | None, Range(0)]
 Progress = Callable[[str, float], None]
 """Called with a stage of loading and how much of it is done, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Intentions of a user for one engine; None: decided at load, or as SchedulerConfig says.
+class EngineOptions(SchedulerLimits):
+    """Options of one engine: the limits of its scheduler, its sizes, and what is decided at load where it is None.
 
     The flags of `lockstep serve` and the ``engine:`` of a manifest are these fields, and the first paragraphs under
-    them the help; those of the scheduler's fields are SchedulerConfig's.
+    them the help.
     """
 
-    max_model_len: int | None = None
+    max_model_len: Annotated[int | None, Range(2, MOST)] = None
     """Prompt + output in tokens; by default what the model declares."""
-    block_size: int | None = None
+    max_num_batched_tokens: Annotated[int | None, Range(1, 1 << 20)] = None
+    """Tokens that a step computes; None: 512, or what max-num-seqs needs."""
+    order: Order | None = None
+    """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival; None: fcfs; with
+    --manifest by the models' priority."""
+    block_size: Annotated[int | None, Range(1, MOST)] = None
     """Tokens per KV block; None: what the executor has.
 
     It cannot be chosen: another one than the executor's is refused."""
-    num_blocks: int | None = None
+    num_blocks: Annotated[int | None, Range(1, MOST)] = None
     """KV blocks, instead of what follows from memory."""
-    num_host_blocks: int | None = None
+    num_host_blocks: Annotated[int | None, Range(0, MOST)] = None
     """Blocks for the KV of preempted sequences, instead of what is below."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: Bytes = None
     """Size of the KV pool in bytes.
 
     By default what `max_num_seqs` full contexts need, within 30 % of the available memory."""
-    host_kv_memory_bytes: int | None = None
+    host_kv_memory_bytes: Bytes = None
     """Memory for the KV of preempted sequences; None: half of the KV pool.
 
     0 turns swapping into recomputing."""
-    max_num_seqs: int | None = None
-    max_num_step_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_prefill_tokens: int | None = None
-    max_chunk_tokens: int | None = None
-    max_num_decode_seqs: int | None = None
-    max_forced_tokens: int | None = None
-    chunking: bool | None = None
-    admission: Admission | None = None
-    order: Order | None = None
-    decode_order: DecodeOrder | None = None
-    prefill_share: PrefillShare | None = None
-    preemption: Preemption | None = None
-    max_skips: int | None = None
-    priority_aging_steps: int | None = None
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    max_finished: int | None = None
-    max_num_tenants: int | None = None
-    enable_prefix_caching: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     @property
-    def scheduler(self) -> dict[str, Any]:
-        """The fields of SchedulerConfig that are set here, by name; those decided at load are not among them."""
-        return {name: value for name in SCHEDULER_FIELDS if (value := getattr(self, name)) is not None}
+    def batched_tokens(self) -> int:
+        """Tokens that a step computes: as set, or enough for all sequences that may decode in it and a chunk."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        num_decode_seqs = self.max_num_decode_seqs or self.max_num_seqs
+        return max(DEFAULT_BATCHED_TOKENS, least_batched_tokens(num_decode_seqs, self.max_forced_tokens))
+
+    def config(self, *, block_size: int, num_blocks: int, num_host_blocks: int, max_model_len: int) -> SchedulerConfig:
+        """The scheduler's config with what was decided at load; ConfigError for limits that cannot work together."""
+        return SchedulerConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=self.batched_tokens,
+            order=self.order or "fcfs",
+            **{name: getattr(self, name) for name in LIMIT_NAMES},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +109,14 @@ def check_limits(options: EngineOptions, declared_max_model_len: int | None = No
     Raises:
         ConfigError: an impossible limit.
     """
-    for name in (*SCHEDULER_FIELDS, "max_model_len", "num_blocks", "num_host_blocks"):
-        value, most = getattr(options, name), MAX_LIMITS.get(name, MAX_LIMIT)
-        if isinstance(value, int) and value > most:
-            raise ConfigError(f"{name} is {value}; at most {most} can be meant")
     max_model_len = options.max_model_len
     if max_model_len is not None and declared_max_model_len is not None:
         check_model_len(max_model_len, declared_max_model_len)
-    SchedulerConfig(
-        block_size=_TYPICAL_BLOCK_TOKENS if options.block_size is None else options.block_size,
-        num_blocks=1 if options.num_blocks is None else options.num_blocks,
+    options.config(
+        block_size=options.block_size or _TYPICAL_BLOCK_TOKENS,
+        num_blocks=options.num_blocks or 1,
         num_host_blocks=options.num_host_blocks or 0,
-        max_model_len=2 if max_model_len is None else max_model_len,
-        **options.scheduler,
+        max_model_len=max_model_len or 2,
     )
 
 
@@ -141,9 +135,6 @@ def check_sizes(options: EngineOptions, memory_bytes: int, called: Mapping[str, 
         "host_kv_memory_bytes": options.host_kv_memory_bytes,
     }
     sizes = {called.get(name, name): value for name, value in given.items() if value is not None}
-    for name, value in sizes.items():
-        if value < 0:
-            raise ConfigError(f"{name} is {value}; a size is never negative")
     if sum(sizes.values()) > memory_bytes:
         parts = " and ".join(f"{name} is {size(value)}" for name, value in sizes.items() if value)
         raise ConfigError(
@@ -164,9 +155,7 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
         raise ConfigError(
             f"block_size is {options.block_size}; this executor has blocks of {geometry.block_size} tokens"
         )
-    max_num_seqs = DEFAULTS["max_num_seqs"] if options.max_num_seqs is None else options.max_num_seqs
-    blocks_per_seq = -(-max_model_len // geometry.block_size)
-    blocks_of_all = blocks_per_seq * max_num_seqs
+    blocks_of_all = -(-max_model_len // geometry.block_size) * options.max_num_seqs
     num_blocks = options.num_blocks
     if num_blocks is None:
         budget = options.kv_cache_memory_bytes
@@ -190,12 +179,11 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
             f"on the host), and {size(available_bytes)} of memory are free once the model is loaded; lower "
             "kv_cache_memory_bytes, num_blocks, host_kv_memory_bytes or num_host_blocks, or leave them out"
         )
-    return SchedulerConfig(
+    return options.config(
         block_size=geometry.block_size,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         max_model_len=max_model_len,
-        **options.scheduler,
     )
 
 

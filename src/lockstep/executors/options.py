@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from lockstep.errors import UsageError
+from lockstep.option_fields import OneOf, Range, check_options
 
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets of the native library, the fastest first. ``avx512`` needs VNNI."""
@@ -21,40 +23,27 @@ DEFAULT_MAX_CACHE_BYTES = 32 << 30
 class ExecutorOptions:
     """Options of one loaded model."""
 
-    isa: str | None = None
+    isa: Annotated[str | None, OneOf(ISAS)] = None
     """Instruction set of the native library; None: the fastest one here.
 
     ``avx512``, ``avx2`` or ``portable``. All give the same bits."""
-    threads: int | None = None
+    threads: Annotated[int | None, Range(1, MAX_THREADS)] = None
     """Threads of a forward pass; by default the cores of the cgroup.
 
     Those that the process may use, its quota included. Any number gives the same bits."""
-    kv_cache_precision: str = "f16"
+    kv_cache_precision: Annotated[str, OneOf(KV_CACHE_PRECISIONS)] = "f16"
     """f16, f32, or int8 (half the memory).
 
     ``f32`` takes twice the memory. ``int8`` has a scale for each token and head, written once."""
-    quantize: str | None = None
+    quantize: Annotated[str | None, OneOf(QUANTIZE)] = None
     """int8 or int4: round float weights at load; None: weights as they are.
 
     ``int8`` has one scale per row, ``int4`` one per 32 values (embedding and head int8). Weights in block encodings
     stay what they are."""
     cache_dir: Path | None = None
     """Where packed weights are kept; None: every load packs them in memory."""
-    max_cache_bytes: int = DEFAULT_MAX_CACHE_BYTES
+    max_cache_bytes: Annotated[int, Range(0)] = DEFAULT_MAX_CACHE_BYTES
     """Bound on what is kept there; the least recently used goes first."""
 
     def __post_init__(self) -> None:
-        _one_of("kv_cache_precision", self.kv_cache_precision, KV_CACHE_PRECISIONS)
-        if self.quantize is not None:
-            _one_of("quantize", self.quantize, QUANTIZE)
-        if self.isa is not None:
-            _one_of("isa", self.isa, ISAS)
-        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
-            raise UsageError(f"threads is {self.threads}; it must be 1 to {MAX_THREADS}")
-        if self.max_cache_bytes < 0:
-            raise UsageError(f"max_cache_bytes is {self.max_cache_bytes}; it must not be negative")
-
-
-def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{field} is {value!r}; it must be one of {', '.join(allowed)}")
+        check_options(self, UsageError)

@@ -7,16 +7,18 @@ neutral values have filled the gaps. Depends on no model: a vocabulary size and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
 from msgspec.structs import fields, replace
 
+from lockstep.artifacts.generation_config import MIN_P, REPETITION_PENALTY, TEMPERATURE, TOP_K, TOP_P
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
+from lockstep.option_fields import OptionType, Range, option_types
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 256
@@ -26,44 +28,11 @@ MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1_024
 MAX_LOGPROBS = 64
 MAX_CHOICES = 128
+PENALTY = Range(-2, 2)
+SEED = Range(-(2**63), 2**64 - 1)
 
-MAX_TEMPERATURE = 1e6
-"""Beyond it every token is as likely as the next, and float32 overflows."""
-MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
-"""Of ``repetition_penalty``, which divides and multiplies logits: what they become stays finite in float32."""
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy, as in vLLM: dividing by them would only overflow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Real:
-    """Check of a field that is a finite number of low..high; `open_low`: low itself is out."""
-
-    low: float
-    high: float
-    open_low: bool = False
-
-    def __call__(self, name: str, value: object, param: str | None = None) -> None:
-        number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-        if self.low <= number <= self.high and not (self.open_low and number == self.low):
-            return
-        above = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        raise InvalidParameterError.of(name, value, f"a number {above} and at most {self.high:g}", param=param)
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Check of a field that is an integer of low..high; None as high: no end."""
-
-    low: int
-    high: int | None = None
-
-    def __call__(self, name: str, value: object, param: str | None = None) -> None:
-        low, high = self.low, self.high
-        if isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high):
-            return
-        right = f"an integer, at least {low}" if high is None else f"an integer of {low}..{high}"
-        raise InvalidParameterError.of(name, value, right, param=param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +53,6 @@ class Strings:
             if not isinstance(text, str) or not 1 <= len(text) <= self.num_chars:
                 right = f"a string of 1..{self.num_chars} characters"
                 raise InvalidParameterError.of(f"{name}[{index}]", text, right, param=name)
-
-
-def is_flag(name: str, value: object) -> None:
-    """Check of a field that is true or false."""
-    if not isinstance(value, bool):
-        raise InvalidParameterError.of(name, value, "true or false")
 
 
 def is_constraint(name: str, value: object) -> None:
@@ -130,42 +93,42 @@ class ResolvedSampling(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of one generation; names and meanings are OpenAI's and vLLM's. None: the model's default."""
 
-    temperature: Annotated[float | None, Real(0.0, MAX_TEMPERATURE)] = None
+    temperature: Annotated[float | None, TEMPERATURE] = None
     """0: greedy. Default 1, or what the artifact's generation_config.json says."""
-    top_k: Annotated[int | None, Whole(-1)] = None
+    top_k: Annotated[int | None, TOP_K] = None
     """Keep the k most likely tokens; 0 or -1: all."""
-    top_p: Annotated[float | None, Real(0.0, 1.0, open_low=True)] = None
+    top_p: Annotated[float | None, TOP_P] = None
     """Keep the fewest most likely tokens that hold this share of the probability; above 0, at most 1."""
-    min_p: Annotated[float | None, Real(0.0, 1.0)] = None
+    min_p: Annotated[float | None, MIN_P] = None
     """Keep tokens at least this many times as likely as the likeliest; 0 to 1."""
-    repetition_penalty: Annotated[float | None, Real(MIN_PENALTY, MAX_PENALTY)] = None
+    repetition_penalty: Annotated[float | None, REPETITION_PENALTY] = None
     """Above 1 makes tokens of prompt and output less likely; 1: none."""
-    presence_penalty: Annotated[float, Real(-2.0, 2.0)] = 0.0
+    presence_penalty: Annotated[float, PENALTY] = 0.0
     """Subtracted from the logit of every token of the output; -2 to 2."""
-    frequency_penalty: Annotated[float, Real(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, PENALTY] = 0.0
     """Subtracted once per occurrence in the output; -2 to 2."""
     logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     """Token id to what is added to its logit; -100 to 100."""
-    seed: Annotated[int | None, Whole(-(2**63), 2**64 - 1)] = None
+    seed: Annotated[int | None, SEED] = None
     """None: the engine draws one at submission, so that a recording can repeat it."""
-    max_tokens: Annotated[int | None, Whole(1)] = None
+    max_tokens: Annotated[int | None, Range(1)] = None
     """None: as much as the context leaves."""
-    min_tokens: Annotated[int, Whole(0)] = 0
+    min_tokens: Annotated[int, Range(0)] = 0
     """No end before this many tokens."""
     stop: Annotated[tuple[str, ...], Strings(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)] = ()
     """Strings that end the text; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the text, besides the model's own."""
-    ignore_eos: Annotated[bool, is_flag] = False
+    ignore_eos: bool = False
     """Go on after the model's end tokens."""
-    include_stop_str_in_output: Annotated[bool, is_flag] = False
+    include_stop_str_in_output: bool = False
     """The stop string that ends the text is its last part, and so is a stop token that is text."""
-    skip_special_tokens: Annotated[bool, is_flag] = True
+    skip_special_tokens: bool = True
     """False: special tokens are shown as they are written."""
     bad_words: Annotated[tuple[str, ...], Strings(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)] = ()
     """Words whose tokens never come in a row, with a space before them or without. A request whose constraint allows
     nothing else fails."""
-    n: Annotated[int, Whole(1, MAX_CHOICES)] = 1
+    n: Annotated[int, Range(1, MAX_CHOICES)] = 1
     """Choices to generate."""
     logprobs: int | None = None
     """None: none. k: the sampled token's log-probability and the k most likely."""
@@ -237,7 +200,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 def check_logprobs(name: str, value: int | None, vocab_size: int) -> None:
     """Check how many of the most likely tokens are wanted beside one; InvalidParameterError names the parameter."""
     if value is not None:
-        Whole(0, min(MAX_LOGPROBS, vocab_size))(name, value)
+        _check(OptionType(int, Range(0, min(MAX_LOGPROBS, vocab_size))), name, value)
 
 
 def _check_biases(value: object, vocab_size: int) -> None:
@@ -249,10 +212,10 @@ def _check_biases(value: object, vocab_size: int) -> None:
         raise InvalidParameterError(
             f"logit_bias has {len(value)} entries; it must have at most {MAX_LOGIT_BIASES}", param="logit_bias"
         )
-    is_token, is_bias = Whole(0, vocab_size - 1), Real(-100.0, 100.0)
+    token_type = OptionType(int, Range(0, vocab_size - 1))
     for token, bias in value.items():
-        is_token("logit_bias: a token id", token, "logit_bias")
-        is_bias(f"logit_bias: the bias of token {token}", bias, "logit_bias")
+        _check(token_type, "logit_bias: a token id", token, "logit_bias")
+        _check(_BIAS, f"logit_bias: the bias of token {token}", bias, "logit_bias")
 
 
 def _check_stop_tokens(value: object, vocab_size: int) -> None:
@@ -264,17 +227,27 @@ def _check_stop_tokens(value: object, vocab_size: int) -> None:
         raise InvalidParameterError(
             f"stop_token_ids has {len(value)} ids; it must have at most {MAX_STOP_TOKEN_IDS}", param="stop_token_ids"
         )
-    is_token = Whole(0, vocab_size - 1)
+    token_type = OptionType(int, Range(0, vocab_size - 1))
     for index, token in enumerate(value):
-        is_token(f"stop_token_ids[{index}]", token, "stop_token_ids")
+        _check(token_type, f"stop_token_ids[{index}]", token, "stop_token_ids")
+
+
+def _check(type_: OptionType, name: str, value: object, param: str | None = None) -> None:
+    if not type_.fits(value):
+        raise InvalidParameterError.of(name, value, type_.right(value), param=param)
 
 
 def _declared_checks() -> Iterator[tuple[str, object, Callable[[str, object], None]]]:
-    """A field, its default, and what any other value must be; fields that depend on the vocabulary have none."""
+    """A field, its default, and the check of any other value; fields that depend on the vocabulary have none."""
     hints = get_type_hints(SamplingParams, include_extras=True)
+    types = option_types(SamplingParams)
     for field in fields(SamplingParams):
-        for check in getattr(hints[field.name], "__metadata__", ()):
-            yield field.name, field.default, check
+        checks = [each for each in getattr(hints[field.name], "__metadata__", ()) if callable(each)]
+        if checks:
+            yield field.name, field.default, checks[0]
+        elif types[field.name].kind in (bool, int, float) and field.name != "logprobs":
+            yield field.name, field.default, partial(_check, types[field.name])
 
 
+_BIAS = OptionType(float, Range(-100, 100))
 _CHECKS = tuple(_declared_checks())

@@ -9,12 +9,12 @@ too few, what it always says is a token each (`HEAD_ID`, `MAX_ID`), so that with
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -23,6 +23,7 @@ import numpy as np
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, ExecutorError, UsageError
 from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
+from lockstep.option_fields import Range, option_types
 from lockstep.spelling import MAX_LISTED, did_you_mean
 
 SCHEME = "stub://"
@@ -45,8 +46,6 @@ KEYWORDS: tuple[tuple[tuple[str, ...], str], ...] = (
 NONE_OF_THESE = "none"
 MAX_ANSWERS_BYTES = 16 << 20
 """Maximum size of a file of answers."""
-_LEAST: Mapping[str, int] = {"max_model_len": 2, "block_size": 1}
-"""Minimum of a stub's option; 0 where it is not listed."""
 _MAX = " max="
 _CHOSEN_LOGIT = 100.0
 
@@ -60,17 +59,17 @@ class StubOptions:
     """Not empty: an entry model, which answers ``<field>=<id>``."""
     ids: tuple[str, ...] = ()
     """The specialists that an entry model may name."""
-    step_ms: float = 0.0
+    step_ms: Annotated[float, Range(0)] = 0.0
     """Time that every step takes."""
-    token_us: float = 0.0
+    token_us: Annotated[float, Range(0)] = 0.0
     """Time on top for every token of a step."""
-    load_ms: float = 0.0
-    fail_every: int = 0
+    load_ms: Annotated[float, Range(0)] = 0.0
+    fail_every: Annotated[int, Range(0)] = 0
     """Every n-th step fails; 0: none."""
-    nan_every: int = 0
+    nan_every: Annotated[int, Range(0)] = 0
     """Every n-th sampled row is NaN; 0: none."""
-    max_model_len: int = 8192
-    block_size: int = 16
+    max_model_len: Annotated[int, Range(2)] = 8192
+    block_size: Annotated[int, Range(1)] = 16
     answers: str = ""
     """Not empty: a file of scripted answers; see `read_answers`."""
 
@@ -82,42 +81,28 @@ class StubOptions:
             UsageError: it has unknown options or values of a wrong kind; the message lists all of them.
         """
         parts = urlsplit(source)
-        known = [each.name for each in fields(cls) if each.name != "name"]
-        values: dict[str, object] = {"name": parts.netloc or "stub"}
+        types = {name: type_ for name, type_ in option_types(cls).items() if name != "name"}
+        values: dict[str, Any] = {"name": parts.netloc or "stub"}
         faults: list[str] = []
         for key, text in parse_qsl(parts.query, keep_blank_values=True):
-            value: object = text.split(",") if key == "ids" else text
-            if key not in known:
-                hint = did_you_mean(key, known)
+            if key not in types:
+                hint = did_you_mean(key, types)
                 faults.append(f"unknown stub option {key!r}{hint and f' ({hint})'}")
             elif not text:
                 faults.append(f"{key} has no value")
-            elif not _can_be(cls, key, value):
-                faults.append(f"{key} is {text!r} and must be {_kind_of(cls, key)}")
-            values[key] = value
+            elif key == "ids":
+                values[key] = tuple(text.split(","))
+            else:
+                try:
+                    values[key] = types[key].parse(text)
+                except ValueError:
+                    values[key] = None
+                if not types[key].fits(values[key]):
+                    faults.append(f"{key} is {text!r} and must be {types[key].right()}")
         if faults:
             shown = [*faults[:MAX_LISTED], "…"] if len(faults) > MAX_LISTED else faults
-            raise UsageError(f"{source}: {'; '.join(shown)}; known: {', '.join(known)}")
-        return msgspec.convert(values, cls, strict=False)
-
-
-def _can_be(owner: type[StubOptions], key: str, value: object) -> bool:
-    """True if an option's text is of its type, and within its range where it is a number."""
-    try:
-        read = getattr(msgspec.convert({"name": "", key: value}, owner, strict=False), key)
-    except msgspec.ValidationError:
-        return False
-    is_number = isinstance(read, int | float) and not isinstance(read, bool)
-    return not is_number or (math.isfinite(read) and read >= _LEAST.get(key, 0))
-
-
-def _kind_of(owner: type[StubOptions], key: str) -> str:
-    """An option's type and range in words."""
-    default = next(each.default for each in fields(owner) if each.name == key)
-    if isinstance(default, bool):
-        return "true or false"
-    kind = "a whole number" if isinstance(default, int) else "a number"
-    return f"{kind}, at least {_LEAST.get(key, 0)}"
+            raise UsageError(f"{source}: {'; '.join(shown)}; known: {', '.join(types)}")
+        return cls(**values)
 
 
 class ScriptedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from lockstep.errors import EvidenceError
+from lockstep.errors import ConfigError, EvidenceError
+from lockstep.option_fields import Range, check_options, option_types
 from lockstep.release.outputs import Tolerance
 from lockstep.spelling import did_you_mean, listed
 
 AGREEMENT = "agreement("
+SHARE = Range(0, 1)
+NOT_NEGATIVE = Range(0, 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,92 +34,88 @@ class Policy:
     outputs: str | None = None
     """Sameness of answers: exact, numeric, agreement(FIELD) or ignore. Default exact; it has to be set where the
     weights or the precisions of the sides are known and differ."""
-    min_pairs: int = 20
+    min_pairs: Annotated[int, Range(1, 1e9)] = 20
     """Matched pairs that a verdict needs; with fewer: hold. Segments with fewer do not decide."""
     segments: Literal["report", "enforce"] = "report"
     """Whether segments decide, too, or are reported only."""
-    max_mismatch_rate: float = 0.0
+    max_mismatch_rate: Annotated[float, SHARE] = 0.0
     """Part of the compared answers that may differ, 0 to 1; beyond: rollback."""
-    min_agreement: float = 0.99
+    min_agreement: Annotated[float, SHARE] = 0.99
     """With outputs agreement(FIELD): part of the compared answers that has to agree; below: rollback."""
-    max_logprob_gap: float | None = None
+    max_logprob_gap: Annotated[float | None, NOT_NEGATIVE] = None
     """Mean difference, in nats, of the log-probabilities that both sides give to the same tokens; beyond: rollback."""
-    max_error_rate_increase: float = 0.0
+    max_error_rate_increase: Annotated[float, Range(0, 100)] = 0.0
     """In threshold mode: candidate's error rate less the baseline's, in percentage points; beyond: rollback."""
-    max_latency_p95_ratio: float | None = 1.10
+    max_latency_p95_ratio: Annotated[float | None, NOT_NEGATIVE] = 1.10
     """In threshold mode: candidate's 95th percentile of latency over the baseline's; beyond: hold."""
-    max_latency_p95_increase_ms: float | None = None
+    max_latency_p95_increase_ms: Annotated[float | None, NOT_NEGATIVE] = None
     """In threshold mode: candidate's 95th percentile of latency less the baseline's, in ms; beyond: hold."""
-    max_ttft_p95_ratio: float | None = 1.10
+    max_ttft_p95_ratio: Annotated[float | None, NOT_NEGATIVE] = 1.10
     """In threshold mode: candidate's 95th percentile of the time to the first token over the baseline's; beyond:
     hold."""
-    max_ttft_p95_increase_ms: float | None = None
+    max_ttft_p95_increase_ms: Annotated[float | None, NOT_NEGATIVE] = None
     """In threshold mode: candidate's 95th percentile of the time to the first token less the baseline's, in ms; beyond:
     hold."""
-    max_decode_p95_ratio: float | None = 1.10
+    max_decode_p95_ratio: Annotated[float | None, NOT_NEGATIVE] = 1.10
     """In threshold mode: candidate's 95th percentile of all gaps between tokens over the baseline's; beyond: hold."""
-    max_decode_p95_increase_ms: float | None = None
+    max_decode_p95_increase_ms: Annotated[float | None, NOT_NEGATIVE] = None
     """In threshold mode: candidate's 95th percentile of all gaps between tokens less the baseline's, in ms; beyond:
     hold."""
-    max_kv_pressure_p95_increase: float | None = 0.10
+    max_kv_pressure_p95_increase: Annotated[float | None, SHARE] = 0.10
     """Candidate's 95th percentile of kv_used / kv_total less the baseline's; beyond: hold."""
-    min_candidate_routing_provenance_rate: float = 0.0
+    min_candidate_routing_provenance_rate: Annotated[float, SHARE] = 0.0
     """Part of the candidate's answers whose route and scheduler have to be known; below: hold."""
-    min_candidate_streaming_trace_rate: float = 0.0
+    min_candidate_streaming_trace_rate: Annotated[float, SHARE] = 0.0
     """Part of the candidate's answers whose token times have to be known; below: hold."""
-    min_join_rate: float = 0.9
+    min_join_rate: Annotated[float, SHARE] = 0.9
     """Part of the records of the larger side that has to be in pairs, retried ones left out; below: hold."""
-    min_comparable_rate: float = 0.9
+    min_comparable_rate: Annotated[float, SHARE] = 0.9
     """Part of the healthy pairs whose answers have to be comparable; below: hold. It does not apply with outputs
     ignore, nor to answers neither of which has the field of agreement(FIELD)."""
-    min_output_rate: float = 1.0
+    min_output_rate: Annotated[float, SHARE] = 1.0
     """Part of the successful answers in pairs, of both sides together, that has to carry output material (tokens,
     vector, text or fingerprint); below: hold. It does not apply with outputs ignore."""
-    min_metric_rate: float = 0.9
+    min_metric_rate: Annotated[float, SHARE] = 0.9
     """For latency, time to the first token, gaps between tokens and KV pressure, each: pairs in which both sides have
     the number, as a part of those in which one side has it; below: hold. It does not apply to what the baseline never
     has, nor in threshold mode to a metric whose bounds are all null."""
     required_series: tuple[Literal["latency", "ttft", "decode"], ...] = ("latency",)
     """In sequential mode: series without which nothing is promoted; an empty list requires none."""
-    min_agreement_lower: float | None = None
+    min_agreement_lower: Annotated[float | None, SHARE] = None
     """Lower confidence bound, at alpha, of the part of the compared answers that agree; below: hold. Sequential mode
     has the series of mismatches in addition."""
-    max_output_length_change: float | None = 0.2
+    max_output_length_change: Annotated[float | None, Range(0, 10)] = 0.2
     """Change of the mean number of output tokens of pairs, as a part and in either direction; beyond: hold."""
     numeric_tolerances: tuple[Tolerance, ...] = ()
     """Rules for vectors: absolute, relative, and the model, backend and accelerator that they hold for."""
-    alpha: float = 0.05
+    alpha: Annotated[float, Range(1e-6, 0.5)] = 0.05
     """In sequential mode: chance of a wrong rollback, and of a wrong promotion."""
-    tolerance: float = 0.02
+    tolerance: Annotated[float, Range(0, 10)] = 0.02
     """In sequential mode: regression of latency, as a part, from which drift is reported."""
-    margin: float = 0.05
+    margin: Annotated[float, Range(1e-6, 0.99)] = 0.05
     """In sequential mode: regression of the mean latency, time to the first token or gap between tokens, as a part,
     from which there is a rollback; what is certainly below is promoted."""
-    tail_margin: float = 5.0
+    tail_margin: Annotated[float, Range(0.01, 90)] = 5.0
     """In sequential mode: increase, in percentage points, of the answers beyond the baseline's 95th percentile of
     latency (of which the baseline has 5 %), from which there is a rollback."""
-    error_margin: float = 1.0
+    error_margin: Annotated[float, Range(0.01, 50)] = 1.0
     """In sequential mode: increase of the error rate, in percentage points, from which there is a rollback."""
-    missing_margin: float = 1.0
+    missing_margin: Annotated[float, Range(0.01, 50)] = 1.0
     """In sequential mode: records that the candidate lacks less those that the baseline lacks, in percentage points;
     what is not certainly below is not promoted."""
-    mismatch_margin: float = 1.0
+    mismatch_margin: Annotated[float, Range(0.01, 50)] = 1.0
     """In sequential mode, of engines that do not promise equal answers: mismatches beyond those of a second baseline,
     in percentage points, from which there is a rollback."""
-    burst_pairs: int = 5
+    burst_pairs: Annotated[int, Range(1, 10_000)] = 5
     """In sequential mode: failures may come in bursts of so many pairs, of which none may have been seen yet."""
-    warmup_pairs: int = 500
+    warmup_pairs: Annotated[int, Range(0, 1_000_000)] = 500
     """In sequential mode: a warm-up or a slow spell may last for so many pairs. Times are not judged before; first
     pairs that are slower than the later ones are excluded; promotion takes five times as many."""
     owners: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Who looks after a signal, by patterns of its name or of name/segment; the last one that fits counts."""
 
     def __post_init__(self) -> None:
-        for (low, high), names in _RANGES.items():
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not low <= value <= high:
-                    raise EvidenceError(f"policy: {name} is {value}; it has to be from {low:g} to {high:g}")
+        check_options(self, lambda message: EvidenceError(f"policy: {message}"))
         if self.tolerance > self.margin:
             raise EvidenceError(f"policy: tolerance {self.tolerance:g} is above margin {self.margin:g}")
         if self.outputs is not None and self.outputs not in ("exact", "numeric", "ignore") and not self.agreement_field:
@@ -140,70 +140,59 @@ def digest_of(policy: Policy) -> str:
     return hashlib.sha256(msgspec.json.encode(policy, order="sorted")).hexdigest()[:16]
 
 
-_MOST = 1e9
-_RANGES: Mapping[tuple[float, float], tuple[str, ...]] = {
-    (0, _MOST): (
-        "max_logprob_gap",
-        *(f"max_{each}_p95_ratio" for each in ("latency", "ttft", "decode")),
-        *(f"max_{each}_p95_increase_ms" for each in ("latency", "ttft", "decode")),
-    ),
-    (0, 1): (
-        *("max_mismatch_rate", "min_agreement", "max_kv_pressure_p95_increase", "min_join_rate", "min_comparable_rate"),
-        *("min_output_rate", "min_metric_rate", "min_agreement_lower"),
-        *("min_candidate_routing_provenance_rate", "min_candidate_streaming_trace_rate"),
-    ),
-    (0.01, 50): ("error_margin", "missing_margin", "mismatch_margin"),
-    (0, 100): ("max_error_rate_increase",),
-    (0, 10): ("tolerance", "max_output_length_change"),
-    (1e-6, 0.99): ("margin",),
-    (1e-6, 0.5): ("alpha",),
-    (0.01, 90): ("tail_margin",),
-    (1, _MOST): ("min_pairs",),
-    (1, 10_000): ("burst_pairs",),
-    (0, 1_000_000): ("warmup_pairs",),
-}
-"""Least and most, and the fields that have to be between."""
 FIELD_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Policy))
 
 
-def policy_of(*layers: tuple[str, Mapping[str, Any] | None]) -> Policy:
-    """A policy from what its sources say, later ones over earlier ones.
+class Layer(NamedTuple):
+    """Fields of a policy that one source sets."""
 
-    Args:
-        layers: what each is called in messages, and its fields.
+    name: str
+    """What the source is called in messages."""
+    fields: Mapping[str, Any] | None
+    lines: Mapping[str, int] = {}
+    """The line of each path, where it is a file."""
+
+    def place(self, field: str) -> str:
+        """The source of a field, with its line."""
+        return f"{self.name}, line {self.lines[field]}" if field in self.lines else self.name
+
+
+def policy_of(*layers: Layer) -> Policy:
+    """A policy from what its sources set, later ones over earlier ones.
 
     Raises:
         EvidenceError: a name or a value that no policy has.
     """
     values: dict[str, Any] = {}
-    for place, layer in layers:
-        if layer is None:
+    places: dict[str, str] = {}
+    types = option_types(Policy)
+    for layer in layers:
+        if layer.fields is None:
             continue
-        if not isinstance(layer, Mapping):
-            raise EvidenceError(f"{place}: the policy is no object of fields")
-        for name in layer:
-            if name not in FIELD_NAMES:
+        if not isinstance(layer.fields, Mapping):
+            raise EvidenceError(f"{layer.name}: the policy is no object of fields")
+        for name, value in layer.fields.items():
+            place = layer.place(name)
+            if name not in types:
                 question = did_you_mean(str(name), FIELD_NAMES) or f"there are {listed(FIELD_NAMES)}"
                 raise EvidenceError(f"{place}: the policy has no field {name!r}; {question}")
-        values |= layer
+            if not types[name].fits(value):
+                hint = did_you_mean(str(value), types[name].words)
+                right = f"{types[name].right(value)}{hint and '; '}{hint}"
+                raise EvidenceError(f"{place}: {name} is {value!r}; it must be {right}")
+            values[name], places[name] = value, place
     try:
         return msgspec.convert(values, Policy)
     except msgspec.ValidationError as error:
-        raise EvidenceError(f"{layers[-1][0] if layers else 'policy'}: the policy's {_plain(str(error))}") from None
-
-
-def _plain(message: str) -> str:
-    """msgspec's sentence with the field's name in front."""
-    text, _, path = message.partition(" - at `$.")
-    name = path.rstrip("`")
-    if choices := [str(each) for each in get_args(get_type_hints(Policy).get(name)) if isinstance(each, str)]:
-        text = f"{text}; it is {' or '.join(choices)}"
-    return f"{name}: {text}" if path else message
+        text, _, path = str(error).partition(" - at `$.")
+        field = path.partition("`")[0]
+        place = places.get(re.split(r"[.\[]", field)[0], "policy")
+        raise EvidenceError(f"{place}: {field}: {text}" if field else f"{place}: {text}") from None
 
 
 def with_settings(settings: Sequence[str]) -> dict[str, Any]:
     """``FIELD=VALUE`` texts as fields; values are read as YAML."""
-    import yaml
+    from lockstep.yaml_reading import read_plain
 
     found: dict[str, Any] = {}
     for text in settings:
@@ -211,7 +200,7 @@ def with_settings(settings: Sequence[str]) -> dict[str, Any]:
         if not equals:
             raise EvidenceError(f"--set {text!r}: write FIELD=VALUE")
         try:
-            found[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            found[name.strip()] = read_plain(value, "")[0]
+        except ConfigError:
             raise EvidenceError(f"--set {text!r}: {value!r} is no value; quote it as in YAML") from None
     return found

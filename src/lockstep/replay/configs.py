@@ -15,8 +15,6 @@ All else is as in ``SchedulerConfig``.
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import product
@@ -26,6 +24,7 @@ from typing import Any
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
 from lockstep.errors import UsageError
+from lockstep.option_fields import option_types
 from lockstep.replay.workload import Workload
 from lockstep.spelling import did_you_mean, nearest
 
@@ -35,8 +34,7 @@ DEFAULT_NUM_SEQS = 256
 DEFAULT_STEP_TOKENS = 8192
 UNBOUNDED = 1 << 40
 """For the bounds of the waiting queue: more than any trace holds."""
-_BOOLEANS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
-_TYPES: Mapping[str, Any] = typing.get_type_hints(SchedulerConfig)
+_TYPES = option_types(SchedulerConfig)
 _DEFAULTS = {field.name: field.default for field in fields(SchedulerConfig) if field.default is not MISSING}
 
 
@@ -71,7 +69,9 @@ def config_for(workload: Workload, overrides: Mapping[str, str] | None = None) -
     values: dict[str, Any] = {}
     for name, value in workload.config.items():
         check_field(name, f"{workload.name}: its config has a field that no scheduler has")
-        values[name] = _checked(name, value, f"{workload.name}: config")
+        if not _TYPES[name].fits(value):
+            raise UsageError(f"{workload.name}: config: {name} is {value!r}; it must be {_TYPES[name].right(value)}")
+        values[name] = value
     for name, text in (overrides or {}).items():
         check_field(name, "no limit of a scheduler has that name")
         values[name] = parse_value(name, text)
@@ -121,20 +121,12 @@ def changed_fields(config: SchedulerConfig) -> dict[str, Any]:
 
 def parse_value(name: str, text: str) -> Any:
     """The text of a field's value as that field's type; UsageError states what would be right."""
-    kinds = _kinds(name)
-    text = text.strip()
-    if type(None) in kinds and text.lower() in ("none", "null"):
-        return None
-    if bool in kinds:
-        if text.lower() not in _BOOLEANS:
-            raise UsageError(f"{name} is {text!r}; write true or false")
-        return _BOOLEANS[text.lower()]
-    if int in kinds:
-        try:
-            return int(text.replace(",", "").replace("_", ""))
-        except ValueError:
-            raise UsageError(f"{name} is {text!r}; write a whole number") from None
-    return _checked(name, text, "--set")
+    type_ = _TYPES[name]
+    try:
+        return type_.parse(text)
+    except ValueError:
+        hint = did_you_mean(text, type_.words)
+        raise UsageError(f"{name} is {text!r}; it must be {type_.right()}{'; ' if hint else ''}{hint}") from None
 
 
 def check_field(name: str, complaint: str) -> None:
@@ -144,29 +136,6 @@ def check_field(name: str, complaint: str) -> None:
     near = nearest(name, _TYPES, n=3, cutoff=0.5)
     help_text = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_TYPES)}"
     raise UsageError(f"{complaint}: {name!r}; {help_text}")
-
-
-def _checked(name: str, value: object, place: str) -> Any:
-    kinds = _kinds(name)
-    fits = type(value) in kinds or value in kinds
-    if not fits:
-        hint = did_you_mean(str(value), [kind for kind in kinds if isinstance(kind, str)])
-        must = f"it must be {' or '.join(map(_kind_text, kinds))}"
-        raise UsageError(f"{place}: {name} is {value!r}; {must}{'; ' if hint else ''}{hint}")
-    return value
-
-
-def _kinds(name: str) -> tuple[Any, ...]:
-    """Types, or literal values, that a field takes."""
-    hint = _TYPES[name]
-    if typing.get_origin(hint) in (typing.Literal, typing.Union, types.UnionType):
-        return typing.get_args(hint)
-    return (hint,)
-
-
-def _kind_text(kind: object) -> str:
-    names = {int: "a whole number", bool: "true or false", type(None): "null"}
-    return names[kind] if isinstance(kind, type) and kind in names else repr(kind)
 
 
 MAX_CONFIGS = 1024

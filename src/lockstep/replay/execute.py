@@ -20,7 +20,7 @@ from lockstep.core.step import StepPlan, StepResult
 from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel, default_cache_dir, load_model
-from lockstep.engine.options import SCHEDULER_FIELDS, EngineOptions, LoadOptions
+from lockstep.engine.options import LIMIT_NAMES, EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, TraceError
 from lockstep.executors.base import Blocks
@@ -407,12 +407,13 @@ def _fingerprint_of(source: str, cache_dir: Path | None) -> str:
 def _load_options(engine: EngineEntry, cache_dir: Path | None, machine: MachineOptions) -> LoadOptions:
     """As it was loaded, as far as the recording knows, and computed as this machine is to."""
     config, environment = engine.config, engine.environment
-    scheduler = {name: getattr(config, name) for name in SCHEDULER_FIELDS}
     options = EngineOptions(
         max_model_len=config.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        order=config.order,
         num_blocks=config.num_blocks,
         host_kv_memory_bytes=config.num_host_blocks * engine.bytes_per_block,
-        **scheduler,
+        **{name: getattr(config, name) for name in LIMIT_NAMES},
     )
     quantize = environment.get("quantize", "none")
     executor = ExecutorOptions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from itertools import compress
 from typing import NamedTuple
 
@@ -181,7 +182,7 @@ def workload_of_lives(name: str, engine: EngineEntry, lives: Iterable[Life], not
     first_ps = served[0].outcome.arrival_ps if served else 0
     partial = 1 + max((max(life.added.contents, default=0) for life in served), default=0)
     requests = tuple(_request(life, first_ps, engine, partial + index) for index, life in enumerate(served))
-    config = {field: getattr(engine.config, field) for field in engine.config.__slots__}
+    config = asdict(engine.config)
     return Workload(name, requests, ArrivalUnit.PS, engine.config.block_size, config, notes)
 
 

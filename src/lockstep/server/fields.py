@@ -28,6 +28,10 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 from typing_extensions import TypedDict
 
+from lockstep.artifacts.generation_config import MIN_P, REPETITION_PENALTY, TEMPERATURE, TOP_K, TOP_P
+from lockstep.executors.sampling_params import PENALTY, SEED
+from lockstep.option_fields import Range
+
 MAX_LABEL_CHARS = 64
 """Of labels and their values: OpenAI's bounds."""
 MAX_LABEL_VALUE_CHARS = 512
@@ -125,9 +129,17 @@ def empty(why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def within(range_: Range) -> Any:
+    """pydantic's form of a range."""
+    low, high = range_.low, range_.high
+    return Field(gt=low, le=high) if range_.above_low else Field(ge=low, le=high)
+
+
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_json)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_SEQUENCE_TOKENS)]
+RepetitionPenalty = Annotated[float, within(REPETITION_PENALTY)]
+Penalty = Annotated[float, within(PENALTY)]
 Tokens = Annotated[list[TokenId], *in_pieces(MAX_VALUES)]
 TextOrTokens = Annotated[
     Annotated[str, Tag("[text]")] | Annotated[Tokens, Tag("[list]")],
@@ -166,6 +178,19 @@ class ParameterBody(Body):
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, float) and value.is_integer()
+
+
+class SamplingBody(ParameterBody):
+    """Sampling parameters that all APIs have by these names."""
+
+    temperature: Annotated[float | None, within(TEMPERATURE)] = None
+    """0: greedy. Default: the model's, else 1."""
+    top_p: Annotated[float | None, within(TOP_P)] = None
+    top_k: Annotated[int | None, within(TOP_K)] = None
+    """0 or -1: all tokens."""
+    min_p: Annotated[float | None, within(MIN_P)] = None
+    seed: Annotated[int | None, within(SEED)] = None
+    """The same seed and parameters give the same answer, whoever else is being served."""
 
 
 class Marked(Body):

@@ -33,7 +33,9 @@ from lockstep.server.fields import (
     JsonObject,
     JsonSchema,
     Name,
-    ParameterBody,
+    Penalty,
+    RepetitionPenalty,
+    SamplingBody,
     TokenId,
     text_or_list,
 )
@@ -100,26 +102,23 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class RequestBody(ParameterBody):
-    """Parameters of every endpoint that generates."""
+class SharedBody(SamplingBody):
+    """Parameters that the APIs of OpenAI and Anthropic have in common here."""
 
-    temperature: Annotated[float | None, Field(ge=0)] = None
-    """0: greedy. Default: the model's, else 1."""
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=-1)] = None
-    """0 or -1: all tokens."""
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
-    """The same seed and parameters give the same answer, whoever else is being served."""
     stream: bool | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
     """Lower is served first; other than 0 only where the scheduling policy is by priority."""
     cache_salt: Name | None = None
     """Prefix-cache blocks are shared only with requests of the same salt."""
     session_id: Name | None = None
     deadline_ms: DeadlineMs | None = None
-    """The answer is complete by then, or the request ends with 504 or an error frame."""
+    """The answer is complete by then, or the request ends with 504 or an error event."""
+
+
+class RequestBody(SharedBody):
+    """Parameters of every endpoint of OpenAI's that generates."""
+
     user: Name | None = None
     """Logged; without API keys also whose share of the queue this is."""
     metadata: Labels | None = None
@@ -133,8 +132,8 @@ class GenerationBody(RequestBody):
 
     model: Name | None = None
     """A served name; absent: whoever the cluster's routing finds, or the one model that is served."""
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     """Token id to what is added to its logit."""
     min_tokens: Annotated[int | None, Field(ge=0, le=MAX_SEQUENCE_TOKENS)] = None

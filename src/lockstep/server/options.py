@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from lockstep.option_fields import Range
 
 MIB = 1 << 20
 
@@ -33,27 +35,27 @@ class ServerOptions:
     """Origins from which browsers may call every path; ``*``: all."""
     allows_loopback_origins: bool = True
     """Whether browsers may ask models from pages of loopback origins."""
-    max_body_bytes: int = 8 * MIB
+    max_body_bytes: Annotated[int, Range(1)] = 8 * MIB
     """A larger request is refused."""
-    max_header_bytes: int = 32 << 10
+    max_header_bytes: Annotated[int, Range(1024)] = 32 << 10
     """Larger headers are refused."""
-    max_concurrent_requests: int = 2_048
+    max_concurrent_requests: Annotated[int, Range(1)] = 2_048
     """Requests answered at once.
 
     Those to models, streams and others."""
-    requests_per_minute: int | None = None
+    requests_per_minute: Annotated[int | None, Range(1)] = None
     """Requests that a key may send.
 
     A token bucket per key, as is the next; without a number there is no limit."""
-    tokens_per_minute: int | None = None
+    tokens_per_minute: Annotated[int | None, Range(1)] = None
     """Tokens that a key may use."""
-    queue_timeout_s: float | None = None
+    queue_timeout_s: Annotated[float | None, Range(0.001)] = None
     """Seconds that a request may wait for its first step.
 
     The request's own deadline may be shorter."""
-    request_timeout_s: float | None = None
+    request_timeout_s: Annotated[float | None, Range(0.001)] = None
     """Seconds that an answer may take."""
-    shutdown_timeout_s: float = 30.0
+    shutdown_timeout_s: Annotated[float, Range(0)] = 30.0
     """Seconds that requests have to finish after SIGTERM."""
     ping_interval_s: float = 15.0
     """Silence in a stream after which a comment is sent."""
@@ -78,5 +80,5 @@ class ServerOptions:
     max_stored_responses: int = 4_096
     batch_dir: str | None = None
     """Folder for uploaded files and batches; None: a temporary one."""
-    max_batch_requests: int = 4
+    max_batch_requests: Annotated[int, Range(1)] = 4
     """Requests of batches that are answered at once, while no others are."""

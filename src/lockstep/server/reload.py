@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.cluster.cluster import Cluster
-from lockstep.cluster.manifest_yaml import read_text
 from lockstep.errors import LockstepError, ManifestError, UnavailableError
+from lockstep.yaml_reading import read_text
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class ManifestReload:
     async def _try(self) -> None:
         """UnavailableError: it may come yet."""
         try:
-            text = await asyncio.to_thread(read_text, self._path)
+            text = await asyncio.to_thread(read_text, self._path, "the manifest")
             replaced = await self._cluster.replace(text, self._environment)
         except UnavailableError:
             raise

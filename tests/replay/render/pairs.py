@@ -16,7 +16,7 @@ from lockstep.replay.report import report_of
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload, WorkloadRequest
 
-LIMITS = SchedulerConfig(16, 40, 512, max_num_seqs=16, max_num_batched_tokens=128)
+LIMITS = SchedulerConfig(block_size=16, num_blocks=40, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128)
 COST = CostModel(2 * PS_PER_MS, PS_PER_MS // 20, PS_PER_MS // 4, PS_PER_MS // 1000)
 
 

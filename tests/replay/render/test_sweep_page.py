@@ -22,7 +22,7 @@ POINTS = ((100.0, 50.0, 0.5), (200.0, 90.0, 1.0), (300.0, 80.0, 0.995), (400.0, 
 
 
 def outcome(number: int, figures: tuple[float, ...] | None, settings: Settings | None = None) -> Outcome:
-    config = SchedulerConfig(16, 100 - number, 512, max_num_seqs=8)
+    config = SchedulerConfig(block_size=16, num_blocks=100 - number, max_model_len=512, max_num_seqs=8)
     settings = settings or {"max_num_seqs": str(8 * (number + 1)), "order": "fair" if number % 2 else "fcfs"}
     if figures is None:
         return Outcome(settings, None, {}, "max_num_seqs is 0; at least 1 is needed")

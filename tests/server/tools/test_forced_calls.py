@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 
 from lockstep import LLM, EngineOptions, FinishReason, LoadOptions, SamplingParams
+from lockstep.artifacts.generation_config import MAX_TEMPERATURE
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
-from lockstep.executors.sampling_params import MAX_TEMPERATURE
 from lockstep.server.tools.parser import CallDelta, ContentDelta
 from lockstep.server.tools.tool_use import ToolUse
 from tests.server.tools.models import PING, STRICT_TOOLS, TOOLS, Parsed, function, parsed, tool_use_of

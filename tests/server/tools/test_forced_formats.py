@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 
 from lockstep import LLM, EngineOptions, LoadOptions, SamplingParams
+from lockstep.artifacts.generation_config import MAX_TEMPERATURE
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.executors.sampling_params import MAX_TEMPERATURE
 from lockstep.server.tools.parser import CallDelta, ContentDelta
 from tests.server.tools.models import KWARGS, PING, TEMPLATES, TIME, WEATHER_SCHEMA, function, tool_use_of
 from tests.server.tools.templates import TEMPLATES as OWN

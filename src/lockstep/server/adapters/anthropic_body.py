@@ -28,7 +28,7 @@ from lockstep.server.fields import (
     in_pieces,
     text_or_list,
 )
-from lockstep.server.generation import DeadlineMs, StopString
+from lockstep.server.generation import SharedBody, StopString
 from lockstep.server.tools.definitions import MAX_TOOLS, FunctionName
 
 Id = Annotated[str, Field(min_length=1, max_length=128)]
@@ -239,7 +239,7 @@ class CountBody(ParameterBody):
     """Of this server, not of Anthropic's: variables for the model's chat template."""
 
 
-class MessagesBody(CountBody):
+class MessagesBody(SharedBody, CountBody):
     """A conversation for a model to answer, and parameters of the answer."""
 
     model_config = ConfigDict(
@@ -254,33 +254,12 @@ class MessagesBody(CountBody):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_SEQUENCE_TOKENS)]
     """Tokens of the answer, thoughts included."""
     stop_sequences: Annotated[list[StopString] | None, Field(max_length=MAX_STOP_STRINGS)] = None
-    stream: bool | None = None
-    temperature: Annotated[float | None, Field(ge=0)] = None
-    """0: greedy. Default: the model's, else 1."""
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=-1)] = None
-    """0 or -1: all tokens."""
     metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     """There is one, `standard`; the answer says so."""
     container: Annotated[None, absent("there are no containers here")] = None
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
-    """Of this server, as are the following: the same seed and parameters give the same answer."""
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
-    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
-    """Lower is served first; other than 0 only where the scheduling policy is by priority."""
-    session_id: Name | None = None
-    cache_salt: Name | None = None
-    deadline_ms: DeadlineMs | None = None
-    """The answer is complete by then, or the request ends with 504 or an error event."""
 
 
-_SAME = (
-    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "priority"),
-    *("session_id", "cache_salt", "deadline_ms"),
-)
-"""Parameters that both have."""
 WORDS = Vocabulary((  # see `words_of`
     (re.compile(r"max_tokens|max_completion_tokens"), "max_tokens"),
     (re.compile(r"messages\b.*|prompt"), "messages"),
@@ -318,7 +297,7 @@ def chat_body(body: CountBody) -> ChatBody:
         "max_completion_tokens": None if asked is None else asked.max_tokens,
         "stop": None if asked is None else asked.stop_sequences or None,
         "user": None if asked is None or asked.metadata is None else asked.metadata.user_id,
-        **{name: getattr(body, name, None) for name in _SAME},
+        **{name: getattr(body, name, None) for name in ("model", *SharedBody.model_fields)},
     }
     return chat_body_of(members, WORDS)
 

@@ -23,6 +23,9 @@ from lockstep.server.fields import (
     JsonObject,
     Name,
     ParameterBody,
+    Penalty,
+    RepetitionPenalty,
+    SamplingBody,
     TokenId,
     empty,
     in_pieces,
@@ -39,23 +42,17 @@ ENDS_ALONE = (-2, -1, 0)
 NoImages = Annotated[None, empty("models here know text only"), NOTHING]
 
 
-class OllamaOptions(ParameterBody):
+class OllamaOptions(SamplingBody):
     """Options of one answer. What says how to run a model is taken and changes nothing: `lockstep serve` says it. An
     option that is not known gets a warning, as with Ollama."""
 
     __pydantic_extra__: dict[str, Any] = Field(init=False)
     num_predict: Annotated[int | None, Field(ge=-2, le=MAX_SEQUENCE_TOKENS)] = None
     """Tokens of the answer; -1, -2 and 0: what the context leaves."""
-    temperature: Annotated[float | None, Field(ge=0)] = None
-    """0: greedy. Default: the model's, else 1; so are the following."""
-    top_k: Annotated[int | None, Field(ge=-1)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
     stop: StopStrings | None = None
-    repeat_penalty: Annotated[float | None, Field(gt=0)] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     repeat_last_n: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
     """Penalties look at the whole sequence; another value than -1 gets a warning."""
     num_ctx: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
@@ -260,11 +257,7 @@ def _shared(body: OllamaBody) -> dict[str, Any]:
     return {
         "model": body.model,
         "stream": body.stream is not False,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
-        "seed": options.seed,
+        **{name: getattr(options, name) for name in SamplingBody.model_fields},
         "stop": options.stop or None,
         "repetition_penalty": options.repeat_penalty,
         "presence_penalty": options.presence_penalty,

@@ -1,4 +1,6 @@
-"""A manifest's text as nodes that know their lines: bounded before they are looked at, and never turned into objects.
+"""YAML as nodes that know their lines: of manifests, files of flags and policies of the gate.
+
+A text is bounded before it is looked at, and never turned into objects.
 
 Scalars follow YAML 1.2's core schema, so ``no`` and ``1:30`` are strings. `Place` is a node with its path; readers are
 functions from a place to a value that raise `ConfigError` with a sentence whose subject is the path.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +20,8 @@ import yaml
 from lockstep.errors import ConfigError, ManifestError, Problem, UsageError
 from lockstep.spelling import did_you_mean, listed, odd_character
 
-MAX_MANIFEST_BYTES = 1 << 18
-"""Some thousand models; YAML is read at about 100 kB/s."""
+MAX_BYTES = 1 << 18
+"""A manifest of some thousand models; YAML is read at about 100 kB/s."""
 MAX_DEPTH = 16
 """Lists and maps within each other."""
 MAX_NODES = 50_000
@@ -43,7 +45,7 @@ _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 _SCALARS = ("str", *(kind for kind, _, _ in _CORE))
 _RIGHT = "a YAML file in UTF-8 is expected"
 FAULTY: Final = object()
-"""What a place holds whose fault was told."""
+"""The value of a place that has a fault, which is noted."""
 
 Reader = Callable[["Place"], Any]
 
@@ -58,8 +60,8 @@ def _core_resolvers(others: _Resolvers | None = None) -> _Resolvers:
     return resolvers
 
 
-class ManifestLoader(yaml.SafeLoader):
-    """Composes nodes within limits; `ManifestDumper` resolves scalars in the same way."""
+class BoundedLoader(yaml.SafeLoader):
+    """Composes nodes within limits; `PlainDumper` resolves scalars in the same way."""
 
     yaml_implicit_resolvers = _core_resolvers()
 
@@ -77,14 +79,14 @@ class ManifestLoader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             size = self._sizes.get(anchor or "", 0)
             if size is None:
-                raise _limit(event, f"contains itself through the alias *{anchor}; write out what is meant")
+                raise _limit(event, f"contains itself through the alias *{anchor}; write its values out")
             self._num_nodes += size
         elif anchor is not None:
             self._sizes[anchor] = None
         self._num_nodes += 1
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _limit(event, f"is nested more than {MAX_DEPTH} deep; no manifest needs that")
+            raise _limit(event, f"is nested more than {MAX_DEPTH} deep")
         if self._num_nodes > MAX_NODES:
             raise _limit(event, f"has more than {MAX_NODES} values once its aliases are written out")
         node = super().compose_node(parent, index)
@@ -94,8 +96,8 @@ class ManifestLoader(yaml.SafeLoader):
         return node
 
 
-class ManifestDumper(yaml.SafeDumper):
-    """Writes strings so that `ManifestLoader`, and readers of YAML 1.1, read strings."""
+class PlainDumper(yaml.SafeDumper):
+    """Writes strings so that `BoundedLoader`, and readers of YAML 1.1, read strings."""
 
     yaml_implicit_resolvers = _core_resolvers(yaml.SafeDumper.yaml_implicit_resolvers)
 
@@ -121,6 +123,11 @@ class Reading:
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(Problem(self.line(where) if line is None else line, where, message))
 
+    def unknown_key(self, where: str, key: str, known: Sequence[str], otherwise: str) -> None:
+        """Note a key that nothing reads; ``otherwise`` helps where no known key is near it."""
+        hint = did_you_mean(key, known) or otherwise
+        self.fault(where, f"is an unknown key; {'; '.join(filter(None, (odd_character(key), hint)))}")
+
     def note(self, where: str, message: str) -> None:
         """Note what is taken all the same, and should be written otherwise."""
         self.notes.append(Problem(self.line(where), where, message))
@@ -131,13 +138,13 @@ class Reading:
         return self.lines.get(where, 1)
 
     def compose(self, text: str) -> Place | None:
-        """The text's only document; None when a fault was noted."""
-        if len(text.encode(errors="surrogatepass")) > MAX_MANIFEST_BYTES:
-            self.fault("", f"is larger than {MAX_MANIFEST_BYTES} bytes; no manifest needs that", 1)
+        """The text's only document; None when it is empty, or has a fault, which is noted."""
+        if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
+            self.fault("", f"is larger than {MAX_BYTES} bytes", 1)
             return None
         loader = None
         try:
-            loader = ManifestLoader(text)
+            loader = BoundedLoader(text)
             root = loader.get_single_node()
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
@@ -160,7 +167,6 @@ class Reading:
             if loader is not None:
                 loader.dispose()
         if root is None:
-            self.fault("", "is empty; it needs at least `cluster:` and `models:`", 1)
             return None
         self.lines[""] = root.start_mark.line + 1
         return Place(root, "", self)
@@ -206,7 +212,7 @@ class Place:
             pass
         if kind in ("int", "float"):
             raise ConfigError(f"is {shown(node.value)}, which is no number that anything here can be")
-        raise ConfigError(f"is {shown(node.value)}, which is not what its tag !!{kind} says; leave the tag out")
+        raise ConfigError(f"is {shown(node.value)}, which its tag !!{kind} does not fit; leave the tag out")
 
     def _refuse_tag(self, right: str = "leave it out") -> None:
         kinds = ("map",) if self.is_map else ("seq",) if self.is_list else _SCALARS
@@ -274,9 +280,7 @@ class Place:
         names = list(known)
         places = self.entries()
         for key in [key for key in places if key not in names]:
-            hint = did_you_mean(key, names) or f"known here are {listed(names)}"
-            odd = odd_character(key)
-            self.reading.fault(places.pop(key).where, f"is an unknown key; {'; '.join(filter(None, (odd, hint)))}")
+            self.reading.unknown_key(places.pop(key).where, key, names, f"known here are {listed(names)}")
         for key in required:
             if key not in places:
                 self.reading.fault(self.where, f"has no `{key}:`; it is required")
@@ -287,6 +291,20 @@ class Place:
         if self.is_map:
             return {key: place.plain() for key, place in self.entries().items()}
         return [place.plain() for place in self.items()] if self.is_list else self.scalar()
+
+
+def read_plain(text: str, name: str) -> tuple[Any, Mapping[str, int]]:
+    """A text as dicts, lists and scalars, None where it is empty; and the line of each path in it.
+
+    Raises:
+        ConfigError: its faults, each with the text's name and its line.
+    """
+    reading = Reading()
+    root = reading.compose(text)
+    value = None if root is None else root.read(Place.plain)
+    if reading.problems:
+        raise ConfigError("\n".join(f"{name}, {problem}" for problem in reading.problems))
+    return value, reading.lines
 
 
 def whole_characters(text: str) -> str:
@@ -322,26 +340,29 @@ def shown(value: object) -> str:
 def _tagged(tag: str) -> str:
     """A half-sentence about a node's tag, as its author wrote it. Nothing is ever made of a value by its tag."""
     written = f"!!{tag.removeprefix(_TAG)}" if tag.startswith(_TAG) else tag
-    return f"has the tag {shown(written)}, and a manifest is plain data of which nothing is ever run"
+    return f"has the tag {shown(written)}, and only plain data is read here"
 
 
-def read_text(path: Path) -> str:
-    """The text of a file; of one that is larger than any manifest, as much as shows that it is.
+def read_text(path: Path, what: str) -> str:
+    """The text of a file; of one that is larger than `MAX_BYTES`, as much as shows that it is.
+
+    Args:
+        what: what the file is, for the message.
 
     Raises:
         UsageError: it cannot be read.
     """
     try:
         with path.expanduser().open("rb") as file:
-            return text_of(file.read(MAX_MANIFEST_BYTES + 1), str(path))
+            return text_of(file.read(MAX_BYTES + 1), f"{what} {path}")
     except OSError as error:
-        raise UsageError(f"the manifest {path} cannot be read ({error}); {_RIGHT}") from error
+        raise UsageError(f"{what} {path} cannot be read ({error.strerror or error}); {_RIGHT}") from error
 
 
 def text_of(data: bytes, name: str) -> str:
     """The text in what was read from ``name``; UsageError where it is none."""
-    errors = "replace" if len(data) > MAX_MANIFEST_BYTES else "strict"  # cut anywhere, and refused for its size
+    errors = "replace" if len(data) > MAX_BYTES else "strict"  # cut anywhere, and refused for its size
     try:
         return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
-        raise UsageError(f"the manifest {name} cannot be read ({error}); {_RIGHT}") from error
+        raise UsageError(f"{name} cannot be read ({error}); {_RIGHT}") from error
