@@ -27,7 +27,7 @@ from lockstep.engine import kv_store
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_files import claim_host_folder
 from lockstep.engine.kv_store import KVStore
-from lockstep.engine.kv_tiers import KVStoreOptions, Place
+from lockstep.engine.kv_tiers import KVStoreOptions, KVTierName
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
@@ -98,7 +98,7 @@ def first_tokens(engine: Engine, store: KVStore, length: int, rounds: int) -> No
             assert store.flush(60.0)
             engine.scheduler.reset_prefix_cache()
             if way in (CACHED, DISK):
-                host = store.tiers._files[Place.HOST]
+                host = store.tiers._files[KVTierName.HOST]
                 for key in host:
                     host.remove(key)
             if way == DISK:

@@ -25,7 +25,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.native_steps import Contender, Running, contenders_of, race
+from benchmarks.native_steps import Backend, Running, backends_of, run_in_turns
 from lockstep.artifacts.model import Encoding, Tensor
 from lockstep.artifacts.source import open_artifact
 from lockstep.executors.native.library import NativeLibrary, native_library
@@ -116,10 +116,10 @@ def types(library: NativeLibrary, shape: str, names: Sequence[str], threads: int
             count = sum(each.shape[0] * each.shape[1] for each in matrices)
             stored = sum(each.data.nbytes for each in matrices)
             weights = load_weights(artifact, library, None, None, 0, lambda stage, share: None)
-            contender = Contender("native", "native", sys.executable, cache_dir=folder)
+            backend = Backend("native", "native", sys.executable, cache_dir=folder)
             loads = []
             for _ in range(2):
-                running = Running(contender, str(path), threads)
+                running = Running(backend, str(path), threads)
                 loads.append(running.load_s)
                 step_s = median(running.ask([1, 200, 1, 9]))
                 memory = running.ask("memory")
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["products", "steps", "types"])
     parser.add_argument("model", nargs="?", help="a GGUF file, for steps")
-    parser.add_argument("--threads", type=int, default=2, help="of each contender (default: 2)")
+    parser.add_argument("--threads", type=int, default=2, help="of each backend (default: 2)")
     parser.add_argument("--baseline", type=Path, help="a checkout whose executor takes part, for steps")
     parser.add_argument("--peer-python", help="a Python that has llama-cpp-python, for steps")
     parser.add_argument("--only", default="", help="names of steps, with commas between them")
@@ -151,9 +151,9 @@ def main() -> None:
     if options.what == "steps":
         if options.model is None:
             parser.error("steps need a GGUF file")
-        contenders = contenders_of(options.baseline, options.peer_python, options.isa)
+        backends = backends_of(options.baseline, options.peer_python, options.isa)
         names = [name for name in options.only.split(",") if name]
-        return race(contenders, options.model, options.threads, options.turns, names)
+        return run_in_turns(backends, options.model, options.threads, options.turns, names)
     library = native_library(options.isa)
     if isinstance(library, str):
         raise SystemExit(library)

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-CONTESTANT = Path(__file__).with_name("step_contestant.py")
-ROOT = CONTESTANT.parents[1]
+BACKEND_SCRIPT = Path(__file__).with_name("step_backend.py")
+ROOT = BACKEND_SCRIPT.parents[1]
 STEPS = (
     ("x1 at 200", (1, 200, 1), 8),
     ("x8 at 200", (8, 200, 1), 6),
@@ -28,7 +28,7 @@ STEPS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class Backend:
     """Who takes part: its name in the table, the arguments of its process, and where its sources are."""
 
     name: str
@@ -41,16 +41,16 @@ class Contender:
 
 
 class Running:
-    """A contender's process."""
+    """A backend's process."""
 
-    def __init__(self, contender: Contender, model: str, threads: int) -> None:
-        command = [contender.python, str(CONTESTANT), contender.engine, model, str(threads)]
-        command += [contender.isa] if contender.isa else []
+    def __init__(self, backend: Backend, model: str, threads: int) -> None:
+        command = [backend.python, str(BACKEND_SCRIPT), backend.engine, model, str(threads)]
+        command += [backend.isa] if backend.isa else []
         environ = dict(os.environ)
-        if contender.sources is not None:
-            environ["PYTHONPATH"] = str(contender.sources)
-        if contender.cache_dir is not None:
-            environ["XDG_CACHE_HOME"] = contender.cache_dir
+        if backend.sources is not None:
+            environ["PYTHONPATH"] = str(backend.sources)
+        if backend.cache_dir is not None:
+            environ["XDG_CACHE_HOME"] = backend.cache_dir
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, stderr=subprocess.DEVNULL
         )
@@ -75,10 +75,10 @@ class Running:
         self._process.wait(60)
 
 
-def race(contenders: Sequence[Contender], model: str, threads: int, turns: int, steps: Sequence[str]) -> None:
+def run_in_turns(backends: Sequence[Backend], model: str, threads: int, turns: int, steps: Sequence[str]) -> None:
     """Print a table: each step's median (least) milliseconds of each, and ratios to the first one."""
-    running = [Running(each, model, threads) for each in contenders]
-    names = [each.name for each in contenders]
+    running = [Running(each, model, threads) for each in backends]
+    names = [each.name for each in backends]
     print(f"{Path(model).name}, {threads} threads; loaded in " + ", ".join(
         f"{each.load_s:.2f} s ({name})" for name, each in zip(names, running, strict=True)
     ))  # fmt: skip
@@ -99,9 +99,9 @@ def race(contenders: Sequence[Contender], model: str, threads: int, turns: int, 
         each.close()
 
 
-def contenders_of(baseline: Path | None, peer_python: str | None, isa: str | None) -> list[Contender]:
+def backends_of(baseline: Path | None, peer_python: str | None, isa: str | None) -> list[Backend]:
     """This checkout's executor first, then those that there are."""
-    found = [Contender("native", "native", sys.executable, isa)]
+    found = [Backend("native", "native", sys.executable, isa)]
     if baseline is not None:
-        found.append(Contender(baseline.name, "native", sys.executable, isa, baseline / "src"))
-    return [*found, *([Contender("llama.cpp", "llama.cpp", peer_python)] if peer_python else [])]
+        found.append(Backend(baseline.name, "native", sys.executable, isa, baseline / "src"))
+    return [*found, *([Backend("llama.cpp", "llama.cpp", peer_python)] if peer_python else [])]

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from lockstep.hosts.ray_runtime import RayRuntime
-from lockstep.hosts.values import Place, PlaceState, ReplicaName
+from lockstep.hosts.values import ReplicaName, ReplicaPhase, ReplicaStatus
 from tests.hosts.support import demand, write_secret
 from tests.hosts.two_nodes import QUICK, Nodes, joined, started
 
@@ -30,23 +30,23 @@ LIMIT_S = 120.0
 LOOK_S = 0.02
 
 
-async def ready(runtime: RayRuntime, number: int, before: Place | None = None) -> Place:
+async def ready(runtime: RayRuntime, number: int, before: ReplicaStatus | None = None) -> ReplicaStatus:
     """Wait until a replica is ready, at another worker than before."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             place = await runtime.ask(ReplicaName(WANTED.key, number))
-            if place is not None and place.state is PlaceState.READY and (before is None or place.pid != before.pid):
+            if place is not None and place.state is ReplicaPhase.READY and (before is None or place.pid != before.pid):
                 return place
             await asyncio.sleep(LOOK_S)
 
 
-async def place_both(runtime: RayRuntime) -> list[Place]:
+async def place_both(runtime: RayRuntime) -> list[ReplicaStatus]:
     for number in range(WANTED.num):
         await runtime.place(WANTED, number)
     return [await ready(runtime, number) for number in range(WANTED.num)]
 
 
-async def timed(runtime: RayRuntime, place: Place, pid: int) -> float:
+async def timed(runtime: RayRuntime, place: ReplicaStatus, pid: int) -> float:
     """Kill a process; seconds until the replica that is lost with it is ready again."""
     began_s = time.perf_counter()
     os.kill(pid, signal.SIGKILL)

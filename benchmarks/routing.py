@@ -34,21 +34,21 @@ from heapq import merge
 from operator import attrgetter
 from pathlib import Path
 
+from lockstep.cluster.controller_state import ControllerState, GatewayDemand, GatewayReport, merged_view
 from lockstep.cluster.planner import Observed, Phase, PlanPolicy, Replica, plan
-from lockstep.cluster.shared_plan import Report, Wish, Word, observed_by_all
 from lockstep.core.balancer import Balancer, Choice, RoutingPolicy
 from lockstep.core.prefix import ContentNews, block_hashes
 from lockstep.engine.options import LoadOptions
-from lockstep.hosts.values import Demand, Host, Place, PlaceState
+from lockstep.hosts.values import Demand, Host, ReplicaPhase, ReplicaStatus
 from lockstep.replay.configs import config_for
 from lockstep.replay.cost import CostModel
 from lockstep.replay.fleet import Fleet
 from lockstep.replay.readers import ReadOptions, read_workload
 from lockstep.replay.workload import PS_PER_MS, PS_PER_US, Workload, WorkloadRequest
-from lockstep.worker.guests import MAX_GUESTS, ListenOptions
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import ContentsChanged
 from lockstep.worker.network import WorkerAddress
+from lockstep.worker.remote_clients import MAX_GUESTS, ListenOptions
 from lockstep.worker.supervised import SupervisedWorker
 from lockstep.worker.wire import event_decoder, event_encoder
 
@@ -186,7 +186,7 @@ def costs(sizes: Sequence[int]) -> None:
         row["contents"], row["bytes_per_content"] = num_contents, round(held_bytes / num_contents)
         row["news_us"] = _news(balancer, num_replicas)
         row["plan_ms"] = _plans(num_replicas)
-        row["word_bytes"], row["word_ms"] = _word(num_replicas)
+        row["word_bytes"], row["word_ms"] = _state(num_replicas)
         print(json.dumps(row), flush=True)
     prompt, news = tuple(range(12_000)), [(os.urandom(16), True) for _ in range(512)]
     told, decode = event_encoder().encode(ContentsChanged("r0", news)), event_decoder().decode
@@ -199,15 +199,16 @@ def costs(sizes: Sequence[int]) -> None:
     print(json.dumps(row), flush=True)
 
 
-def _word(num_replicas: int) -> tuple[int, float]:
+def _state(num_replicas: int) -> tuple[int, float]:
     """Bytes of the owner's word, and milliseconds of writing it down for one gateway."""
     each = range(num_replicas)
     places = [
-        Place(f"r{n % 50}", n // 50, PlaceState.READY, "", f"host-{n}", "a" * 56, "10.0.0.1", 41000, 9, 8) for n in each
+        ReplicaStatus(f"r{n % 50}", n // 50, ReplicaPhase.READY, "", f"host-{n}", "a" * 56, "10.0.0.1", 41000, 9, 8)
+        for n in each
     ]
     room = {"CPU": 16.0, "memory": 1e11}
     hosts = [Host(f"host-{number}", "a" * 56, "10.0.0.1", True, dict(room), dict(room)) for number in each]
-    word = Word(1, "m" * 5000, 1, {}, {}, {}, tuple(places), tuple(hosts), 64)
+    word = ControllerState(1, "m" * 5000, 1, {}, {}, {}, tuple(places), tuple(hosts), 64)
     return len(pickle.dumps(word)), round(_least(lambda: pickle.dumps(word)) * 1e3, 3)
 
 
@@ -215,9 +216,11 @@ def _merge(num_gateways: int) -> float:
     """Milliseconds of putting the reports of gateways together, each about 50 models."""
     resident = Replica("r", Phase.RESIDENT, 800, 1, 0, None, 9.5, 1.25, 0.1, 0, False, 0.0, True, 60.0, None)
     names = [f"r{number}" for number in range(50)]
-    wishes = tuple([Wish(Demand(name, "stub://a", LoadOptions()), replace(resident, key=name)) for name in names])
-    reports = [Report(10.0, wishes, None, PlanPolicy()) for _ in range(num_gateways)]
-    return round(_least(lambda: observed_by_all({}, reports, 10.0)) * 1e3, 3)
+    demands = tuple(
+        [GatewayDemand(Demand(name, "stub://a", LoadOptions()), replace(resident, key=name)) for name in names]
+    )
+    reports = [GatewayReport(10.0, demands, None, PlanPolicy()) for _ in range(num_gateways)]
+    return round(_least(lambda: merged_view({}, reports, 10.0)) * 1e3, 3)
 
 
 async def links(idle_s: float = 20.0) -> None:

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from lockstep.bench.contenders import Engine, trial
-from lockstep.bench.peers import OURS, Race, RaceOptions, as_json, run_race
+from lockstep.bench.backends import Engine, trial
+from lockstep.bench.comparison import OURS, Comparison, ComparisonOptions, as_json, run_comparison
 from lockstep.bench.prompts import Units
-from lockstep.bench.works import Work
+from lockstep.bench.workloads import Work
 from lockstep.executors.machine import available_cores, machine_name
 from lockstep.version import __version__
 
@@ -33,7 +33,7 @@ TABLES: Mapping[str, tuple[str, Callable[[float, int], float]]] = {
 """Figure of a table, and the value that it shows of it."""
 
 
-def table(race: Race, title: str) -> str:
+def table(race: Comparison, title: str) -> str:
     """One figure in Markdown: a row for each prompt, a column for each concurrency; medians of the rounds."""
     options, (figure, shown) = race.options, TABLES[title]
     lines = [f"### {title}", "", f"| prompt | {' | '.join(f'x{streams}' for streams in options.streams)} |"]
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--result-filename", type=Path)
     asked = parser.parse_args()
-    options = RaceOptions(
+    options = ComparisonOptions(
         asked.model,
         tuple((prompt, asked.output_len) for prompt in asked.prompts),
         tuple(asked.streams),
@@ -106,7 +106,7 @@ def main() -> None:
         only="engines",
         suite=False,
     )
-    race = run_race(options, lambda sentence: print(sentence, file=sys.stderr))
+    race = run_comparison(options, lambda sentence: print(sentence, file=sys.stderr))
     print(f"{machine_name()}, Lockstep {__version__}, {Path(asked.model).name}, {race.duration_s:.0f} s\n")
     for title in TABLES:
         print(table(race, title))

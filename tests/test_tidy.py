@@ -227,7 +227,7 @@ def test_no_dead_modules() -> None:
         "lockstep.cli.main",
         "lockstep.__main__",
         "lockstep.worker.child",
-        "lockstep.bench.contestant",
+        "lockstep.bench.backend_process",
     }
     entry_points |= {home.partition(":")[0] for home, _ in VERBS.values()}
     for path in MODULES:

@@ -1,9 +1,8 @@
 """YAML as nodes that know their lines: of manifests, files of flags and policies of the gate.
 
-A text is bounded before it is looked at, and never turned into objects.
-
-Scalars follow YAML 1.2's core schema, so ``no`` and ``1:30`` are strings. `Place` is a node with its path; readers are
-functions from a place to a value that raise `ConfigError` with a sentence whose subject is the path.
+A text is bounded before it is looked at, and never turned into objects. Scalars follow YAML 1.2's core schema, so
+``no`` and ``1:30`` are strings. `YamlNode` is a node with its path. Readers are functions from a node to a value; they
+raise `ConfigError` with a sentence whose subject is the path.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 _SCALARS = ("str", *(kind for kind, _, _ in _CORE))
 _RIGHT = "a YAML file in UTF-8 is expected"
 FAULTY: Final = object()
-"""The value of a place that has a fault, which is noted."""
+"""The value of a node that has a fault, which is noted."""
 
-Reader = Callable[["Place"], Any]
+Reader = Callable[["YamlNode"], Any]
 
 
 def _core_resolvers(others: _Resolvers | None = None) -> _Resolvers:
@@ -137,7 +136,7 @@ class Reading:
             where = where[: max(where.rfind("."), where.rfind("["), 0)]
         return self.lines.get(where, 1)
 
-    def compose(self, text: str) -> Place | None:
+    def compose(self, text: str) -> YamlNode | None:
         """The text's only document; None when it is empty, or has a fault, which is noted."""
         if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
             self.fault("", f"is larger than {MAX_BYTES} bytes", 1)
@@ -169,23 +168,23 @@ class Reading:
         if root is None:
             return None
         self.lines[""] = root.start_mark.line + 1
-        return Place(root, "", self)
+        return YamlNode(root, "", self)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class YamlNode:
     """A node and the path to it."""
 
-    node: yaml.Node
+    source: yaml.Node
     where: str
     reading: Reading
 
     def read(self, reader: Reader) -> Any:
-        """Read this place; FAULTY where the reader refused it, which is noted."""
+        """Read this node; FAULTY where the reader refused it, which is noted."""
         try:
             return reader(self)
         except ConfigError as error:
-            value = self.node.value if isinstance(self.node, yaml.ScalarNode) else ""
+            value = self.source.value if isinstance(self.source, yaml.ScalarNode) else ""
             odd = odd_character(value) if len(value) <= MAX_SHOWN_CHARS else ""
             is_new = odd and odd not in str(error)
             self.reading.fault(self.where, f"{error}; it {odd}" if is_new else str(error))
@@ -193,7 +192,7 @@ class Place:
 
     def scalar(self) -> object:
         """The value of a scalar; ConfigError for a list, a map, or a tag of another schema."""
-        node, kind = self.node, self.node.tag.removeprefix(_TAG)
+        node, kind = self.source, self.source.tag.removeprefix(_TAG)
         self._refuse_tag("write a plain string, number, true or false")
         if not isinstance(node, yaml.ScalarNode):
             raise ConfigError(f"is {self.kind}, where one value is expected")
@@ -216,43 +215,43 @@ class Place:
 
     def _refuse_tag(self, right: str = "leave it out") -> None:
         kinds = ("map",) if self.is_map else ("seq",) if self.is_list else _SCALARS
-        if self.node.tag.removeprefix(_TAG) not in kinds:
-            raise ConfigError(f"{_tagged(self.node.tag)}; {right}")
+        if self.source.tag.removeprefix(_TAG) not in kinds:
+            raise ConfigError(f"{_tagged(self.source.tag)}; {right}")
 
     @property
     def kind(self) -> str:
         """Kind of the node, in words."""
-        if isinstance(self.node, yaml.MappingNode):
+        if isinstance(self.source, yaml.MappingNode):
             return "a map"
-        if isinstance(self.node, yaml.SequenceNode):
+        if isinstance(self.source, yaml.SequenceNode):
             return "a list"
-        return f"the value {shown(self.node.value)}" if self.node.value else "empty"
+        return f"the value {shown(self.source.value)}" if self.source.value else "empty"
 
     @property
     def is_map(self) -> bool:
-        return isinstance(self.node, yaml.MappingNode)
+        return isinstance(self.source, yaml.MappingNode)
 
     @property
     def is_list(self) -> bool:
-        return isinstance(self.node, yaml.SequenceNode)
+        return isinstance(self.source, yaml.SequenceNode)
 
-    def items(self) -> list[Place]:
-        """The places of a list; ConfigError for anything else."""
+    def items(self) -> list[YamlNode]:
+        """The nodes of a list; ConfigError for anything else."""
         self._refuse_tag()
-        if not isinstance(self.node, yaml.SequenceNode):
+        if not isinstance(self.source, yaml.SequenceNode):
             raise ConfigError(f"is {self.kind}, where a list is expected")
-        places = [Place(node, f"{self.where}[{i}]", self.reading) for i, node in enumerate(self.node.value)]
-        for place in places:
-            self.reading.lines[place.where] = place.node.start_mark.line + 1
-        return places
+        nodes = [YamlNode(node, f"{self.where}[{i}]", self.reading) for i, node in enumerate(self.source.value)]
+        for node in nodes:
+            self.reading.lines[node.where] = node.source.start_mark.line + 1
+        return nodes
 
-    def entries(self) -> dict[str, Place]:
-        """The places of a map by key, each once: what comes again is noted. ConfigError for anything else."""
+    def entries(self) -> dict[str, YamlNode]:
+        """The nodes of a map by key, each once: what comes again is noted. ConfigError for anything else."""
         self._refuse_tag()
-        if not isinstance(self.node, yaml.MappingNode):
+        if not isinstance(self.source, yaml.MappingNode):
             raise ConfigError(f"is {self.kind}, where a map (`key: value` lines) is expected")
-        places: dict[str, Place] = {}
-        for key_node, node in self.node.value:
+        nodes: dict[str, YamlNode] = {}
+        for key_node, node in self.source.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or not key_node.value:
                 self.reading.fault(self.where, "has a key that is not a name", line)
@@ -267,30 +266,30 @@ class Place:
                 self.reading.fault(where, "is a merge of maps; write the keys out", line)
             elif key_node.tag.removeprefix(_TAG) not in _SCALARS:
                 self.reading.fault(where, f"is a key that {_tagged(key_node.tag)}; leave it out", line)
-            elif key in places:
+            elif key in nodes:
                 first = self.reading.line(where)
                 self.reading.fault(where, f"is given twice, first on line {first}; keep one of them", line)
             else:
                 self.reading.lines[where] = line
-                places[key] = Place(node, where, self.reading)
-        return places
+                nodes[key] = YamlNode(node, where, self.reading)
+        return nodes
 
-    def known_entries(self, known: Iterable[str], required: Sequence[str] = ()) -> dict[str, Place]:
+    def known_entries(self, known: Iterable[str], required: Sequence[str] = ()) -> dict[str, YamlNode]:
         """Places of a map by known key; unknown keys, and required ones that lack, are noted."""
         names = list(known)
-        places = self.entries()
-        for key in [key for key in places if key not in names]:
-            self.reading.unknown_key(places.pop(key).where, key, names, f"known here are {listed(names)}")
+        nodes = self.entries()
+        for key in [key for key in nodes if key not in names]:
+            self.reading.unknown_key(nodes.pop(key).where, key, names, f"known here are {listed(names)}")
         for key in required:
-            if key not in places:
+            if key not in nodes:
                 self.reading.fault(self.where, f"has no `{key}:`; it is required")
-        return places
+        return nodes
 
     def plain(self) -> object:
-        """The whole place as dicts, lists and scalars; the lines of all its paths are kept."""
+        """The whole node as dicts, lists and scalars; the lines of all its paths are kept."""
         if self.is_map:
-            return {key: place.plain() for key, place in self.entries().items()}
-        return [place.plain() for place in self.items()] if self.is_list else self.scalar()
+            return {key: node.plain() for key, node in self.entries().items()}
+        return [node.plain() for node in self.items()] if self.is_list else self.scalar()
 
 
 def read_plain(text: str, name: str) -> tuple[Any, Mapping[str, int]]:
@@ -301,7 +300,7 @@ def read_plain(text: str, name: str) -> tuple[Any, Mapping[str, int]]:
     """
     reading = Reading()
     root = reading.compose(text)
-    value = None if root is None else root.read(Place.plain)
+    value = None if root is None else root.read(YamlNode.plain)
     if reading.problems:
         raise ConfigError("\n".join(f"{name}, {problem}" for problem in reading.problems))
     return value, reading.lines

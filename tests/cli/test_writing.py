@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import invoke
-from lockstep.cli.writing import check_places, write_file
+from lockstep.cli.writing import check_outputs, write_file
 from lockstep.errors import UsageError
 
 WORKLOAD = {
@@ -142,7 +142,7 @@ def test_two_outputs_have_two_places(folder: Path, capsys: pytest.CaptureFixture
         error_of(command, capsys)
         == "out: the page cannot be written there: it is where the report goes; name another file"
     )
-    check_places([(Path(os.devnull), "the report"), (Path(os.devnull), "the page")])
+    check_outputs([(Path(os.devnull), "the report"), (Path(os.devnull), "the page")])
 
 
 def test_home_is_home_where_no_shell_saw_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lockstep.cli.feed import Event, Reading, RequestRow, View
-from lockstep.cluster.figures import EngineFigures, Figures, StoreTier
+from lockstep.cli.top_client import Event, Reading, RequestRow, View
+from lockstep.cluster.cluster_stats import ClusterStats, EngineStats, StoreTier
 from lockstep.cluster.snapshot import ClusterSnapshot, ReplicaSnapshot
 from tests.server.managing import Managed
 
@@ -37,6 +37,6 @@ def view_of(
     trouble: str = "",
 ) -> View:
     """A reading of engines that generate so many tokens a second."""
-    engines = tuple(EngineFigures(name, rate) for name, rate in (tokens_per_s or {}).items())
-    figures = Figures(1.0, uptime_s, None, engines, tiers)
+    engines = tuple(EngineStats(name, rate) for name, rate in (tokens_per_s or {}).items())
+    figures = ClusterStats(1.0, uptime_s, None, engines, tiers)
     return View(URL, Reading(cluster, figures, status, "1.2.3", requests), events, trouble)

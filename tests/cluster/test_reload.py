@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.trust import ALL
+from lockstep.cluster.manifest_permissions import ALL
 from lockstep.errors import ConfigError, LockstepError, ManifestError, OverBudgetError, UnavailableError
 from tests.cluster.clusters import Answer, clustered, model_of, say
 from tests.cluster.support import until

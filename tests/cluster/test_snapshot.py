@@ -10,7 +10,7 @@ import pytest
 from lockstep.cluster.snapshot import ClusterSnapshot, Counters, HostSnapshot, PlaceSnapshot, host_named
 from lockstep.core.balancer import Why
 from lockstep.errors import HostNotFoundError
-from lockstep.hosts.values import Host, Place, PlaceState, ReplicaUse
+from lockstep.hosts.values import Host, ReplicaPhase, ReplicaStatus, ReplicaUse
 
 
 def host(name: str, **changes: object) -> Host:
@@ -22,10 +22,10 @@ def host(name: str, **changes: object) -> Host:
 def test_a_host_counts_the_replicas_that_are_on_it_whatever_their_state() -> None:
     """By its id: two hosts may have one address, and a name may have been another host's."""
     places = [
-        Place("k", 0, PlaceState.READY, host="a", node_id="id-a"),
-        Place("k", 1, PlaceState.LEAVING, host="a", node_id="id-a"),
-        Place("k", 2, PlaceState.READY, host="a", node_id="id-of-an-earlier-a"),
-        Place("k", 3, PlaceState.WAITING),
+        ReplicaStatus("k", 0, ReplicaPhase.READY, host="a", node_id="id-a"),
+        ReplicaStatus("k", 1, ReplicaPhase.LEAVING, host="a", node_id="id-a"),
+        ReplicaStatus("k", 2, ReplicaPhase.READY, host="a", node_id="id-of-an-earlier-a"),
+        ReplicaStatus("k", 3, ReplicaPhase.WAITING),
     ]
     assert [HostSnapshot.of(host(name), places).num_replicas for name in "ab"] == [2, 0]
     drained = HostSnapshot.of(host("a", is_drained=True, is_there=False), ())
@@ -38,7 +38,9 @@ def test_a_replica_shows_its_place_and_what_this_gateway_counted() -> None:
     use.routed[Why.SESSION] = 3
     use.came(0.0)
     use.went(10.0)
-    place = Place("router-q8", 1, PlaceState.STARTING, "its worker was lost", "a", "id-a", "10.0.0.1", 5077, 99, 98, 2)
+    place = ReplicaStatus(
+        "router-q8", 1, ReplicaPhase.STARTING, "its worker was lost", "a", "id-a", "10.0.0.1", 5077, 99, 98, 2
+    )
     shown = PlaceSnapshot.of(place, ["router"], use, now_s=12.5, num_running=4, num_cached_blocks=7)
     assert json.loads(msgspec.json.encode(shown)) == {
         "models": ["router"],
@@ -63,7 +65,7 @@ def test_a_replica_shows_its_place_and_what_this_gateway_counted() -> None:
 
 
 def test_a_replica_that_is_ready_and_not_reached_says_so() -> None:
-    ready = PlaceSnapshot.of(Place("k", 0, PlaceState.READY))
+    ready = PlaceSnapshot.of(ReplicaStatus("k", 0, ReplicaPhase.READY))
     assert ready.sentence == ""
     cut = msgspec.structs.replace(ready, reason="the link was cut")
     assert cut.sentence == "k#0 gets no requests: the link was cut"
@@ -73,7 +75,7 @@ def test_a_replica_that_is_ready_and_not_reached_says_so() -> None:
     ("address", "port", "shown"), [("10.0.0.1", 1, "10.0.0.1:1"), ("fe80::1", 1, "[fe80::1]:1"), ("10.0.0.1", 0, "")]
 )
 def test_an_address_is_shown_where_a_worker_listens(address: str, port: int, shown: str) -> None:
-    place = Place("k", 0, PlaceState.LOADING, address=address, port=port)
+    place = ReplicaStatus("k", 0, ReplicaPhase.LOADING, address=address, port=port)
     assert PlaceSnapshot.of(place).address == shown
 
 

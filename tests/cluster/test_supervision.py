@@ -27,7 +27,7 @@ from lockstep.errors import ArtifactNotFoundError, RequestFailedError, Unavailab
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.pocket import pocket_path
 from lockstep.worker.health import HealthLimits
-from lockstep.worker.life import LoadState
+from lockstep.worker.lifecycle import LoadState
 from lockstep.worker.link import ThreadLink, WorkerOptions
 from lockstep.worker.messages import TrialOptions
 from lockstep.worker.supervised import SupervisedWorker

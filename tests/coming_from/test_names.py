@@ -236,7 +236,7 @@ def test_members_of_sessions_and_flags_exist(claim: str, seen: Seen) -> None:
     name, _, value = claim.partition(": ")
     assert name in seen.session("one")
     if name == "place":
-        assert value in get_args(snapshot.Place)
+        assert value in get_args(snapshot.KVLocation)
 
 
 @cache

@@ -7,14 +7,14 @@ import numpy as np
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_files import BlockKey
 from lockstep.engine.kv_store import KVStore
-from lockstep.engine.kv_tiers import Place
+from lockstep.engine.kv_tiers import KVTierName
 from tests.engine.conftest import OpenStore, Pocket
 from tests.engine.kv_sessions import BLOCK, answer, ask, hashes_of, kv_of, leave, prompt, tokens_of
 
 
 def tiers_of(store: KVStore) -> tuple[int, int]:
     """Blocks that were computed again, and those that were not what had been written or computed."""
-    return store.tiers.num_checked[Place.HOST], store.tiers.num_rejected[Place.HOST]
+    return store.tiers.num_checked[KVTierName.HOST], store.tiers.num_rejected[KVTierName.HOST]
 
 
 def come(engine: Engine, number: int) -> tuple[tuple[int, ...], int | None]:

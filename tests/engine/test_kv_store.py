@@ -15,7 +15,7 @@ from lockstep.engine.kv_files import BlockFiles
 from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord
 from lockstep.engine.kv_store import KVStore
-from lockstep.engine.kv_tiers import Place
+from lockstep.engine.kv_tiers import KVTierName
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
 from tests.engine.conftest import OpenStore
@@ -238,12 +238,12 @@ def test_records_count_against_the_budget_of_their_tier(open_store: OpenStore, t
         assert store.flush(10.0)
         taken = sum(path.stat().st_blocks * 512 for path in (tmp_path / "host").rglob("*") if path.is_file())
         assert taken <= 4 * PAGES
-    assert store.tiers.stats()[Place.HOST].num_bytes <= 4 * PAGES
+    assert store.tiers.stats()[KVTierName.HOST].num_bytes <= 4 * PAGES
     assert len(present(store, 4)) == 2, "two blocks gave way to three files of a page"
     for number in range(3):
         store.end(str(number))
     assert store.flush(10.0)
-    assert store.tiers.stats()[Place.HOST].num_bytes == len(present(store, 4)) * PAGES
+    assert store.tiers.stats()[KVTierName.HOST].num_bytes == len(present(store, 4)) * PAGES
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -308,9 +308,9 @@ def test_tiers_come_with_their_budgets_and_go_empty(open_store: OpenStore, tmp_p
     store.resize(replace(options, host_bytes=1 << 20, disk_bytes=1 << 20))
     save_and_note(store, 2)
     assert present(store, 10) == {1, 2, 9}
-    assert list(store.tiers.stats()) == [Place.HOST, Place.DISK]
+    assert list(store.tiers.stats()) == [KVTierName.HOST, KVTierName.DISK]
     assert [len(list(folder.iterdir())) for folder in notes] == [0, 4]
-    assert store.tiers.stats()[Place.HOST].num_bytes == 2 * PAGES, "notes are no longer charged there"
+    assert store.tiers.stats()[KVTierName.HOST].num_bytes == 2 * PAGES, "notes are no longer charged there"
     store.resize(replace(options, host_bytes=0, disk_bytes=1 << 20))
     assert store.flush(10.0)
     assert present(store, 10) == {2, 9}
@@ -329,5 +329,5 @@ def test_a_tier_that_cannot_be_had_later_is_told_and_costs_nothing_else(
     assert [fault.rpartition(": ")[2] for fault in faults] == [
         "another process keeps its KV blocks there; give each its own folder"
     ]
-    assert [(place, each.budget_bytes) for place, each in store.tiers.stats().items()] == [(Place.HOST, 4 * PAGES)]
+    assert [(place, each.budget_bytes) for place, each in store.tiers.stats().items()] == [(KVTierName.HOST, 4 * PAGES)]
     elsewhere.close()

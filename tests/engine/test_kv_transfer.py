@@ -15,7 +15,7 @@ import pytest
 from lockstep.engine import kv_store, kv_transfer
 from lockstep.engine.engine import Engine
 from lockstep.engine.kv_files import BlockFiles, BlockKey
-from lockstep.engine.kv_tiers import Place
+from lockstep.engine.kv_tiers import KVTierName
 from lockstep.engine.kv_transfer import environment_of
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
@@ -40,7 +40,7 @@ def test_a_session_that_left_the_device_comes_back_bit_by_bit(pocket: Pocket, op
     assert tokens_of(back) == tokens_of(answer(Engine(*pocket), ask(longer)))
     after = engine.model.executor.read_blocks([b for b in engine.scheduler.cached_blocks(hashes) if b is not None])
     assert np.array_equal(before, after)
-    assert kv_of(engine).store.tiers.num_loaded == {Place.HOST: 4}
+    assert kv_of(engine).store.tiers.num_loaded == {KVTierName.HOST: 4}
     engine.scheduler.check()
 
 
@@ -55,9 +55,9 @@ def test_it_comes_back_from_disk_where_host_memory_is_gone(
     assert [(c.session_id, c.num_stored_tokens) for c in engine.sessions.stored()] == [("s", 4 * BLOCK)]
     back = answer(engine, ask(prompt(1), "s"))
     assert (back.num_cached_tokens, tokens_of(back)) == (4 * BLOCK, tokens_of(first))
-    assert store.tiers.num_rejected == {Place.HOST: 4}, "each file of the host that is gone is one"
-    assert kv_of(engine).store.tiers.num_loaded == {Place.DISK: 4}
-    until(lambda: store.tiers.stats()[Place.HOST].num_blocks == 4, "they are in host memory again")
+    assert store.tiers.num_rejected == {KVTierName.HOST: 4}, "each file of the host that is gone is one"
+    assert kv_of(engine).store.tiers.num_loaded == {KVTierName.DISK: 4}
+    until(lambda: store.tiers.stats()[KVTierName.HOST].num_blocks == 4, "they are in host memory again")
 
 
 def test_blocks_are_copied_while_the_session_is_on_the_device(pocket: Pocket, open_store: OpenStore) -> None:
@@ -67,7 +67,7 @@ def test_blocks_are_copied_while_the_session_is_on_the_device(pocket: Pocket, op
     answer(engine, ask(prompt(1), "s"))
     assert store.flush(10.0)
     hashes = hashes_of(engine, "s")
-    assert store.places(environment_of(engine.model), hashes) == {Place.HOST: 4}
+    assert store.places(environment_of(engine.model), hashes) == {KVTierName.HOST: 4}
     assert engine.sessions.reports(0.0)[0].num_blocks == 4, "and they are still there"
 
 
@@ -217,7 +217,7 @@ def test_restored_sessions_answer_as_recomputed_ones(count: int, pocket: Pocket,
                 histories[name] += tokens_of(output) + prompt(rng.randrange(1 << 30), rng.randrange(1, 60))
         engine.sessions.sweep()
         engine.scheduler.check()
-    assert kv_of(engine).store.tiers.num_loaded[Place.HOST] > 0
+    assert kv_of(engine).store.tiers.num_loaded[KVTierName.HOST] > 0
     assert not kv_of(engine).store.tiers.num_rejected
 
 
@@ -233,7 +233,7 @@ def test_saving_waits_where_the_store_is_behind(
     assert not has_work, "or the loop would spin"
     engine.run_until_idle()
     assert store.flush(10.0)
-    assert store.tiers.stats()[Place.HOST].num_blocks == 4
+    assert store.tiers.stats()[KVTierName.HOST].num_blocks == 4
 
 
 def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
@@ -279,7 +279,7 @@ def test_what_is_said_to_be_stored_is_still_there(pocket: Pocket, open_store: Op
     answer(engine, ask(prompt(1), "s"))
     store = kv_of(engine).store
     assert store.flush(10.0)
-    tier = store.tiers._files[Place.HOST]
+    tier = store.tiers._files[KVTierName.HOST]
     assert tier.remove(BlockKey(environment_of(engine.model), hashes_of(engine, "s")[1]))
     [session] = Engine(*pocket, store=open_store()).sessions.stored()
     assert session.num_stored_tokens == BLOCK

@@ -205,7 +205,7 @@ def test_a_faulty_row_of_the_prompt_fails_its_request_alone(llm: LLM) -> None:
 
 @pytest.mark.parametrize("value", [-1, 65, True, 1.5])
 def test_a_wrong_number_is_named(llm: LLM, value: object) -> None:
-    with pytest.raises(InvalidParameterError, match=r"prompt_logprobs is .*an integer of 0..64") as caught:
+    with pytest.raises(InvalidParameterError, match=r"prompt_logprobs is .*a whole number, 0 to 64") as caught:
         engine_of(llm).submit(wanted(prompt_logprobs=value))
     assert caught.value.param == "prompt_logprobs"
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from lockstep.hosts.replica_actor import Here, ReplicaHost
-from lockstep.hosts.values import Demand, Host, LinkOptions, Place, ReplicaName
+from lockstep.hosts.values import Demand, Host, LinkOptions, ReplicaName, ReplicaStatus
 from lockstep.worker.link import WorkerOptions
 
 
@@ -20,7 +20,7 @@ class LocalRuntime:
     """
 
     def __init__(self, secret: str, hosts: Mapping[str, float], worker: WorkerOptions | None = None) -> None:
-        self.tell: Callable[[Place], Awaitable[None]]
+        self.tell: Callable[[ReplicaStatus], Awaitable[None]]
         self._link = LinkOptions(secret)
         self._worker = worker or WorkerOptions("process")
         self._cpus = dict(hosts)
@@ -59,7 +59,7 @@ class LocalRuntime:
             await asyncio.shield(closing)  # also where whoever asked for it ends first
         await self._fill()
 
-    async def ask(self, name: ReplicaName) -> Place | None:
+    async def ask(self, name: ReplicaName) -> ReplicaStatus | None:
         replica = self._running.get(name)
         return None if replica is None else replica.place
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from lockstep.engine.options import EngineOptions, LoadOptions
-from lockstep.hosts.values import Demand, Place
+from lockstep.hosts.values import Demand, ReplicaStatus
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.network import WorkerAddress
 from lockstep.worker.supervised import SupervisedWorker
@@ -39,7 +39,7 @@ async def until(is_so: Callable[[], bool], what: str = "what is waited for comes
 
 
 @asynccontextmanager
-async def gateway(place: Place, secret: str) -> AsyncIterator[SupervisedWorker]:
+async def gateway(place: ReplicaStatus, secret: str) -> AsyncIterator[SupervisedWorker]:
     """A link to a placed replica, by which its worker can be asked as one of our own."""
     address = WorkerAddress(place.address, place.port, secret)
     worker = SupervisedWorker(WorkerOptions("network", address=address))
@@ -51,7 +51,7 @@ async def gateway(place: Place, secret: str) -> AsyncIterator[SupervisedWorker]:
         await asyncio.wait_for(worker.close(), HANG_S)
 
 
-async def answer(place: Place, secret: str, text: str) -> str:
+async def answer(place: ReplicaStatus, secret: str, text: str) -> str:
     """What a placed replica answers to a prompt."""
     async with gateway(place, secret) as worker:
         mailbox = worker.submit(place.key, ask(text, SHORT))

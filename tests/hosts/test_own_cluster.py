@@ -31,7 +31,7 @@ import psutil
 
 from lockstep.errors import PlacingError
 from lockstep.hosts.ray_runtime import ReplicaOptions, connect
-from lockstep.hosts.values import LinkOptions, PlaceState, ReplicaName
+from lockstep.hosts.values import LinkOptions, ReplicaPhase, ReplicaName
 from tests.hosts.support import answer, demand, write_secret
 
 async def main(address, folder):
@@ -39,7 +39,7 @@ async def main(address, folder):
     runtime = await connect(address, "own", ReplicaOptions(LinkOptions(secret)))
     await runtime.place(demand(), 0)
     place = None
-    while place is None or place.state is not PlaceState.READY:
+    while place is None or place.state is not ReplicaPhase.READY:
         await asyncio.sleep(0.05)
         place = await runtime.ask(ReplicaName("a", 0))
     ours = [psutil.Process(), *psutil.Process().children(recursive=True)]

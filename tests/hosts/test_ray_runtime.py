@@ -24,8 +24,8 @@ from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import PlacingError, UnavailableError
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.hosts.ray_runtime import OWNER, NamedActor, RayRuntime
-from lockstep.hosts.values import Demand, Place, PlaceState, ReplicaName, why_waiting
+from lockstep.hosts.ray_runtime import CONTROLLER, NamedActor, RayRuntime
+from lockstep.hosts.values import Demand, ReplicaName, ReplicaPhase, ReplicaStatus, why_waiting
 from tests.hosts.support import answer, demand, until, write_secret
 from tests.hosts.two_nodes import MEMORY_BYTES, Nodes, joined
 from tests.processes import ROOT
@@ -38,17 +38,17 @@ class Listener:
     def __init__(self, greeting: str, runtime: RayRuntime) -> None:
         self.greeting = greeting
         self.runtime = runtime
-        self.places: list[Place] = []
+        self.places: list[ReplicaStatus] = []
         self.has_started = False
 
     async def start(self) -> None:
         await asyncio.sleep(0)
         self.has_started = True
 
-    async def placed(self, place: Place) -> None:
+    async def placed(self, place: ReplicaStatus) -> None:
         self.places.append(place)
 
-    async def heard(self) -> list[Place]:
+    async def heard(self) -> list[ReplicaStatus]:
         return self.places
 
     async def greet(self, name: str) -> tuple[str, bool, int]:
@@ -76,18 +76,18 @@ def secret(tmp_path: Path) -> str:
 
 
 async def ready(
-    runtime: RayRuntime, demand: Demand, number: int = 0, is_so: Callable[[Place], bool] = lambda place: True
-) -> Place:
+    runtime: RayRuntime, demand: Demand, number: int = 0, is_so: Callable[[ReplicaStatus], bool] = lambda place: True
+) -> ReplicaStatus:
     """Wait until a replica says that it is ready."""
     async with asyncio.timeout(HANG_S):
         while True:
             place = await runtime.ask(ReplicaName(demand.key, number))
-            if place is not None and place.state is PlaceState.READY and is_so(place):
+            if place is not None and place.state is ReplicaPhase.READY and is_so(place):
                 return place
             await asyncio.sleep(0.02)
 
 
-async def place_all(runtime: RayRuntime, demand: Demand) -> list[Place]:
+async def place_all(runtime: RayRuntime, demand: Demand) -> list[ReplicaStatus]:
     for number in range(demand.num):
         await runtime.place(demand, number)
     return [await ready(runtime, demand, number) for number in range(demand.num)]
@@ -118,8 +118,8 @@ async def test_replicas_go_where_their_resources_are_or_on_as_many_hosts_as_ther
 
 
 async def test_the_owner_is_told_of_every_replica_and_is_found_by_all(runtime: RayRuntime) -> None:
-    owner = await runtime.named(OWNER, Listener, "hello", runtime)
-    again = await runtime.named(OWNER, Listener, "goodbye", runtime)
+    owner = await runtime.named(CONTROLLER, Listener, "hello", runtime)
+    again = await runtime.named(CONTROLLER, Listener, "goodbye", runtime)
     assert await owner.greet("you") == await again.greet("you")
     text, has_started, pid = await owner.greet("you")
     assert (text, has_started) == ("hello you", True)
@@ -142,7 +142,7 @@ async def test_the_owner_is_told_of_every_replica_and_is_found_by_all(runtime: R
         await runtime.find("nobody").greet("you")
 
 
-async def until_heard(owner: NamedActor, place: Place) -> None:
+async def until_heard(owner: NamedActor, place: ReplicaStatus) -> None:
     async with asyncio.timeout(HANG_S):
         while place not in await owner.heard():
             await asyncio.sleep(0.02)
@@ -309,7 +309,7 @@ async def test_two_gateways_share_the_replicas_of_one_owner_and_give_the_bytes_o
             assert sorted({hosts.count(name) for name in ("host_a", "host_b")})[-1] == most
         assert len(await runtime.found()) == 5
         pids = [place.pid for place in second.snapshot().places]
-        await kill(runtime, OWNER)
+        await kill(runtime, CONTROLLER)
         assert await asyncio.gather(*(ask(first, *each) for each in questions)) == expected, "nobody owns it now"
         assert await ask(second, "orders", "hello") == await ask(alone, "orders", "hello"), "the next one places it"
         assert [place.pid for place in second.snapshot().places][: len(pids)] == pids

@@ -15,14 +15,14 @@ import pytest
 from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.hosts import replica_actor
 from lockstep.hosts.replica_actor import Here, ReplicaHost
-from lockstep.hosts.values import Demand, LinkOptions, Place, PlaceState
+from lockstep.hosts.values import Demand, LinkOptions, ReplicaPhase, ReplicaStatus
 from lockstep.worker.link import WorkerOptions
 from tests.hosts.support import answer, demand, gateway, until, write_secret
 
 
 @asynccontextmanager
 async def replica(
-    demand: Demand, secret: str, tell: Callable[[Place], None], store: KVStoreOptions | None = None
+    demand: Demand, secret: str, tell: Callable[[ReplicaStatus], None], store: KVStoreOptions | None = None
 ) -> AsyncIterator[ReplicaHost]:
     here = Here("a_host", "0123", "127.0.0.1")
     host = ReplicaHost(demand, 2, WorkerOptions(), LinkOptions(secret), here, tell, store)
@@ -33,20 +33,22 @@ async def replica(
         await host.close()
 
 
-async def ready(host: ReplicaHost, num_starts: int = 1) -> Place:
-    await until(lambda: host.place.state is PlaceState.READY and host.place.num_starts >= num_starts, repr(host.place))
+async def ready(host: ReplicaHost, num_starts: int = 1) -> ReplicaStatus:
+    await until(
+        lambda: host.place.state is ReplicaPhase.READY and host.place.num_starts >= num_starts, repr(host.place)
+    )
     return host.place
 
 
 async def test_its_worker_starts_loads_listens_and_ends_with_it(tmp_path: Path) -> None:
-    told: list[Place] = []
+    told: list[ReplicaStatus] = []
     secret = write_secret(tmp_path)
     async with replica(demand(), secret, told.append) as host:
         place = await ready(host)
         assert await answer(place, secret, "abc") == "[stub:alpha] ok len=3 max=40"
         await until(lambda: told[-1] == place)
         states = list(dict.fromkeys(each.state for each in told))
-        assert states == [PlaceState.STARTING, PlaceState.LOADING, PlaceState.READY]
+        assert states == [ReplicaPhase.STARTING, ReplicaPhase.LOADING, ReplicaPhase.READY]
         assert (place.key, place.number, place.host, place.node_id) == ("a", 2, "a_host", "0123")
         assert (place.actor_pid, place.num_starts, place.reason) == (os.getpid(), 1, "")
         assert place.port > 0
@@ -56,7 +58,7 @@ async def test_its_worker_starts_loads_listens_and_ends_with_it(tmp_path: Path) 
 
 
 async def test_a_killed_worker_has_a_successor_that_listens_elsewhere_and_has_the_model(tmp_path: Path) -> None:
-    told: list[Place] = []
+    told: list[ReplicaStatus] = []
     secret = write_secret(tmp_path)
     async with replica(demand(), secret, told.append) as host:
         first = await ready(host)
@@ -65,7 +67,7 @@ async def test_a_killed_worker_has_a_successor_that_listens_elsewhere_and_has_th
         assert await answer(second, secret, "abcd") == "[stub:alpha] ok len=4 max=40"
         assert second.pid != first.pid
         await until(lambda: told[-1] == second)
-        lost = next(each for each in told if each.state is PlaceState.STARTING and each.reason)
+        lost = next(each for each in told if each.state is ReplicaPhase.STARTING and each.reason)
         assert "SIGKILL" in lost.reason
         assert (lost.port, lost.pid) == (0, 0)
 
@@ -74,10 +76,10 @@ async def test_a_worker_that_nobody_could_come_to_has_failed_until_its_host_is_m
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_actor, "FIRST_BACKOFF_S", 0.01)
-    told: list[Place] = []
+    told: list[ReplicaStatus] = []
     async with replica(demand(), str(tmp_path / "secret"), told.append) as host:
-        await until(lambda: any(each.state is PlaceState.FAILED for each in told))
-        failed = next(each for each in told if each.state is PlaceState.FAILED)
+        await until(lambda: any(each.state is ReplicaPhase.FAILED for each in told))
+        failed = next(each for each in told if each.state is ReplicaPhase.FAILED)
         assert "the secret cannot be read: No such file" in failed.reason
         assert (failed.port, failed.pid) == (0, 0)
         secret = write_secret(tmp_path)
@@ -87,11 +89,11 @@ async def test_a_worker_that_nobody_could_come_to_has_failed_until_its_host_is_m
 
 async def test_a_model_that_cannot_be_loaded_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_actor, "FIRST_BACKOFF_S", 0.01)
-    told: list[Place] = []
+    told: list[ReplicaStatus] = []
     source = str(tmp_path / "none.gguf")
     async with replica(demand(source=source), write_secret(tmp_path), told.append) as host:
         await until(lambda: host.place.num_starts >= 3)
-        failed = next(each for each in told if each.state is PlaceState.FAILED)
+        failed = next(each for each in told if each.state is ReplicaPhase.FAILED)
         assert failed.reason.startswith(f"{source}: nothing is there")
 
 
@@ -102,7 +104,7 @@ async def test_the_newest_place_is_told_again_until_it_is_heard(
     monkeypatch.setattr(replica_actor, "MAX_TELL_AGAIN_S", 0.01)
     is_deaf, told = True, []
 
-    def tell(place: Place) -> None:
+    def tell(place: ReplicaStatus) -> None:
         if is_deaf:
             raise ConnectionError("nobody is there")
         told.append(place)

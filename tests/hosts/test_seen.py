@@ -18,11 +18,11 @@ import uvicorn
 from lockstep.cli.main import invoke
 from lockstep.cli.ps import EXIT_LEFT
 from lockstep.cluster.cluster import Cluster
-from lockstep.cluster.shared_plan import Word
+from lockstep.cluster.controller_state import ControllerState
 from lockstep.cluster.snapshot import ClusterSnapshot
 from lockstep.hosts.values import ReplicaName
 from lockstep.server.app import create_app
-from tests.cluster.test_hosting import MANIFEST, ask, deployed, num_ready, places
+from tests.cluster.test_multi_host import MANIFEST, ask, deployed, num_ready, places
 from tests.hosts.support import until, write_secret
 from tests.hosts.two_nodes import Nodes, joined
 from tests.server.process import ServerProcess
@@ -53,9 +53,9 @@ async def listening(cluster: Cluster) -> AsyncIterator[str]:
             await serving
 
 
-def word_of(cluster: Cluster) -> Word:
+def word_of(cluster: Cluster) -> ControllerState:
     assert cluster._state.hosts is not None
-    return cluster._state.hosts.word
+    return cluster._state.hosts.state
 
 
 async def ps(url: str, *flags: str) -> int:

@@ -22,12 +22,12 @@ from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ReplicaGoneError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.hosts.values import GroupOptions, LinkOptions, Place, PlaceState
+from lockstep.hosts.values import GroupOptions, LinkOptions, ReplicaPhase, ReplicaStatus
 from lockstep.hosts.workers import GroupLost, HostedWorkers
-from lockstep.worker.guests import ListenOptions
-from lockstep.worker.life import Lost
+from lockstep.worker.lifecycle import Lost
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import ContentsChanged, Loaded, Unloaded
+from lockstep.worker.remote_clients import ListenOptions
 from lockstep.worker.supervised import Notice, SupervisedWorker
 from tests.hosts.support import until, write_secret
 from tests.waiting import ENDLESS_MS, HANG_S
@@ -113,15 +113,19 @@ class Hosts:
         await until(lambda: worker.listening is not None)
         self.running.append(worker)
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[ReplicaStatus]:
         listening = [(number, worker.listening) for number, worker in enumerate(self.running)]
-        return [Place(KEY, n, PlaceState.READY, address=x.host, port=x.port) for n, x in listening if x is not None]
+        return [
+            ReplicaStatus(KEY, n, ReplicaPhase.READY, address=x.host, port=x.port)
+            for n, x in listening
+            if x is not None
+        ]
 
     async def gateway(self, policy: RoutingPolicy = RoutingPolicy.PREFIX, num_there: int | None = None) -> Gateway:
         """One that has reached all replicas, except those that cannot be."""
         gateway = Gateway(self._secret, len(self.running), policy)
         self._stack.push_async_callback(gateway.workers.close)
-        gateway.workers.told(self.places())
+        gateway.workers.apply(self.places())
         await gateway.load()
         await until(lambda: gateway.num_there == (len(self.running) if num_there is None else num_there))
         return gateway
@@ -135,7 +139,7 @@ class Hosts:
 class Proxy:
     """A link's way over a network that may stall, or be cut."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ReplicaStatus) -> None:
         self._place = place
         self._is_open = asyncio.Event()
         self._is_open.set()
@@ -143,7 +147,7 @@ class Proxy:
         self.num_links = 0
         self.refuses = False
 
-    async def start(self, stack: AsyncExitStack) -> Place:
+    async def start(self, stack: AsyncExitStack) -> ReplicaStatus:
         """The place as gateways are told it."""
         server = await asyncio.start_server(self._link, "127.0.0.1", 0)
         stack.callback(self.cut)
@@ -269,7 +273,7 @@ async def test_a_group_is_reached_again_where_its_replica_went(secret: str) -> N
         await until(lambda: gateway.num_there == 1)
         await until(lambda: worker.listening not in (None, before))
         await worker.load(KEY, "stub://alpha", SMALL)
-        gateway.workers.told(several.places())
+        gateway.workers.apply(several.places())
         await until(lambda: gateway.num_there == 2)
         for number in range(4):
             await gateway.ask(f"question {number}")
@@ -282,7 +286,9 @@ async def test_a_request_without_a_token_is_answered_elsewhere_when_its_replica_
         gateway = await several.gateway(RoutingPolicy.ROUND_ROBIN)
         asked = asyncio.create_task(gateway.ask("a question"))
         await until(lambda: gateway.workers.groups[KEY].num_open(0) == 1)
-        gateway.workers.told([Place(KEY, 0, PlaceState.STARTING, "it was lost on host_b"), several.places()[1]])
+        gateway.workers.apply(
+            [ReplicaStatus(KEY, 0, ReplicaPhase.STARTING, "it was lost on host_b"), several.places()[1]]
+        )
         assert (await asked).text.startswith("[stub:alpha]")
         assert gateway.routes.replicas == [0, 1]
 
@@ -293,7 +299,7 @@ async def test_after_the_first_token_a_replica_that_moves_is_a_lost_worker(secre
         asked = asyncio.create_task(gateway.ask("a question", max_tokens=400))
         await until(lambda: gateway.workers.groups[KEY].num_open(0) == 1)
         await asyncio.sleep(0.2)  # a few tokens
-        gateway.workers.told([Place(KEY, 0, PlaceState.STARTING, "it was lost on host_b")])
+        gateway.workers.apply([ReplicaStatus(KEY, 0, ReplicaPhase.STARTING, "it was lost on host_b")])
         with pytest.raises(ReplicaGoneError, match="it was lost on host_b"):
             await asked
 
@@ -311,7 +317,7 @@ async def test_late_notices_of_a_worker_that_was_left_change_nothing(secret: str
             Unloaded(KEY),
             ContentsChanged(KEY, [(b"content", True)]),
         )
-        gateway.workers.told([replace(first, address=second.address, port=second.port), second])
+        gateway.workers.apply([replace(first, address=second.address, port=second.port), second])
         await until(lambda: gateway.num_there == 2, "it is reached where it is now")
         assert group.members[0].worker is not left
         for notice in late:
@@ -328,7 +334,7 @@ async def test_a_lost_replica_is_two_lines_in_the_log_however_often_it_is_tried(
         proxy = Proxy(one)
         gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN)
         stack.push_async_callback(gateway.workers.close)
-        gateway.workers.told([replace(await proxy.start(stack), host="host_a"), other])
+        gateway.workers.apply([replace(await proxy.start(stack), host="host_a"), other])
         await gateway.load()
         await until(lambda: gateway.num_there == 2)
         caplog.clear()
@@ -353,7 +359,7 @@ async def test_a_silent_replica_gets_no_new_requests(secret: str, monkeypatch: p
         gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN)
         stack.push_async_callback(gateway.workers.close)
         await gateway.workers.start()
-        gateway.workers.told([await proxy.start(stack), other])
+        gateway.workers.apply([await proxy.start(stack), other])
         await gateway.load()
         await until(lambda: gateway.num_there == 2)
         group = gateway.workers.groups[KEY]
@@ -373,7 +379,9 @@ async def test_a_replica_that_leaves_ends_what_it_has_and_gets_nothing_more(secr
         asked = asyncio.create_task(gateway.ask("a question"))
         await until(lambda: group.num_open(0) == 1)
         leaving, other = several.places()
-        gateway.workers.told([Place(KEY, 0, PlaceState.LEAVING, "", "", "", leaving.address, leaving.port), other])
+        gateway.workers.apply(
+            [ReplicaStatus(KEY, 0, ReplicaPhase.LEAVING, "", "", "", leaving.address, leaving.port), other]
+        )
         for number in range(3):
             await gateway.ask(f"question {number}")
         assert (await asked).num_output_tokens > 0
@@ -402,7 +410,7 @@ async def test_a_link_that_is_cut_again_and_again_loses_nothing_before_its_first
         proxy = Proxy(one)
         gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN)
         stack.push_async_callback(gateway.workers.close)
-        gateway.workers.told([await proxy.start(stack), other])
+        gateway.workers.apply([await proxy.start(stack), other])
         await gateway.load()
         for turn in range(10):
             await until(lambda: gateway.num_there == 2)
@@ -423,7 +431,7 @@ async def test_a_link_that_stalls_counts_as_lost_and_what_arrives_late_is_droppe
         proxy = Proxy(one)
         gateway = Gateway(secret, 2, RoutingPolicy.ROUND_ROBIN)
         stack.push_async_callback(gateway.workers.close)
-        gateway.workers.told([await proxy.start(stack), other])
+        gateway.workers.apply([await proxy.start(stack), other])
         await gateway.load()
         await until(lambda: gateway.num_there == 2)
         proxy.stall()
@@ -443,7 +451,7 @@ async def test_a_gateway_with_another_secret_reaches_nobody_and_says_why(secret:
     other.write_text("another secret of more than sixteen bytes\n")
     async with hosts(secret, "stub://alpha") as several:
         gateway = Gateway(str(other), 1, RoutingPolicy.PREFIX)
-        gateway.workers.told(several.places())
+        gateway.workers.apply(several.places())
         loading = asyncio.create_task(gateway.workers.load(KEY, "", SMALL))
         await until(lambda: KEY in gateway.workers.groups and bool(gateway.workers.groups[KEY].members[0].fault))
         group = gateway.workers.groups[KEY]

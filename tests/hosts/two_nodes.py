@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from lockstep.hosts.ray_connection import Connection
-from lockstep.hosts.ray_runtime import OWNER, RayRuntime, ReplicaOptions, connect
+from lockstep.hosts.ray_runtime import CONTROLLER, RayRuntime, ReplicaOptions, connect
 from lockstep.hosts.values import LinkOptions
 from tests.processes import ROOT, SOURCES
 from tests.waiting import HANG_S
@@ -140,7 +140,7 @@ async def joined(nodes: Nodes, cluster: str, secret: str) -> AsyncIterator[RayRu
     try:
         yield runtime
     finally:
-        await runtime.end(OWNER)  # who would have them placed again
+        await runtime.end(CONTROLLER)  # who would have them placed again
         await asyncio.gather(*(runtime.end(str(name)) for name in await runtime.found()))
 
 

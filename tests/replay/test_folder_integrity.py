@@ -19,8 +19,8 @@ from lockstep.replay.folder_integrity import folder_findings
 from lockstep.replay.plans import plan_files, verify_plans
 from lockstep.replay.recorded_routes import route_files, verify_routes
 from lockstep.replay.trace import open_trace
+from lockstep.replay.trace_integrity import Finding, Kind
 from lockstep.replay.verify import verify
-from lockstep.replay.wholeness import Finding, Kind
 from lockstep.worker.flight.content import write_text
 from lockstep.worker.flight.entries import SUFFIX
 from lockstep.worker.flight.folder import TEXT_SUFFIX, FolderManifest, State, manifest_files, read_manifest

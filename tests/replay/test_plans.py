@@ -16,7 +16,7 @@ from lockstep.cluster.planner import Action, Drain, Observed, Phase, PlanPolicy,
 from lockstep.cluster.state import ClusterOptions
 from lockstep.errors import TraceError
 from lockstep.replay.plans import plan_files, verify_plans
-from lockstep.replay.wholeness import Kind
+from lockstep.replay.trace_integrity import Kind
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.clusters import say

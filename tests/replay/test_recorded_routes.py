@@ -15,7 +15,7 @@ from lockstep.cluster.route_recorder import ROUTE_SUFFIX
 from lockstep.core.balancer import Balancer, Choice, RoutingPolicy
 from lockstep.errors import TraceError
 from lockstep.replay.recorded_routes import RoutesVerdict, facts, route_files, verify_routes
-from lockstep.replay.wholeness import Kind
+from lockstep.replay.trace_integrity import Kind
 from tests.replay.routing import lines_in, recorded, write_lines
 
 FIELDS = ("tag", "group", "contents", "num_blocks", "session", "replica", "why", "num_cached")

@@ -21,8 +21,8 @@ from lockstep.replay.simulator import Replay, Simulation
 from lockstep.replay.snapshot import recorded_snapshot, simulated_snapshot
 from lockstep.replay.timeline import Tick
 from lockstep.replay.trace import open_trace
+from lockstep.replay.trace_integrity import Kind
 from lockstep.replay.verify import verify
-from lockstep.replay.wholeness import Kind
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload
 from tests.replay.sample import config, request, workload
 from tests.replay.strategies import configs, costs, workloads

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from lockstep.cluster.base import ModelCard
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
+from lockstep.cluster.manifest_permissions import NONE, Permissions
 from lockstep.cluster.snapshot import (
     BudgetSnapshot,
     ClusterSnapshot,
@@ -24,7 +25,6 @@ from lockstep.cluster.snapshot import (
     SessionSnapshot,
     host_named,
 )
-from lockstep.cluster.trust import NONE, Powers
 from lockstep.errors import (
     ConfigError,
     InvalidParameterError,
@@ -33,7 +33,7 @@ from lockstep.errors import (
     Problem,
     SessionNotFoundError,
 )
-from lockstep.hosts.values import Host, Place, PlaceState, ReplicaUse
+from lockstep.hosts.values import Host, ReplicaPhase, ReplicaStatus, ReplicaUse
 
 MANIFEST = "cluster: small\nmodels:\n  router:\n    source: stub://router\n"
 FAULTS = (Problem(2, "models.router.tier", "is 'hot'; it must be resident"), Problem(3, "routing.entry", "is missing"))
@@ -73,7 +73,9 @@ class Managed(Cluster):
         plain: Mapping[str, Any] = yaml.safe_load(self.text)
         return plain
 
-    async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
+    async def replace(
+        self, text: str, environment: Mapping[str, str] | None = None, powers: Permissions = NONE
+    ) -> Replaced:
         self.environments.append(environment)
         if "bad" in text:
             raise ManifestError(FAULTS)
@@ -121,9 +123,11 @@ class Hosted(Managed):
         super().__init__()
         self.drained: dict[str, None] = {}
         self.places = [
-            Place("stub://router", 0, PlaceState.READY, "", "a", "id-a", "10.0.0.1", 5001, 101, 100, 1),
-            Place("stub://router", 1, PlaceState.LOADING, "the model is loading", "b", "id-b", "", 0, 102, 99, 3),
-            Place("stub://legal", 0, PlaceState.WAITING, "no host has 4 CPU free: a has 1 CPU; b has 0 CPU"),
+            ReplicaStatus("stub://router", 0, ReplicaPhase.READY, "", "a", "id-a", "10.0.0.1", 5001, 101, 100, 1),
+            ReplicaStatus(
+                "stub://router", 1, ReplicaPhase.LOADING, "the model is loading", "b", "id-b", "", 0, 102, 99, 3
+            ),
+            ReplicaStatus("stub://legal", 0, ReplicaPhase.WAITING, "no host has 4 CPU free: a has 1 CPU; b has 0 CPU"),
         ]
 
     async def drain_host(self, name: str, is_drained: bool) -> str:

@@ -18,7 +18,7 @@ from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.hosts.values import Place, PlaceState, ReplicaUse
+from lockstep.hosts.values import ReplicaPhase, ReplicaStatus, ReplicaUse
 from lockstep.server.metrics import HELP, _Page, host_families, model_families, place_families
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -70,7 +70,7 @@ def test_every_metric_is_described() -> None:
 
 
 A = HostSnapshot("a", "10.0.0.1", True, False, {"CPU": 4.0, "memory": 8e9}, {"CPU": 1.0, "memory": 2e9}, 2)
-READY = Place("stub://router", 1, PlaceState.READY, "", "a", "id-a", "10.0.0.1", 5001, 101, 100, 3)
+READY = ReplicaStatus("stub://router", 1, ReplicaPhase.READY, "", "a", "id-a", "10.0.0.1", 5001, 101, 100, 3)
 
 
 def hosts_page(hosts: tuple[HostSnapshot, ...], places: tuple[PlaceSnapshot, ...]) -> dict[str, float]:
@@ -111,7 +111,7 @@ def test_a_replica_has_one_state_and_its_counts() -> None:
     assert [key for key, value in states.items() if value] == [
         "l:cluster_replica_state host=a model_name=router replica=1 state=ready"
     ]
-    assert len(states) == len(PlaceState)
+    assert len(states) == len(ReplicaPhase)
     assert told["l:cluster_replica_running host=a model_name=router replica=1"] == 4
     assert told["l:cluster_replica_cached_blocks host=a model_name=router replica=1"] == 9
     routed = {
@@ -125,7 +125,7 @@ def test_a_replica_has_one_state_and_its_counts() -> None:
 
 def test_a_group_that_goes_gives_its_name_to_the_one_that_comes() -> None:
     """While a manifest is replaced, both have the model."""
-    leaving = replace(READY, key="stub://before", state=PlaceState.LEAVING, host="b")
+    leaving = replace(READY, key="stub://before", state=ReplicaPhase.LEAVING, host="b")
     for places in ((leaving, READY), (READY, leaving)):
         told = hosts_page((), tuple(PlaceSnapshot.of(place, ["router"]) for place in places))
         assert told["l:cluster_replica_state host=a model_name=router replica=1 state=ready"] == 1

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cluster.manifest_permissions import NONE, Permissions
 from lockstep.cluster.snapshot import Replaced
-from lockstep.cluster.trust import NONE, Powers
 from lockstep.errors import UnavailableError
 from lockstep.server.reload import MAX_TRIES, ManifestReload, stamp_of
 from tests.server.managing import MANIFEST, Managed
@@ -27,7 +27,9 @@ class Unlucky(Managed):
         self.num_failures = num_failures
         self.num_tries = 0
 
-    async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
+    async def replace(
+        self, text: str, environment: Mapping[str, str] | None = None, powers: Permissions = NONE
+    ) -> Replaced:
         self.num_tries += 1
         if self.num_tries <= self.num_failures:
             raise UnavailableError("the device worker ended", retry_after_s=0.001)

@@ -17,7 +17,7 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.waits import PRIORITY, RETURNING, SESSION
+from lockstep.engine.wait_reasons import PRIORITY, RETURNING, SESSION
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext

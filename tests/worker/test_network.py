@@ -18,13 +18,13 @@ import pytest
 
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import LinkRefusedError, UnavailableError, UsageError, WorkerLostError
-from lockstep.worker import guests as listening
 from lockstep.worker import network
-from lockstep.worker.guests import ListenOptions
+from lockstep.worker import remote_clients as listening
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import Ask, AskHealth, ContentsChanged, Stop, Unload
 from lockstep.worker.network import NetworkLink, WorkerAddress
 from lockstep.worker.pending import Mailbox
+from lockstep.worker.remote_clients import ListenOptions
 from lockstep.worker.supervised import Notice, SupervisedWorker
 from lockstep.worker.wire import framed
 from tests.waiting import ENDLESS_MS, HANG_S

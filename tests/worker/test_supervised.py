@@ -23,7 +23,7 @@ from lockstep.engine.sessions import Swept
 from lockstep.errors import ExecutorError, RequestFailedError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.flight.options import TraceOptions
-from lockstep.worker.life import Back, Lost
+from lockstep.worker.lifecycle import Back, Lost
 from lockstep.worker.link import Link, SpawnedWorker, WorkerOptions, open_link
 from lockstep.worker.messages import Handler, SessionsChanged, StepReport
 from lockstep.worker.pending import Mailbox
@@ -273,7 +273,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
         return await open_link(options, handler)
 
     async with running(kind, notices) as worker:
-        monkeypatch.setattr("lockstep.worker.life.open_link", hindered)
+        monkeypatch.setattr("lockstep.worker.lifecycle.open_link", hindered)
         monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", 0.01)
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.bench.remote import Remote
-from lockstep.bench.works import NUM_ROUTED, Answer, Work
+from lockstep.bench.workloads import NUM_ROUTED, Answer, Work
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.routing import Router, addressed
@@ -86,7 +86,7 @@ class RoutedRequests:
 
 
 def ollama_lines(model: str) -> list[str]:
-    """Lines that let the same file take part behind Ollama: its Modelfile, what makes it a model, and the race."""
+    """Commands that compare with Ollama on the same file: its Modelfile, the model made of it, and the comparison."""
     path = Path(model).resolve()
     return [
         "beside Ollama, which must be running:",

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lockstep.cli import bench_peers
 from lockstep.cli import options as flags
-from lockstep.cli import race
 from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import SWITCH, Flag, show_help_without_command, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.replay_options import settings_of
-from lockstep.cli.writing import check_places, write_file
+from lockstep.cli.writing import check_outputs, write_file
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
 
@@ -162,7 +162,7 @@ def serve(
     from lockstep.bench.serve import lines_of, run_serve
 
     options = load.options(more_goals or [], shows_progress=not as_json)
-    check_places(((load.save_pairs, "the pairs"),))
+    check_outputs(((load.save_pairs, "the pairs"),))
     result = run_serve(options, lambda sentence: print(sentence, file=sys.stderr))
     content = result.as_json(detailed=load.save_detailed)
     if load.save_result or load.save_detailed or load.result_filename is not None:
@@ -290,8 +290,8 @@ def replay(
         raise typer.Exit(EXIT_ALL_FAILED)
 
 
-bench_app.command()(race.peers)
-bench_app.command()(race.compare)
+bench_app.command()(bench_peers.peers)
+bench_app.command()(bench_peers.compare)
 
 
 def _throughput_text(result: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli.replay_options import open_with_notes
-from lockstep.cli.writing import check_places, expanded, write_file
+from lockstep.cli.writing import check_outputs, expanded, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def calibrate(
     from lockstep.replay.live import live_steps
     from lockstep.report.text import show
 
-    check_places([(output, "the cost model")], [trace])
+    check_outputs([(output, "the cost model")], [trace])
     recording = open_with_notes(trace.expanduser())
     traced = _engine(recording, engine, trace)
     made_on = MadeOn(

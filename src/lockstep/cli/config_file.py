@@ -13,7 +13,7 @@ import typer
 from lockstep.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from lockstep.yaml_reading import Place
+    from lockstep.yaml_reading import YamlNode
 
 
 def use_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -67,30 +67,30 @@ def read_config(
     reading, names = Reading(), sorted(known)
     root = reading.compose(read_text(path, option))
     values: dict[str, Any] = {}
-    for key, place in _entries(root).items():
+    for key, node in _entries(root).items():
         name = key.lstrip("-").replace("-", "_")
         if name not in names:
-            reading.unknown_key(place.where, key, [each.replace("_", "-") for each in names], f"keys are {keys}")
+            reading.unknown_key(node.where, key, [each.replace("_", "-") for each in names], f"keys are {keys}")
         elif name in values:
-            reading.fault(place.where, "is given twice, in two spellings; keep one of them")
+            reading.fault(node.where, "is given twice, in two spellings; keep one of them")
         else:
-            value = place.read(partial(_plain, is_repeatable=name in repeatable, null=null))
+            value = node.read(partial(_plain, is_repeatable=name in repeatable, null=null))
             values[name] = None if value is FAULTY else value
     if reading.problems:
         raise UsageError("\n".join(f"{option} {path}, {problem}" for problem in reading.problems))
     return values
 
 
-def _entries(root: Place | None) -> Mapping[str, Place]:
-    entries = None if root is None else root.read(lambda place: place.entries())
+def _entries(root: YamlNode | None) -> Mapping[str, YamlNode]:
+    entries = None if root is None else root.read(lambda node: node.entries())
     return entries if isinstance(entries, dict) else {}
 
 
-def _plain(place: Place, is_repeatable: bool, null: str | None) -> Any:
+def _plain(node: YamlNode, is_repeatable: bool, null: str | None) -> Any:
     """A value as a flag would have given it."""
     if is_repeatable:
-        return [_plain(item, False, null) for item in (place.items() if place.is_list else [place])]
-    value = place.plain()
+        return [_plain(item, False, null) for item in (node.items() if node.is_list else [node])]
+    value = node.plain()
     if value is None and null is not None:
         return null
     if isinstance(value, bool | int | float | str):

@@ -16,7 +16,7 @@ from lockstep.cli import options as flags
 from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import refuse_others, with_flags
 from lockstep.cli.replay_options import config_of, file_settings, open_with_notes, settings_of, warn_of_order
-from lockstep.cli.writing import check_places, expanded, write_file
+from lockstep.cli.writing import check_outputs, expanded, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def diff(
     from lockstep.replay.workload import ArrivalUnit
     from lockstep.report.text import show_block
 
-    check_places(((reproducer, "the reproducer"), (html, "the page")), (a, b, workload, costs.cost))
+    check_outputs(((reproducer, "the reproducer"), (html, "the page")), (a, b, workload, costs.cost))
     if b is not None and workload is None and _are_recordings(Path(a), Path(b)):
         why = "does not apply to two recordings, which are compared as they are; leave it out"
         refuse_others(context, _OF_RECORDINGS, why)

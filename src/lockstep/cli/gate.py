@@ -18,7 +18,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli.flag_groups import with_flags
-from lockstep.cli.writing import Place, check_places, expanded, make_folder, write_file
+from lockstep.cli.writing import OutputFile, check_outputs, expanded, make_folder, write_file
 from lockstep.errors import ConfigError, EvidenceError, UsageError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class ReportFlags:
     junit: JUnit = None
     html: Html = None
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[OutputFile, ...]:
         """Files that are written, and what they are called."""
         verdict, report = (self.output, "the verdict"), (self.markdown, "the report")
         return verdict, report, (self.junit, "the test results"), (self.html, "the page")
@@ -141,7 +141,7 @@ def mirror(
     paths = paths_of(files, one_file)
     if output is None:
         raise UsageError("--output is required: the path of the converted file, e.g. --output gate-input.json")
-    check_places(((output, _GATE_INPUT),), paths)
+    check_outputs(((output, _GATE_INPUT),), paths)
     make_folder(output, _GATE_INPUT)
     with open_store() as store:
         sources, given, _ = _read(store, paths)
@@ -183,7 +183,7 @@ def _judge(
 ) -> int:
     from lockstep.release.curves import plots_of
 
-    check_places((*reports.places(), (gate_input, _GATE_INPUT)), (*paths, policy.policy, policy.owners, second))
+    check_outputs((*reports.places(), (gate_input, _GATE_INPUT)), (*paths, policy.policy, policy.owners, second))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # files of gigabytes go with this process
     verdict, rules, evidence = judge_files(paths, policy, second, gate_input)
     _write(verdict, plots_of(rules, evidence, verdict.series) if reports.html is not None else (), reports)

@@ -20,7 +20,7 @@ from lockstep.cli import options as flags
 from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import SWITCH, Flag, refuse_others, with_flags
 from lockstep.cli.replay_options import open_with_notes, settings_of
-from lockstep.cli.writing import Place, check_places, expanded, make_folder, write_file
+from lockstep.cli.writing import OutputFile, check_outputs, expanded, make_folder, write_file
 from lockstep.errors import UsageError
 from lockstep.option_fields import Range
 
@@ -120,7 +120,7 @@ class Files(NamedTuple):
         """Files of the second run of a comparison: ``steps-b.json`` beside ``steps.json``."""
         return Files(*(path and path.with_stem(f"{path.stem}-b") for path in self))
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[OutputFile, ...]:
         """Files with their names."""
         return (self.trace, "the recording"), (self.perfetto, "the trace")
 
@@ -183,7 +183,7 @@ def replay(
     path = one_file(file, input_file)
     files, has_b = outputs.files, comparison.has_b
     places = ((output, "the report"), (html, "the page"), *files.places(), *(files.of_b().places() if has_b else ()))
-    check_places(places, (path, comparison.compare, costs.cost))
+    check_outputs(places, (path, comparison.compare, costs.cost))
     has_ticks = False if output is None and not as_json else outputs.ticks
     common = Settings(costs.priced(), parse_goals(comparison.slo, "--slo", GOALS), has_ticks, html is not None)
     overrides = settings_of(settings)
@@ -216,7 +216,7 @@ def replay_fleet(
     from lockstep.report.text import show
 
     assert flags.replicas is not None, "there is no fleet without"
-    check_places(((output, "the report"),), (costs.cost,))
+    check_outputs(((output, "the report"),), (costs.cost,))
     policies, config = policies_of(flags.routing), config_for(workload, settings_of(settings))
     start_s = time.perf_counter()
     reports = run_fleets(workload, config, flags.replicas, policies, costs.model(), flags.max_imbalance)
@@ -342,7 +342,7 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
     from lockstep.replay import folder_integrity, plans
     from lockstep.replay import recorded_routes as routes
     from lockstep.replay import verify as deciding
-    from lockstep.replay.account import RequestAccount
+    from lockstep.replay.request_timeline import RequestTimeline
     from lockstep.replay.trace import open_trace
     from lockstep.worker.flight.entries import SUFFIX
 
@@ -355,7 +355,7 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
     planned = plans.verify_plans(of_plans) if of_plans else None
     routed = routes.verify_routes(of_routes) if of_routes else None
     noted = [finding for each in (planned, routed) if each is not None for finding in each.findings]
-    account = None if request is None else RequestAccount(request)
+    account = None if request is None else RequestTimeline(request)
     has_steps = account is not None or not (of_plans or of_routes) or any(path.glob(f"*{SUFFIX}"))
     if has_steps:
         trace = open_trace(path, noted)

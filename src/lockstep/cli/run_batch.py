@@ -20,7 +20,7 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli.flag_groups import SWITCH, Flag, with_flags
 from lockstep.cli.progress import loading_progress
-from lockstep.cli.writing import check_places, make_folder
+from lockstep.cli.writing import check_outputs, make_folder
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
 from lockstep.option_fields import Range
@@ -47,7 +47,7 @@ OUTPUT = "the output"
 NAME = "run-batch"
 """Begins the ids of requests."""
 
-Place = Annotated[
+InputArgument = Annotated[
     str | None, typer.Argument(metavar="IN", help="Requests, one JSON object a line; - reads standard input.")
 ]
 Target = Annotated[
@@ -75,7 +75,7 @@ class RunFlags:
 
 @with_flags
 def run_batch(
-    input_place: Place = None,
+    input_place: InputArgument = None,
     output_place: Target = None,
     model: Model = None,
     input_file: InputFile = None,
@@ -100,7 +100,7 @@ def run_batch(
     engine = flags.checked(replace(pool, max_num_seqs=run.max_num_seqs))
     load = LoadOptions(engine, executor, cache_dir, template)
     if target != PIPE:
-        check_places([(Path(target).expanduser(), OUTPUT)], [None if source == PIPE else source])
+        check_outputs([(Path(target).expanduser(), OUTPUT)], [None if source == PIPE else source])
     with _input(source) as path:
         checked = _checked(path, source, names)
         with _job(path, target, name, checked, resumes=run.resume) as job:

@@ -14,7 +14,7 @@ from lockstep.cli import options as flags
 from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import Flag, with_flags
 from lockstep.cli.replay_options import settings_of, warn_of_order
-from lockstep.cli.writing import check_places, expanded, write_file
+from lockstep.cli.writing import check_outputs, expanded, write_file
 from lockstep.errors import UsageError
 from lockstep.option_fields import Range
 
@@ -73,7 +73,7 @@ def sweep(
     from lockstep.replay.sweep import Job
 
     objective, slo_percent, output = search.objective, search.slo_percent, search.output
-    check_places(((output, "the sweep"), (html, "the page")), (file, costs.cost))
+    check_outputs(((output, "the sweep"), (html, "the page")), (file, costs.cost))
     for metric in objective or ():
         check_metric(metric)
     goals = parse_goals(search.slo, "--slo", GOALS)

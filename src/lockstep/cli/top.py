@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lockstep.bench.protocol import Target
-    from lockstep.cli.feed import Reading
+    from lockstep.cli.top_client import Reading
 
 PIPE_WIDTH = 160
 """Columns where the terminal does not report its width."""
@@ -57,7 +57,7 @@ def top(
     """Watch a running cluster in the terminal: models, rates, memory, sessions and events; changes nothing."""
     from lockstep.bench.protocol import Target
     from lockstep.bench.remote import Remote
-    from lockstep.cli.feed import SILENCE_LIMIT_S, take
+    from lockstep.cli.top_client import SILENCE_LIMIT_S, take
 
     target = Target.parse(base_url, api_key)
     if not once and not (sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"):
@@ -91,13 +91,13 @@ def _print(target: Target, reading: Reading) -> None:
     """One frame of any length: with colours on a terminal, as plain lines elsewhere."""
     from rich.console import Console
 
-    from lockstep.cli.feed import View
-    from lockstep.cli.frame import Look, frame
-    from lockstep.cli.grid import to_ascii
+    from lockstep.cli.top_client import View
+    from lockstep.cli.top_layout import to_ascii
+    from lockstep.cli.top_view import ViewOptions, frame
 
     console = Console(highlight=False)
     width = console.width if console.is_terminal else shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
-    lines = frame(View(target.url, reading), Look(), max(20, width), None)
+    lines = frame(View(target.url, reading), ViewOptions(), max(20, width), None)
     if console.options.ascii_only:
         lines = to_ascii(lines)
     for line in lines:
@@ -112,15 +112,15 @@ def _watch(target: Target, first: Reading, interval_s: float) -> int:
     from rich.console import Console
     from rich.control import Control
 
-    from lockstep.cli.feed import Feed
-    from lockstep.cli.frame import Look
+    from lockstep.cli.top_client import TopClient
+    from lockstep.cli.top_view import ViewOptions
 
     console = Console(highlight=False)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    feed = Feed(target, interval_s, first, lambda: _ring(wake))
+    feed = TopClient(target, interval_s, first, lambda: _ring(wake))
     ended_by: list[int] = []
-    look, view = Look(), feed.view()
+    look, view = ViewOptions(), feed.view()
     with _screen(console, wake, ended_by):
         feed.start()
         while not ended_by:
@@ -147,8 +147,8 @@ def _draw(console: Console, view: Any, look: Any, interval_s: float) -> None:
     """Write one frame over the one before, in one piece so that nothing flickers."""
     from rich.text import Text
 
-    from lockstep.cli.frame import frame
-    from lockstep.cli.grid import to_ascii
+    from lockstep.cli.top_layout import to_ascii
+    from lockstep.cli.top_view import frame
 
     width, height = console.size
     lines = frame(view, look, width, height, f"{KEYS}  every {interval_s:g} s")

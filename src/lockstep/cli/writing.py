@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 
-Place = tuple[Path | None, str]
+OutputFile = tuple[Path | None, str]
 """Path of something to be written, None for nowhere, and what it is called."""
 
 
@@ -18,7 +18,7 @@ def expanded(path: Path | None) -> Path | None:
     return None if path is None else path.expanduser()
 
 
-def check_places(places: Iterable[Place], inputs: Iterable[Path | str | None] = ()) -> None:
+def check_outputs(places: Iterable[OutputFile], inputs: Iterable[Path | str | None] = ()) -> None:
     """Refuse what cannot be written, before an hour's work and not after it. Folders that are missing are no fault:
     `make_folder` makes them.
 

@@ -14,12 +14,13 @@ from typing import Any
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.backend import Backend
 from lockstep.cluster.base import EventStream, Health, ModelCard, ShownChunk
+from lockstep.cluster.cluster_stats import ClusterStats, History, figures_of
 from lockstep.cluster.events import EventLog
-from lockstep.cluster.figures import Figures, History, figures_of
-from lockstep.cluster.hosting import Hosting
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse, plain
+from lockstep.cluster.manifest_permissions import NONE, OperatorNames, Permissions
 from lockstep.cluster.models import Model
+from lockstep.cluster.multi_host import MultiHostBackend
 from lockstep.cluster.recorded import RecordedBackend, RecordedModel
 from lockstep.cluster.reload import Reloads, first_of
 from lockstep.cluster.replica_state import ReplicaState
@@ -28,7 +29,6 @@ from lockstep.cluster.resolve import LoadProgress, Opened
 from lockstep.cluster.sessions import SessionName
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot, host_named
 from lockstep.cluster.state import ClusterOptions, ClusterState
-from lockstep.cluster.trust import NONE, Powers, Vouchers
 from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.request import GenerationRequest
@@ -79,7 +79,7 @@ class Cluster:
         self._history = History()
         self._sweeping: asyncio.Task[None] | None = None
         self._reloads = Reloads(state, self._read)
-        self._vouchers = Vouchers(
+        self._vouchers = OperatorNames(
             manifest,
             state.options.folder,
             lambda path: open_artifact(path, cache_dir=state.options.load.cache_dir),
@@ -164,7 +164,7 @@ class Cluster:
                 found[models[0].id] = by_replica[replica.key]
         return found
 
-    async def figures(self, window_s: float) -> Figures:
+    async def figures(self, window_s: float) -> ClusterStats:
         """Rates and times over the last so many seconds, as far as somebody asked then."""
         metrics, num_requests = await self.metrics(), self.snapshot().counters.requests_total
         return figures_of(self._history, metrics, self.kv_tiers, num_requests, window_s)
@@ -203,7 +203,7 @@ class Cluster:
     @property
     def num_gateways(self) -> int:
         """Servers that answer for this cluster, and hold its callers' limits together; 1 without ``hosts:``."""
-        return 1 if self._state.hosts is None else self._state.hosts.word.num_gateways
+        return 1 if self._state.hosts is None else self._state.hosts.state.num_gateways
 
     @property
     def num_open(self) -> int:
@@ -240,7 +240,7 @@ class Cluster:
         state.is_booted = True
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
-    async def _join(self, hosts: Hosting) -> None:
+    async def _join(self, hosts: MultiHostBackend) -> None:
         """Join a cluster on several hosts; where gateways are there already, their manifest holds."""
         own, text = dump(self._manifest), await hosts.start()
         if text != own:
@@ -292,7 +292,9 @@ class Cluster:
         """The same as maps, lists and scalars; `replace` takes it as JSON."""
         return plain(self._declared)
 
-    async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
+    async def replace(
+        self, text: str, environment: Mapping[str, str] | None = None, powers: Permissions = NONE
+    ) -> Replaced:
         """Bring a new manifest in, as one unit; see `lockstep.cluster.reload`. Goes on when the caller leaves.
 
         Args:
@@ -339,7 +341,7 @@ class Cluster:
         replica.is_pinned = False
         await self._state.replicas.unload(replica, self._state.options.drain_s, "by hand")
         if self._state.hosts is not None:
-            await self._state.hosts.following.dismiss(replica.key)
+            await self._state.hosts.client.dismiss(replica.key)
 
     async def drain_host(self, name: str, is_drained: bool) -> str:
         """Have a host's replicas leave it, its requests and sessions going elsewhere, or let it have replicas again.
@@ -369,7 +371,7 @@ class Cluster:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._state.whereabouts.find()
+                await self._state.session_locations.find()
 
     def sessions(self) -> tuple[SessionSnapshot, ...]:
         """All named sessions, least recently used first."""

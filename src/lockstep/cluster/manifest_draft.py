@@ -90,7 +90,7 @@ class ManifestDraft:
 
 
 class Vet(Protocol):
-    """Reports as faults what a text names though its author may not (cluster/trust.py)."""
+    """Reports as faults what a text names though its author may not (cluster/manifest_permissions.py)."""
 
     def entry(self, entry: EntryDraft, reading: Reading) -> None:
         """Look at the files and servers that a model names."""

@@ -32,7 +32,7 @@ from lockstep.cluster.manifest_keys import (
     written,
 )
 from lockstep.errors import ConfigError, ManifestError, Problem
-from lockstep.yaml_reading import FAULTY, Place, PlainDumper, Reading, shown
+from lockstep.yaml_reading import FAULTY, PlainDumper, Reading, YamlNode, shown
 
 REQUIRED = ("cluster", "models")
 FALLBACK_ID = "fallback"
@@ -142,28 +142,28 @@ def top_keys(validators: Mapping[str, Validator], environment: Mapping[str, str]
     }
 
 
-def _models(keys: Mapping[str, Key], place: Place) -> list[EntryDraft]:
+def _models(keys: Mapping[str, Key], node: YamlNode) -> list[EntryDraft]:
     """Read ``models:``: single models by id, and lists of models by the list's name."""
     drafts: list[EntryDraft] = []
-    places = place.entries()
-    for key, child in places.items():
+    nodes = node.entries()
+    for key, child in nodes.items():
         if child.is_list:
             child.read(partial(_check_key, key, Shape.SET))
             drafts += _without_faulty(child.read(partial(_set, keys, key)))
         else:
             child.read(partial(_check_key, key, Shape.NAME))
             drafts += _without_faulty([child.read(partial(_entry, keys, None, key))])
-    if not places:
+    if not nodes:
         raise ConfigError("is empty; name at least one model")
     return drafts
 
 
-def _check_key(key: str, shape: Shape, _: Place) -> str:
+def _check_key(key: str, shape: Shape, _: YamlNode) -> str:
     return check_name(key, shape)
 
 
-def _set(keys: Mapping[str, Key], set_: str, place: Place) -> list[EntryDraft]:
-    items = place.items()
+def _set(keys: Mapping[str, Key], set_: str, node: YamlNode) -> list[EntryDraft]:
+    items = node.items()
     if not items:
         raise ConfigError("is an empty list; name at least one model, or leave it out")
     return _without_faulty(item.read(partial(_entry, keys, set_, None)) for item in items)
@@ -174,53 +174,53 @@ def _without_faulty(values: Any) -> list[Any]:
     return [] if values is FAULTY else [value for value in values if value is not FAULTY]
 
 
-def _fallback(keys: Mapping[str, Key], place: Place) -> EntryDraft | str:
+def _fallback(keys: Mapping[str, Key], node: YamlNode) -> EntryDraft | str:
     """Read ``fallback:``: a model of its own, or the id of another one."""
-    if not place.is_map:
-        return name(place)
-    entry = _entry(keys, None, None, place)
-    if "fallback.id" not in place.reading.lines:
-        entry.id, entry.id_where = FALLBACK_ID, place.where
+    if not node.is_map:
+        return name(node)
+    entry = _entry(keys, None, None, node)
+    if "fallback.id" not in node.reading.lines:
+        entry.id, entry.id_where = FALLBACK_ID, node.where
     return entry
 
 
-def _entry(keys: Mapping[str, Key], set_: str | None, key: str | None, place: Place) -> EntryDraft:
+def _entry(keys: Mapping[str, Key], set_: str | None, key: str | None, node: YamlNode) -> EntryDraft:
     """Read one model; its id is its key, or its ``id:``."""
     own = {"id": Key(name if key is None else partial(_id_equal_to_key, key)), **keys}
-    fields = read_fields(place, own, () if set_ is None else ("id",))
+    fields = read_fields(node, own, () if set_ is None else ("id",))
     id_ = fields.pop("id", None)
-    lines, where = place.reading.lines, place.where
+    lines, where = node.reading.lines, node.where
     if f"{where}.source" not in lines:
         if "remote" in fields:
             fields["source"] = fields["remote"].base_url
         elif f"{where}.remote" not in lines:
-            place.reading.fault(where, "has no `source:`; write hf://org/name, a path, or `remote: {base_url: …}`")
+            node.reading.fault(where, "has no `source:`; write hf://org/name, a path, or `remote: {base_url: …}`")
     id_where = f"{where}.id" if f"{where}.id" in lines and key is None else where
     return EntryDraft(where, set_, key or id_, fields, id_where)
 
 
-def _id_equal_to_key(key: str, place: Place) -> str:
-    if (value := text(place)) != key:
+def _id_equal_to_key(key: str, node: YamlNode) -> str:
+    if (value := text(node)) != key:
         raise ConfigError(f"is {shown(value)}, but its key {key!r} is its id; leave `id:` out")
     return value
 
 
-def _routing(place: Place) -> dict[str, Any]:
-    values = read_fields(place, ROUTING, ("entry", "dispatch_rule"))
+def _routing(node: YamlNode) -> dict[str, Any]:
+    values = read_fields(node, ROUTING, ("entry", "dispatch_rule"))
     literal = values.pop("literal", {})
     if "rule" in values:  # its place: what it means depends on the map
         values["rule"] = values["rule"].read(lambda rule: parse_rule(text(rule), literal))
     return {key: value for key, value in values.items() if value is not FAULTY}
 
 
-def _literal(place: Place) -> dict[str, str]:
+def _literal(node: YamlNode) -> dict[str, str]:
     """Read ``literal:``, the id for each output of the router: a map, or ``value=id`` pairs in one string."""
-    if not place.is_map:
-        literal = parse_literal(text(place))
+    if not node.is_map:
+        literal = parse_literal(text(node))
     else:
-        read = {key: child.read(name) for key, child in place.entries().items()}
+        read = {key: child.read(name) for key, child in node.entries().items()}
         literal = {key: id_ for key, id_ in read.items() if id_ is not FAULTY}
-    if not literal and not place.reading.problems:
+    if not literal and not node.reading.problems:
         raise ConfigError("is empty; write value=id pairs, or leave it out")
     for value in literal:
         check_name(value)
@@ -231,17 +231,17 @@ def _literal(place: Place) -> dict[str, str]:
 
 ROUTING: Mapping[str, Key] = {
     "entry": Key(name),
-    "dispatch_rule": Key(lambda place: place, "rule"),
+    "dispatch_rule": Key(lambda node: node, "rule"),
     "literal": Key(_literal),
 }
 
 
-def _validated_block(validators: Mapping[str, Validator], place: Place) -> object:
+def _validated_block(validators: Mapping[str, Validator], node: YamlNode) -> object:
     """Read a block that another room validates; FAULTY where its faults were reported."""
-    if place.where not in validators:
+    if node.where not in validators:
         raise ConfigError("is of no use here: nothing that was started reads it; leave it out")
-    value = place.plain()
-    problems = validators[place.where](value)
+    value = node.plain()
+    problems = validators[node.where](value)
     for problem in problems:
-        place.reading.fault(problem.where or place.where, problem.message, problem.line or None)
+        node.reading.fault(problem.where or node.where, problem.message, problem.line or None)
     return FAULTY if problems else value

@@ -28,7 +28,7 @@ from lockstep.cluster.quantities import size_text
 from lockstep.core.balancer import RoutingPolicy
 from lockstep.errors import ConfigError
 from lockstep.hosts.values import MAX_REPLICAS
-from lockstep.yaml_reading import FAULTY, Place, shown
+from lockstep.yaml_reading import FAULTY, YamlNode, shown
 
 AUTO = "auto"
 MAX_AMOUNT = 1_000_000
@@ -42,8 +42,8 @@ _KNOWN = ("CPU", "GPU", _MEMORY)
 _STORE = "object_store_memory"
 
 
-def _address(place: Place) -> str:
-    value = text(place)
+def _address(node: YamlNode) -> str:
+    value = text(node)
     if value == AUTO:
         return value
     try:
@@ -57,9 +57,9 @@ def _address(place: Place) -> str:
     return value
 
 
-def _path(place: Place) -> str:
+def _path(node: YamlNode) -> str:
     """The path of a file on every host, whatever the directory that a process there begins in."""
-    value = text(place)
+    value = text(node)
     if "${" in value:
         raise ConfigError(f"is {shown(value)}; ${{…}} is expanded in `remote:` only, so write the path out")
     if not value.isprintable() or not value.startswith(("/", "~/")):
@@ -67,13 +67,13 @@ def _path(place: Place) -> str:
     return value
 
 
-def _amounts(place: Place) -> Mapping[str, float]:
+def _amounts(node: YamlNode) -> Mapping[str, float]:
     """Read ``resources:``, by name of the resource."""
-    read = {name: child.read(partial(_amount, name)) for name, child in place.entries().items()}
+    read = {name: child.read(partial(_amount, name)) for name, child in node.entries().items()}
     return {name: amount for name, amount in read.items() if amount is not FAULTY}
 
 
-def _amount(name: str, place: Place) -> float:
+def _amount(name: str, node: YamlNode) -> float:
     meant = next((known for known in _KNOWN if known.lower() == name.lower().removeprefix("num_").rstrip("s")), name)
     if meant != name:
         raise ConfigError(f"is an unknown resource; did you mean {meant!r}?")
@@ -81,10 +81,10 @@ def _amount(name: str, place: Place) -> float:
         raise ConfigError("is memory that no replica uses; leave it out, or write `memory:`")
     check_name(name, Shape.ALIAS)
     if name == _MEMORY:
-        if not (num_bytes := size(is_budget=True)(place)):
+        if not (num_bytes := size(is_budget=True)(node)):
             raise ConfigError("is 0; leave it out where nothing is to be set aside")
         return float(num_bytes)
-    value = place.scalar()
+    value = node.scalar()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"is {shown(value)}; it must be a number, e.g. 2 or 0.5")
     if not (value == 0 or MIN_AMOUNT <= value <= MAX_AMOUNT):
@@ -104,9 +104,9 @@ REPLICAS: Mapping[str, Key] = {
 TLS: Mapping[str, Key] = {"ca": Key(_path, "tls_ca"), "cert": Key(_path, "tls_cert"), "key": Key(_path, "tls_key")}
 
 
-def _replicas(place: Place) -> dict[str, HostedReplicas]:
+def _replicas(node: YamlNode) -> dict[str, HostedReplicas]:
     """Read ``replicas:``, by id of the model."""
-    read = {id_: child.read(mapping(REPLICAS)) for id_, child in place.entries().items()}
+    read = {id_: child.read(mapping(REPLICAS)) for id_, child in node.entries().items()}
     return {id_: HostedReplicas(**fields) for id_, fields in read.items() if fields is not FAULTY}
 
 
@@ -125,9 +125,9 @@ HOSTS: Mapping[str, Key] = {
 }
 
 
-def hosts_block(place: Place) -> dict[str, Any]:
+def hosts_block(node: YamlNode) -> dict[str, Any]:
     """Read ``hosts:`` as the well-formed fields of `Hosts`."""
-    fields = read_fields(place, HOSTS)
+    fields = read_fields(node, HOSTS)
     tls: dict[str, Any] = fields.pop("tls", {})
     return fields | tls
 

@@ -22,7 +22,7 @@ from lockstep.errors import ArtifactError, ConfigError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.option_fields import OptionType, Range, option_types
 from lockstep.spelling import did_you_mean, listed, odd_character
-from lockstep.yaml_reading import FAULTY, Place, Reader, shown
+from lockstep.yaml_reading import FAULTY, Reader, YamlNode, shown
 
 PROMOTION_HINT = "on_router_classification"
 TIERS: Mapping[str, Tier] = {**{tier.value: tier for tier in Tier}, "active": Tier.RESIDENT}
@@ -66,9 +66,9 @@ class Key:
     write: Callable[[Any], Any] = _same
 
 
-def text(place: Place) -> str:
+def text(node: YamlNode) -> str:
     """A string that is not empty."""
-    value = place.scalar()
+    value = node.scalar()
     if not isinstance(value, str):
         quote = f'; write "{value}" in quotes if that is meant' if value is not None else ""
         raise ConfigError(f"is {shown(value)}; it must be a string{quote}")
@@ -88,20 +88,20 @@ def check_name(value: str, shape: Shape = Shape.NAME) -> str:
     return value
 
 
-def name(place: Place) -> str:
-    return check_name(text(place))
+def name(node: YamlNode) -> str:
+    return check_name(text(node))
 
 
-def alias(place: Place) -> str:
-    return check_name(text(place), Shape.ALIAS)
+def alias(node: YamlNode) -> str:
+    return check_name(text(node), Shape.ALIAS)
 
 
 def one_of(known: Mapping[str, Any], shown_names: Sequence[str] | None = None) -> Reader:
     """Reader of one of some words, as the value that it stands for."""
     names = list(known) if shown_names is None else list(shown_names)
 
-    def read(place: Place) -> Any:
-        value = place.scalar()
+    def read(node: YamlNode) -> Any:
+        value = node.scalar()
         if not isinstance(value, str) or value not in known:
             hint = did_you_mean(value, known) if isinstance(value, str) else ""
             raise ConfigError(f"is {shown(value)}; it must be {listed(names, 'or')}{hint and '; '}{hint}")
@@ -113,8 +113,8 @@ def one_of(known: Mapping[str, Any], shown_names: Sequence[str] | None = None) -
 def option(type_: OptionType) -> Reader:
     """Reader of a value of an option's type."""
 
-    def read(place: Place) -> Any:
-        value = place.scalar()
+    def read(node: YamlNode) -> Any:
+        value = node.scalar()
         if value is None or not type_.fits(value):
             hint = did_you_mean(value, type_.words) if isinstance(value, str) else ""
             raise ConfigError(f"is {shown(value)}; it must be {type_.right(value)}{hint and '; '}{hint}")
@@ -139,24 +139,24 @@ def size(low: int = 0, *, is_budget: bool = False) -> Reader:
         is_budget: accepts the other forms of `parse_budget`, each with a warning.
     """
 
-    def read(place: Place) -> int:
-        written = quantity(place, "a size with a unit, e.g. 18GB")
+    def read(node: YamlNode) -> int:
+        written = quantity(node, "a size with a unit, e.g. 18GB")
         num_bytes, note = parse_budget(written) if is_budget else (parse_size(written), "")
         if num_bytes < low:
             raise ConfigError("is 0; there must be something to share out")
         if note:
-            place.reading.note(place.where, note)
+            node.reading.note(node.where, note)
         return num_bytes
 
     return read
 
 
-def duration(low_s: float = 0.0, read_text: Callable[[Place], str] | None = None) -> Reader:
+def duration(low_s: float = 0.0, read_text: Callable[[YamlNode], str] | None = None) -> Reader:
     """Seconds, written with a unit."""
 
-    def read(place: Place) -> float:
+    def read(node: YamlNode) -> float:
         right = "a duration with a unit, e.g. 30s"
-        duration_s = parse_duration(quantity(place, right) if read_text is None else read_text(place))
+        duration_s = parse_duration(quantity(node, right) if read_text is None else read_text(node))
         if duration_s < low_s:
             raise ConfigError(f"is {duration_text(duration_s)}; it must be at least {duration_text(low_s)}")
         return duration_s
@@ -164,22 +164,22 @@ def duration(low_s: float = 0.0, read_text: Callable[[Place], str] | None = None
     return read
 
 
-def quantity(place: Place, right: str) -> str:
+def quantity(node: YamlNode, right: str) -> str:
     """A number with its unit as it was written, which YAML takes for a number where the unit is missing."""
-    value = place.scalar()
+    value = node.scalar()
     if value is None or isinstance(value, bool):
         raise ConfigError(f"is {shown(value)}; it must be {right}")
-    return value if isinstance(value, str) else str(getattr(place.node, "value", value))
+    return value if isinstance(value, str) else str(getattr(node.source, "value", value))
 
 
 def unless(word: str, reader: Reader) -> Reader:
     """Reader of None for a word, which stands for no bound; else what another reader reads."""
 
-    def read(place: Place) -> Any:
-        if place.scalar() == word:
+    def read(node: YamlNode) -> Any:
+        if node.scalar() == word:
             return None
         try:
-            return reader(place)
+            return reader(node)
         except ConfigError as error:
             raise ConfigError(f"{error}, or {word}") from None
 
@@ -194,11 +194,11 @@ def word_for_none(word: str, write: Callable[[Any], Any] = _same) -> Callable[[A
 def one_or_many(reader: Reader) -> Reader:
     """A tuple, of a list or of one value alone; each once."""
 
-    def read(place: Place) -> tuple[Any, ...]:
-        if not place.is_list:
-            return (reader(place),)
+    def read(node: YamlNode) -> tuple[Any, ...]:
+        if not node.is_list:
+            return (reader(node),)
         values: list[Any] = []
-        for item in place.items():
+        for item in node.items():
             value = item.read(reader)
             if value is not FAULTY and value in values:
                 item.reading.fault(item.where, f"is {shown(value)} a second time; name it once")
@@ -213,10 +213,10 @@ def one_or_list(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else list(values)
 
 
-def read_fields(place: Place, keys: Mapping[str, Key], required: Sequence[str] = ()) -> dict[str, Any]:
+def read_fields(node: YamlNode, keys: Mapping[str, Key], required: Sequence[str] = ()) -> dict[str, Any]:
     """The well-formed values of a block by field; what is not was noted."""
     values: dict[str, Any] = {}
-    for key, child in place.known_entries(keys, required).items():
+    for key, child in node.known_entries(keys, required).items():
         value = child.read(keys[key].read)
         if value is not FAULTY:
             values[keys[key].attribute or key] = value
@@ -225,7 +225,7 @@ def read_fields(place: Place, keys: Mapping[str, Key], required: Sequence[str] =
 
 def mapping(keys: Mapping[str, Key], required: Sequence[str] = ()) -> Reader:
     """A block as its well-formed values by field."""
-    return lambda place: read_fields(place, keys, required)
+    return lambda node: read_fields(node, keys, required)
 
 
 def written(keys: Mapping[str, Key], value: Any, always: Sequence[str] = ()) -> dict[str, Any]:
@@ -244,11 +244,11 @@ def _default(each: Field[Any]) -> Any:
     return each.default if each.default_factory is MISSING else each.default_factory()
 
 
-def priority(place: Place) -> int:
+def priority(node: YamlNode) -> int:
     """A class by its name, or the number of one between them."""
-    value = place.scalar()
+    value = node.scalar()
     if isinstance(value, str):
-        return int(one_of(PRIORITIES)(place))
+        return int(one_of(PRIORITIES)(node))
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_PRIORITY:
         raise ConfigError(
             f"is {shown(value)}; it must be {listed(list(PRIORITIES), 'or')}, or a whole number of "
@@ -261,9 +261,9 @@ def _priority_text(value: int) -> str | int:
     return next((each for each, number in PRIORITIES.items() if number == value), value)
 
 
-def source(place: Place) -> str:
+def source(node: YamlNode) -> str:
     """Source of an artifact; its form is checked, and nothing is opened."""
-    value = text(place)
+    value = text(node)
     if "${" in value:
         raise ConfigError(f"is {shown(value)}; ${{…}} is expanded in `remote:` only, so write the source out")
     check_source(value)
@@ -298,11 +298,11 @@ def check_source(value: str) -> None:
         raise ConfigError(f"is {shown(value)}: {str(error).removeprefix(f'{value}: ')}") from None
 
 
-def _remote_text(environment: Mapping[str, str] | None) -> Callable[[Place], str]:
+def _remote_text(environment: Mapping[str, str] | None) -> Callable[[YamlNode], str]:
     """A string in which ``${NAME}`` is a variable's value and ``$$`` a dollar; without an environment the first is a
     fault."""
 
-    def read(place: Place) -> str:
+    def read(node: YamlNode) -> str:
         def value_of(found: re.Match[str]) -> str:
             if found[1]:
                 return "$"
@@ -319,7 +319,7 @@ def _remote_text(environment: Mapping[str, str] | None) -> Callable[[Place], str
                 raise ConfigError(f"{message}; set it, or write $$ for a dollar sign")
             return environment[variable_name]
 
-        raw = quantity(place, "a string")
+        raw = quantity(node, "a string")
         expanded = _REFERENCE.sub(value_of, raw)
         if not expanded.strip() or _CONTROL.search(expanded):
             raise ConfigError("is empty, or has control characters; it must be a string")
@@ -336,8 +336,8 @@ def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
     """The keys of ``remote:``, the only place where ``${NAME}`` is expanded."""
     expanded = _remote_text(environment)
 
-    def base_url(place: Place) -> str:
-        value = expanded(place)
+    def base_url(node: YamlNode) -> str:
+        value = expanded(node)
         try:
             parts = urlsplit(value)
             is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -351,8 +351,8 @@ def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
             raise ConfigError(f"is {shown(value)}; it must end with the path, e.g. …/v1")
         return value
 
-    def key_variable(place: Place) -> str:
-        value = expanded(place)
+    def key_variable(node: YamlNode) -> str:
+        value = expanded(node)
         if not _VARIABLE.fullmatch(value):
             raise ConfigError("is no name of an environment variable, e.g. OPENAI_API_KEY; a key is never written here")
         return value
@@ -406,7 +406,7 @@ def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
         "chat_template": Key(text),
         "keep_alive": Key(duration(), "keep_alive_s", duration_text),
         "remote": Key(
-            lambda place: _remote(read_fields(place, remote, ("base_url",))),
+            lambda node: _remote(read_fields(node, remote, ("base_url",))),
             write=lambda value: written(remote, value),
         ),
     }
@@ -416,11 +416,11 @@ def _remote(values: Mapping[str, Any]) -> object:
     return Remote(**values) if "base_url" in values else FAULTY
 
 
-def engine_block(place: Place) -> object:
+def engine_block(node: YamlNode) -> object:
     """Read ``engine:``; the scheduler's own checks are made with what is decided at load left open."""
-    before = len(place.reading.problems)
-    given = read_fields(place, engine_keys())
-    if len(place.reading.problems) > before:
+    before = len(node.reading.problems)
+    given = read_fields(node, engine_keys())
+    if len(node.reading.problems) > before:
         return FAULTY
     try:
         check_limits(EngineOptions(**given))
@@ -434,10 +434,10 @@ def engine_written(given: Mapping[str, object]) -> dict[str, object]:
     return {key: engine_keys()[key].write(value) for key, value in given.items()}
 
 
-def sampling_block(place: Place) -> dict[str, float | int]:
+def sampling_block(node: YamlNode) -> dict[str, float | int]:
     """Read ``sampling:``; every value is one that a request could give."""
     types = option_types(SamplingParams)
-    return read_fields(place, {key: Key(option(types[key])) for key in SAMPLING_KEYS})
+    return read_fields(node, {key: Key(option(types[key])) for key in SAMPLING_KEYS})
 
 
 @cache

@@ -17,7 +17,7 @@ from lockstep.cluster.prompt_tokeniser import PromptTokeniser
 from lockstep.cluster.recorded_index import ENDS, Match, RecordedIndex, Wish
 from lockstep.core.request import FinishReason
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.retelling import Retelling
+from lockstep.engine.token_replay import TokenReplay
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import (
     DeadlineError,
@@ -97,7 +97,7 @@ class RecordedModel:
         prompt_ids: tuple[int, ...] = tuple(call.prompt)  # type: ignore[arg-type]  # tokens by now
         match = self._match(call, prompt_ids)
         answer, scale = match.answer, US / self._speed if self._speed else 0.0
-        retelling = Retelling(
+        replay = TokenReplay(
             self.tokenizer,
             call,
             self.text.max_model_len,
@@ -118,7 +118,7 @@ class RecordedModel:
                     continue
                 await self._wait_until(began_s + at_us * scale, ended, call, began_s)
                 is_last = given[index] == len(sequence.tokens) and sequence.reason in ENDS
-                outputs = retelling.tell(
+                outputs = replay.tell(
                     index,
                     sequence.tokens[first : given[index]],
                     sequence.reason if is_last else None,
@@ -126,7 +126,7 @@ class RecordedModel:
                 )
                 if outputs:
                     yield outputs
-                if retelling.is_complete:
+                if replay.is_complete:
                     return
             raise _as_it_ended(match)
         finally:

@@ -11,15 +11,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from lockstep.cluster.hosting import Hosting
 from lockstep.cluster.manifest import Hosts, Manifest, Tier
 from lockstep.cluster.manifest_file import dump
+from lockstep.cluster.manifest_permissions import PermissionCheck
 from lockstep.cluster.models import ModelSet
+from lockstep.cluster.multi_host import MultiHostBackend
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.resolve import Opened
 from lockstep.cluster.snapshot import Replaced
 from lockstep.cluster.state import REPLACED, ClusterState
-from lockstep.cluster.trust import Vetting
 from lockstep.errors import InvalidParameterError, LockstepError, UnavailableError
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Reloads:
         if self.is_replacing:
             raise UnavailableError("another manifest is being brought in; try again when that is done")
 
-    async def replace(self, manifest: Manifest, vetting: Vetting | None) -> Replaced:
+    async def replace(self, manifest: Manifest, vetting: PermissionCheck | None) -> Replaced:
         """Bring in a manifest that was checked; goes on when the caller leaves.
 
         Args:
@@ -85,24 +85,26 @@ class Reloads:
         if not self.is_replacing and self._state.is_booted and self._state.hosts is not None:
             self._taking_over = asyncio.get_running_loop().create_task(self._follow(self._state.hosts, text))
 
-    async def _follow(self, hosts: Hosting, text: str) -> None:
+    async def _follow(self, hosts: MultiHostBackend, text: str) -> None:
         try:
             await self._replace(await asyncio.to_thread(self._read, text), None)
         except LockstepError as error:
             log.error("a manifest that another gateway has brought in cannot be served here: %s", error)
-        hosts.following.manifest_holds(text)
+        hosts.client.manifest_holds(text)
 
-    async def _everywhere(self, hosts: Hosting, manifest: Manifest, vetting: Vetting | None) -> Replaced:
-        await hosts.following.begin_replace()
+    async def _everywhere(
+        self, hosts: MultiHostBackend, manifest: Manifest, vetting: PermissionCheck | None
+    ) -> Replaced:
+        await hosts.client.begin_replace()
         text: str | None = None
         try:
             replaced = await self._replace(manifest, vetting)
             text = dump(manifest)
         finally:
-            await hosts.following.end_replace(text)
+            await hosts.client.end_replace(text)
         return replaced
 
-    async def _replace(self, manifest: Manifest, vetting: Vetting | None) -> Replaced:
+    async def _replace(self, manifest: Manifest, vetting: PermissionCheck | None) -> Replaced:
         began_s, events = time.monotonic(), self._state.events
         events.emit("manifest_replacing", cluster=manifest.cluster)
         reason: str | None = None

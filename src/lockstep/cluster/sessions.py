@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lockstep.cluster.manifest import SessionLimits
-from lockstep.cluster.snapshot import Place, SessionSnapshot
+from lockstep.cluster.snapshot import KVLocation, SessionSnapshot
 from lockstep.errors import LockstepError, QueueFullError
 
 MAX_SESSIONS = 4096
@@ -104,7 +104,7 @@ class Session:
             place=self._place(num_tokens, stored if has_place else None),
         )
 
-    def _place(self, num_tokens: int, stored: StoredTokens | None) -> Place | None:
+    def _place(self, num_tokens: int, stored: StoredTokens | None) -> KVLocation | None:
         if num_tokens:
             return "device"
         if stored is None:

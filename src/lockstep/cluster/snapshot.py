@@ -14,7 +14,7 @@ from lockstep.spelling import did_you_mean, listed
 if TYPE_CHECKING:
     from lockstep.hosts import values
 
-Place = Literal["device", "host", "disk", "none"]
+KVLocation = Literal["device", "host", "disk", "none"]
 
 
 class BudgetSnapshot(msgspec.Struct, frozen=True):
@@ -134,7 +134,7 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     """Of these, those in host memory."""
     num_disk_tokens: int | None = 0
     """And those on disk, which may be in host memory as well."""
-    place: Place | None = "none"
+    place: KVLocation | None = "none"
     """The fastest place that has something of it: `device`, `host`, `disk`, `none`."""
     caller: str = ""
     """Name of the API key whose session it is; empty: it came without one."""
@@ -209,7 +209,7 @@ class HostSnapshot(msgspec.Struct, frozen=True):
     """On it now, those that leave included."""
 
     @classmethod
-    def of(cls, host: values.Host, places: Sequence[values.Place]) -> HostSnapshot:
+    def of(cls, host: values.Host, places: Sequence[values.ReplicaStatus]) -> HostSnapshot:
         """A host as the owner tells it.
 
         Args:
@@ -279,7 +279,7 @@ class PlaceSnapshot(msgspec.Struct, frozen=True):
     @classmethod
     def of(
         cls,
-        place: values.Place,
+        place: values.ReplicaStatus,
         models: Sequence[str] = (),
         use: values.ReplicaUse | None = None,
         *,

@@ -16,10 +16,11 @@ from msgspec.structs import replace
 
 from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import cut_texts, refusal, table_text
+from lockstep.cluster.controller_state import ControllerState
 from lockstep.cluster.events import EventLog
-from lockstep.cluster.hosting import Hosting, OpenOwner, ray_owner
 from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
 from lockstep.cluster.models import Model, ModelSet
+from lockstep.cluster.multi_host import MultiHostBackend, OpenController, ray_controller
 from lockstep.cluster.plan_recorder import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy, UnloadReason, plan
 from lockstep.cluster.recorded import RecordedBackend, RecordedModel
@@ -28,17 +29,16 @@ from lockstep.cluster.replica_state import FAILED, STANDBY, ReplicaState
 from lockstep.cluster.replicas import LOST, Replicas
 from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device_alone, here, open_manifest
 from lockstep.cluster.route_recorder import RouteRecorder
+from lockstep.cluster.session_locations import SessionLocations
 from lockstep.cluster.sessions import ModelSessions, Session, SessionName, Sessions, StoredTokens
-from lockstep.cluster.shared_plan import Word
 from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, Counters, TransitionSnapshot
 from lockstep.cluster.threads import call_on, in_thread
-from lockstep.cluster.whereabouts import Whereabouts
 from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
 from lockstep.hosts.workers import GroupLost, HostedWorkers
-from lockstep.worker.life import Back, Lost
+from lockstep.worker.lifecycle import Back, Lost
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import KVRejected, SessionsChanged, StepReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
@@ -71,8 +71,8 @@ class ClusterOptions:
     """Where KV is kept outside of the device; a manifest's budgets go before those said here."""
     folder: Path | None = None
     """Where the operator's manifest lies: of the models there, any may be named over HTTP."""
-    open_owner: OpenOwner = ray_owner
-    """Finds or starts the owner of a cluster on several hosts."""
+    open_controller: OpenController = ray_controller
+    """Finds or starts the controller of a cluster on several hosts."""
     is_fixed: bool = False
     """Requests may look at it and not change it: it was made of a command line, and no file says what is served."""
 
@@ -91,29 +91,29 @@ class ClusterState:
         self.sessions = Sessions(is_shared=manifest.hosts is not None)
         trace = options.worker.trace
         self._routes = None if trace is None or manifest.hosts is None else RouteRecorder(trace)
-        self.hosts: Hosting | None = None
+        self.hosts: MultiHostBackend | None = None
         """Where the models are on several hosts; None: all are here."""
         self.worker: SupervisedWorker | HostedWorkers
         if manifest.hosts is None:
             self.worker = SupervisedWorker(options.worker, self._noticed)
         else:
-            self.hosts = Hosting(
+            self.hosts = MultiHostBackend(
                 manifest,
                 options.worker,
                 options.kv,
                 options.policy,
                 lambda: self.models,
                 self._noticed,
-                self._heard,
+                self._apply_controller_state,
                 self.sessions,
-                options.open_owner,
+                options.open_controller,
                 self._routes,
             )
             self.worker = self.hosts.workers
         self.events = EventLog()
         self.counters = Counters()
         self._kept = HostStore()
-        self.whereabouts = Whereabouts(
+        self.session_locations = SessionLocations(
             self.worker, self.sessions, lambda: self.models.by_id, lambda: self._kept.is_open
         )
         self.transitions: deque[TransitionSnapshot] = deque(maxlen=MAX_TRANSITIONS)
@@ -415,10 +415,10 @@ class ClusterState:
 
     # -- notices --------------------------------------------------------------------------------------------------
 
-    def _heard(self, word: Word) -> None:
-        """Follow the owner's word."""
+    def _apply_controller_state(self, state: ControllerState) -> None:
+        """Apply the controller's state."""
         self.replicas.pump()
-        if self.hosts is not None and (text := self.hosts.following.newer_manifest):
+        if self.hosts is not None and (text := self.hosts.client.newer_manifest):
             self.on_manifest(text)
 
     def _noticed(self, notice: Notice | GroupLost) -> None:

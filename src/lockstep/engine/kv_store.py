@@ -19,7 +19,7 @@ import msgspec
 from lockstep.engine.kv_files import BlockKey
 from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord, SessionRecords
-from lockstep.engine.kv_tiers import KVStoreOptions, KVTiers, Place
+from lockstep.engine.kv_tiers import KVStoreOptions, KVTierName, KVTiers
 from lockstep.executors.base import Blocks
 
 log = logging.getLogger(__name__)
@@ -89,9 +89,9 @@ class KVStore:
         """True if one of the tiers has a block."""
         return BlockKey(environment, block_hash) in self.tiers
 
-    def places(self, environment: bytes, hashes: Sequence[bytes]) -> Counter[Place]:
+    def places(self, environment: bytes, hashes: Sequence[bytes]) -> Counter[KVTierName]:
         """Number of the first blocks of a chain by the fastest tier that has them."""
-        found: Counter[Place] = Counter()
+        found: Counter[KVTierName] = Counter()
         for block_hash in hashes:
             place = self.tiers.place_of(BlockKey(environment, block_hash))
             if place is None:
@@ -204,7 +204,7 @@ class KVStore:
         return tuple(self._kept(record) for record in self.records(environment))
 
     def _kept(self, record: SessionRecord) -> KeptSession:
-        counts: Counter[Place] = Counter()
+        counts: Counter[KVTierName] = Counter()
         num_blocks = 0
         for block_hash in record.hashes:
             holders = self.tiers.holders(BlockKey(record.environment, block_hash))
@@ -212,7 +212,9 @@ class KVStore:
                 break
             num_blocks += 1
             counts.update(holders)
-        return KeptSession(record.owner, record.session_id, num_blocks, counts[Place.HOST], counts[Place.DISK])
+        return KeptSession(
+            record.owner, record.session_id, num_blocks, counts[KVTierName.HOST], counts[KVTierName.DISK]
+        )
 
     def flush(self, limit_s: float) -> bool:
         """Wait until everything is written, disk included; False: time was up."""
@@ -299,7 +301,7 @@ class KVStore:
         else:
             load.put(found[1])
         load.wake()
-        if found is not None and found[0] is Place.DISK:
+        if found is not None and found[0] is KVTierName.DISK:
             self.tiers.promote(key, found[1])
 
     def _save(self, keys: Sequence[BlockKey], content: Blocks, class_: int, wake: Callable[[], None]) -> None:

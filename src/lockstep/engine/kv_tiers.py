@@ -27,7 +27,7 @@ MAX_BEHIND = 1 << 16
 """Blocks that wait to be copied to disk; beyond, the oldest are not."""
 
 
-class Place(StrEnum):
+class KVTierName(StrEnum):
     """Tier of a block outside of the device."""
 
     HOST = "host"
@@ -45,9 +45,9 @@ class KVStoreOptions(msgspec.Struct, frozen=True):
     """Part of the chains that come back whose first block is computed again and compared."""
 
     @property
-    def tiers(self) -> tuple[tuple[Place, str, int], ...]:
+    def tiers(self) -> tuple[tuple[KVTierName, str, int], ...]:
         """Place, folder and budget of each, the fastest first."""
-        return (Place.HOST, self.host_dir, self.host_bytes), (Place.DISK, self.disk_dir, self.disk_bytes)
+        return (KVTierName.HOST, self.host_dir, self.host_bytes), (KVTierName.DISK, self.disk_dir, self.disk_bytes)
 
 
 class TierStats(NamedTuple):
@@ -77,7 +77,7 @@ class KVTiers:
 
     def __init__(self, options: KVStoreOptions, on_fault: Callable[[str], None]) -> None:
         self._on_fault = on_fault
-        self._files: Mapping[Place, BlockFiles] = {}
+        self._files: Mapping[KVTierName, BlockFiles] = {}
         """The fastest first; replaced as a whole and never changed."""
         try:
             self._open(options)
@@ -86,9 +86,9 @@ class KVTiers:
             raise
         self._behind: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()
         """Bytes and class of blocks that are not on disk yet."""
-        self.num_loaded: Counter[Place] = Counter()
-        self.num_rejected: Counter[Place] = Counter()
-        self.num_checked: Counter[Place] = Counter()
+        self.num_loaded: Counter[KVTierName] = Counter()
+        self.num_rejected: Counter[KVTierName] = Counter()
+        self.num_checked: Counter[KVTierName] = Counter()
 
     def close(self) -> None:
         """Give the folders free."""
@@ -114,11 +114,11 @@ class KVTiers:
     def __contains__(self, key: BlockKey) -> bool:
         return self.place_of(key) is not None
 
-    def place_of(self, key: BlockKey) -> Place | None:
+    def place_of(self, key: BlockKey) -> KVTierName | None:
         """The fastest tier that has a block."""
         return next((place for place, files in self._files.items() if key in files), None)
 
-    def holders(self, key: BlockKey) -> tuple[Place, ...]:
+    def holders(self, key: BlockKey) -> tuple[KVTierName, ...]:
         """Tiers that have a block, the fastest first."""
         return tuple(place for place, files in self._files.items() if key in files)
 
@@ -133,7 +133,7 @@ class KVTiers:
         """The reason why less is kept than the budgets allow, in one sentence; empty: it is as they allow."""
         return next((files.fault for files in self._files.values() if files.fault), "")
 
-    def stats(self) -> dict[Place, TierStats]:
+    def stats(self) -> dict[KVTierName, TierStats]:
         """Figures of each tier."""
         return {
             place: TierStats(
@@ -150,7 +150,7 @@ class KVTiers:
 
     # -- the thread that has them ---------------------------------------------------------------------------------
 
-    def read(self, key: BlockKey, num_bytes: int) -> tuple[Place, Blocks] | None:
+    def read(self, key: BlockKey, num_bytes: int) -> tuple[KVTierName, Blocks] | None:
         """Content of a block and the tier that had it; None: it is not there, or was not what had been written."""
         content = np.empty(num_bytes, np.uint8)
         place = next((place for place in self._files if self._read(place, key, content)), None)
@@ -161,12 +161,12 @@ class KVTiers:
 
     def promote(self, key: BlockKey, content: Blocks) -> None:
         """Put what came from disk into host memory."""
-        if Place.HOST in self._files:
-            self._files[Place.HOST].write(key, content, self._files[Place.DISK].class_of(key))
+        if KVTierName.HOST in self._files:
+            self._files[KVTierName.HOST].write(key, content, self._files[KVTierName.DISK].class_of(key))
 
     def save(self, key: BlockKey, content: Blocks, class_: int) -> None:
         """Keep a block: in host memory now and on disk later, or there at once where host memory has no room."""
-        host, disk = self._files.get(Place.HOST), self._files.get(Place.DISK)
+        host, disk = self._files.get(KVTierName.HOST), self._files.get(KVTierName.DISK)
         is_on_host = host is not None and host.write(key, content, class_)
         if disk is None or key in disk:
             return
@@ -181,8 +181,8 @@ class KVTiers:
         """Copy the block that has waited longest from host memory to disk."""
         key, (num_bytes, class_) = self._behind.popitem(last=False)
         content = np.empty(num_bytes, np.uint8)
-        if self._read(Place.HOST, key, content):
-            self._files[Place.DISK].write(key, content, class_)
+        if self._read(KVTierName.HOST, key, content):
+            self._files[KVTierName.DISK].write(key, content, class_)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Forget blocks, wherever they are."""
@@ -217,9 +217,9 @@ class KVTiers:
         for place, folder, num_bytes in options.tiers:
             if folder and num_bytes and place not in self._files:
                 opened = {**self._files, place: BlockFiles(Path(folder), num_bytes)}
-                self._files = {each: opened[each] for each in Place if each in opened}
+                self._files = {each: opened[each] for each in KVTierName if each in opened}
 
-    def _read(self, place: Place, key: BlockKey, content: Blocks) -> bool:
+    def _read(self, place: KVTierName, key: BlockKey, content: Blocks) -> bool:
         try:
             return self._files[place].read(key, content)
         except BlockError as error:

@@ -23,7 +23,7 @@ from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.outputs import Published, Started, TokenOutput
 from lockstep.engine.queues import Results
 from lockstep.engine.sessions import Sessions
-from lockstep.engine.waits import WaitSampler
+from lockstep.engine.wait_reasons import WaitSampler
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError
 from lockstep.executors.base import SequenceObserver
 from lockstep.executors.sampling import SamplerState

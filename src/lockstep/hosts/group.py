@@ -18,9 +18,9 @@ from lockstep.core.prefix import ContentNews, block_hashes, namespace_of
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, ReplicaGoneError, WorkerLostError
-from lockstep.hosts.values import LinkOptions, Place, PlaceState, ReplicaUse
+from lockstep.hosts.values import LinkOptions, ReplicaPhase, ReplicaStatus, ReplicaUse
 from lockstep.worker.health import HealthLimits
-from lockstep.worker.life import Lost
+from lockstep.worker.lifecycle import Lost
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import ContentsChanged, Loaded, Unloaded
 from lockstep.worker.network import WorkerAddress
@@ -56,7 +56,7 @@ class Member:
     """One replica of a group: where it is, and what is known of it."""
 
     number: int
-    place: Place | None = None
+    place: ReplicaStatus | None = None
     """By the owner's last word; None: it has not spoken of it."""
     worker: SupervisedWorker | None = None
     """The link to where it is; None: it is nowhere."""
@@ -113,21 +113,21 @@ class Group:
 
     # -- where replicas are ----------------------------------------------------------------------------------------
 
-    def moved(self, place: Place) -> None:
+    def moved(self, place: ReplicaStatus) -> None:
         """Take over where a replica is, by the owner's word; one that could not be reached is tried again."""
         member = self.members[place.number]
         before, member.place = member.place, place
-        is_there = place.state in (PlaceState.READY, PlaceState.LEAVING) and place.port
+        is_there = place.state in (ReplicaPhase.READY, ReplicaPhase.LEAVING) and place.port
         if member.worker is not None and before is not None and (not is_there or _where(before) != _where(place)):
             self._leave(member, place.reason or "it is not where it was")
         if is_there and member.worker is None:
             self._reach(member, place)
-        if place.state is PlaceState.LEAVING:
+        if place.state is ReplicaPhase.LEAVING:
             self._withdraw(member, is_lost=False)
         elif self.is_linked(member) and not member.fault:
             self._admit(member)
 
-    def _reach(self, member: Member, place: Place) -> None:
+    def _reach(self, member: Member, place: ReplicaStatus) -> None:
         link = self._link
         options = WorkerOptions(
             "network",
@@ -187,7 +187,7 @@ class Group:
         now_s = time.monotonic()
         for member in self.members:
             place, worker = member.place, member.worker
-            if place is None or place.state not in (PlaceState.READY, PlaceState.LEAVING):
+            if place is None or place.state not in (ReplicaPhase.READY, ReplicaPhase.LEAVING):
                 continue
             if worker is None and now_s >= member.reach_at_s:
                 self._reach(member, place)
@@ -196,7 +196,7 @@ class Group:
             elif worker.trouble and self.balancer.is_there(member.number):
                 self._note_lost(member, worker.trouble)
                 self._withdraw(member, is_lost=False)
-            elif not worker.trouble and place.state is PlaceState.READY:
+            elif not worker.trouble and place.state is ReplicaPhase.READY:
                 self._admit(member)
 
     @property
@@ -216,7 +216,7 @@ class Group:
         place = member.place
         if member.fault:
             return member.fault
-        if place is not None and (place.reason or place.state is not PlaceState.READY):
+        if place is not None and (place.reason or place.state is not ReplicaPhase.READY):
             return place.reason or place.state.value
         if member.worker is not None and member.worker.is_up:
             return member.worker.trouble or "its worker has not reported the model yet"
@@ -226,7 +226,7 @@ class Group:
     @property
     def is_refused(self) -> bool:
         """True if the links to all replicas that are ready are refused, as by another secret."""
-        there = [each for each in self.members if each.place is not None and each.place.state is PlaceState.READY]
+        there = [each for each in self.members if each.place is not None and each.place.state is ReplicaPhase.READY]
         return bool(there) and all(each.fault and each.worker is None for each in there)
 
     def is_linked(self, member: Member) -> bool:
@@ -300,7 +300,7 @@ class Group:
         if self.loaded is None or not self.is_there:
             self.loaded = loaded
         self._set_fault(member, difference(self.loaded, loaded))
-        if not member.fault and (member.place is None or member.place.state is not PlaceState.LEAVING):
+        if not member.fault and (member.place is None or member.place.state is not ReplicaPhase.LEAVING):
             self._admit(member)
 
     def _went(self, member: Member, reason: str) -> None:
@@ -445,5 +445,5 @@ def difference(one: Loaded, other: Loaded) -> str:
     return ""
 
 
-def _where(place: Place) -> tuple[str, int]:
+def _where(place: ReplicaStatus) -> tuple[str, int]:
     return place.address, place.port

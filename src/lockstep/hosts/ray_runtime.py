@@ -31,7 +31,7 @@ from lockstep.hosts.ray_connection import (
     sentence,
 )
 from lockstep.hosts.replica_actor import Here, ReplicaHost
-from lockstep.hosts.values import Demand, Host, LinkOptions, Place, ReplicaName, choose_host
+from lockstep.hosts.values import Demand, Host, LinkOptions, ReplicaName, ReplicaStatus, choose_host
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.logs import log_to_stderr
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OWNER = "controller"
+CONTROLLER = "controller"
 """Name of the actor that replicas report to; its method is `placed`."""
 ASK_LIMIT_S = 1.0
 """For an actor's word of how it is; one that is not placed yet says nothing."""
@@ -182,12 +182,12 @@ class RayRuntime:
         await self.end(str(name))
         self._node_ids.pop(name, None)
 
-    async def ask(self, name: ReplicaName) -> Place | None:
+    async def ask(self, name: ReplicaName) -> ReplicaStatus | None:
         try:
             place = await self.find(str(name)).call("place", limit_s=ASK_LIMIT_S)
         except LockstepError:
             return None
-        if not isinstance(place, Place):
+        if not isinstance(place, ReplicaStatus):
             return None
         self._node_ids[name] = place.node_id
         return place
@@ -299,13 +299,13 @@ class PlacedReplica:
     async def start(self) -> None:
         """Start its worker."""
         here = await self._runtime.do("this host is not known", _here)
-        owner, options = self._runtime.find(OWNER), self._options
+        owner, options = self._runtime.find(CONTROLLER), self._options
         self._host = ReplicaHost(
             self._demand, self._number, options.worker, options.link, here, partial(owner.call, "placed"), options.store
         )
         await self._host.start()
 
-    async def place(self) -> Place:
+    async def place(self) -> ReplicaStatus:
         """Its own word of how it is."""
         assert self._host is not None, "it has started"
         return self._host.place

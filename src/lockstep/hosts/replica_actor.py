@@ -19,11 +19,11 @@ import msgspec
 
 from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
-from lockstep.hosts.values import Demand, LinkOptions, Place, PlaceState, ReplicaName
-from lockstep.worker.guests import ListenOptions
+from lockstep.hosts.values import Demand, LinkOptions, ReplicaName, ReplicaPhase, ReplicaStatus
 from lockstep.worker.health import backoff_s
-from lockstep.worker.life import Lost
+from lockstep.worker.lifecycle import Lost
 from lockstep.worker.link import WorkerOptions
+from lockstep.worker.remote_clients import ListenOptions
 from lockstep.worker.supervised import Notice, SupervisedWorker
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class ReplicaHost:
         worker: WorkerOptions,
         link: LinkOptions,
         here: Here,
-        tell: Callable[[Place], Awaitable[None] | None],
+        tell: Callable[[ReplicaStatus], Awaitable[None] | None],
         store: KVStoreOptions | None = None,
     ) -> None:
         self._demand = demand
@@ -81,10 +81,10 @@ class ReplicaHost:
         self._num_lost = 0
         """Workers in a row that ended while they loaded the model."""
         self._tasks: list[asyncio.Task[None]] = []
-        self.place = Place(
+        self.place = ReplicaStatus(
             demand.key,
             number,
-            PlaceState.STARTING,
+            ReplicaPhase.STARTING,
             host=here.host,
             node_id=here.node_id,
             address=here.address,
@@ -125,7 +125,7 @@ class ReplicaHost:
                 await self._until_lost(worker)
             except WorkerLostError as error:
                 self._num_lost += error.is_suspect
-                self._set(state=PlaceState.STARTING, reason=str(error), port=0, pid=0)
+                self._set(state=ReplicaPhase.STARTING, reason=str(error), port=0, pid=0)
             except Exception as error:  # whatever it is, nothing else would ever load it
                 await self._failed(error)
 
@@ -136,7 +136,7 @@ class ReplicaHost:
             UsageError, ExecutorError: no process can be started.
         """
         if self._worker is None:
-            self._set(state=PlaceState.STARTING)  # why it failed before stays said
+            self._set(state=ReplicaPhase.STARTING)  # why it failed before stays said
             self._worker = SupervisedWorker(self._options, self._notified)
             await self._worker.start()
             if self._store is not None:
@@ -155,7 +155,7 @@ class ReplicaHost:
             WorkerLostError: the worker was lost over it.
         """
         demand = self._demand
-        self._set(state=PlaceState.LOADING)
+        self._set(state=ReplicaPhase.LOADING)
         await worker.load(
             demand.key,
             demand.source,
@@ -169,7 +169,7 @@ class ReplicaHost:
         if listening.fault:
             raise UnavailableError(f"the worker cannot listen: {listening.fault}")
         self._num_failures = self._num_lost = 0
-        self._set(state=PlaceState.READY, reason="", address=listening.host, port=listening.port)
+        self._set(state=ReplicaPhase.READY, reason="", address=listening.host, port=listening.port)
 
     async def _until_lost(self, worker: SupervisedWorker) -> None:
         """Wait as long as the worker has the model; WorkerLostError: how it ended."""
@@ -188,7 +188,7 @@ class ReplicaHost:
         reason = str(error) if isinstance(error, LockstepError) else repr(error)
         log.warning("%s cannot be loaded, and is tried again in %.0f s: %s", self._label, delay_s, reason)
         await self._end_worker()
-        self._set(state=PlaceState.FAILED, reason=reason, port=0, pid=0)
+        self._set(state=ReplicaPhase.FAILED, reason=reason, port=0, pid=0)
         await asyncio.sleep(delay_s)
 
     async def _end_worker(self) -> None:
@@ -201,7 +201,7 @@ class ReplicaHost:
     def _notified(self, notice: Notice) -> None:
         if isinstance(notice, Lost):
             reason = f"the device worker ended with {notice.reason}"
-            self._set(state=PlaceState.STARTING, reason=reason, port=0, pid=0)
+            self._set(state=ReplicaPhase.STARTING, reason=reason, port=0, pid=0)
         self._is_changed.set()
 
     # -- its place ----------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class ReplicaName(NamedTuple):
         return f"{self.key}#{self.number}"
 
 
-class PlaceState(StrEnum):
+class ReplicaPhase(StrEnum):
     """State of one placed replica."""
 
     WAITING = "waiting"
@@ -95,12 +95,12 @@ class PlaceState(StrEnum):
     """Placed, and without a link to the server that shows it; only a server's own view has this state."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class ReplicaStatus(msgspec.Struct, frozen=True):
     """One replica: where it is, and how it is."""
 
     key: str
     number: int
-    state: PlaceState
+    state: ReplicaPhase
     reason: str = ""
     """Why it is not ready, in one sentence."""
     host: str = ""
@@ -203,7 +203,7 @@ class Runtime(Protocol):
         """End a replica's worker and its actor; one that is not there is gone already."""
         ...
 
-    async def ask(self, name: ReplicaName) -> Place | None:
+    async def ask(self, name: ReplicaName) -> ReplicaStatus | None:
         """A replica's place, by its own word; None: it says nothing now."""
         ...
 

@@ -22,7 +22,7 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.hosts.group import Group, HostedMailbox, RouteWatcher
-from lockstep.hosts.values import SLOTS_PER_REPLICA, GroupOptions, LinkOptions, Place, PlaceState
+from lockstep.hosts.values import SLOTS_PER_REPLICA, GroupOptions, LinkOptions, ReplicaPhase, ReplicaStatus
 from lockstep.worker.messages import Checked, KeptReport, Loaded, SessionsReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
 
@@ -33,7 +33,7 @@ calls wait so long; then they end, and further ones are refused at once until a 
 replicas are refused, as by another secret, no call waits."""
 WATCH_S = 0.5
 """Between two looks at replicas that are silent, or whose links were refused."""
-COMING = (PlaceState.STARTING, PlaceState.LOADING)
+COMING = (ReplicaPhase.STARTING, ReplicaPhase.LOADING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,12 @@ class HostedWorkers:
         self._routes = routes
         self._stream_interval_s = stream_interval_s
         self._name_of = name_of
-        self._places: dict[tuple[str, int], Place] = {}
+        self._places: dict[tuple[str, int], ReplicaStatus] = {}
         self._lost_s: dict[str, float] = {}
         """When groups lost their last replica, by key; those that never had one, or were unloaded, are left out."""
         self._coming_s: dict[str, float] = {}
         """When replicas of groups were last reported as being started or loaded, by key."""
-        self._heard_s = 0.0
+        self._contact_s = 0.0
         """When the controller last reported what it sees."""
         self._watching: asyncio.Task[None] | None = None
         self._waiting: dict[str, asyncio.Future[None]] = {}
@@ -91,23 +91,23 @@ class HostedWorkers:
 
     # -- where replicas are ----------------------------------------------------------------------------------------
 
-    def told(self, places: Iterable[Place]) -> None:
+    def apply(self, places: Iterable[ReplicaStatus]) -> None:
         """Take over where all replicas are."""
         now = {(place.key, place.number): place for place in places}
         for gone in [name for name in self._places if name not in now]:
-            self._tell(Place(*gone, PlaceState.WAITING, "it was taken away"))
+            self._tell(ReplicaStatus(*gone, ReplicaPhase.WAITING, "it was taken away"))
         self._places = now
         for place in now.values():
             self._tell(place)
 
-    def heard(self, is_current: bool) -> None:
+    def note_contact(self, is_current: bool) -> None:
         """Note a report of the controller, whether it brought news or not.
 
         Args:
             is_current: whether it can see replicas now; else its places are those that it saw last.
         """
         if is_current:
-            self._heard_s = now_s = time.monotonic()
+            self._contact_s = now_s = time.monotonic()
             self._coming_s |= {place.key: now_s for place in self._places.values() if place.state in COMING}
 
     def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
@@ -122,7 +122,7 @@ class HostedWorkers:
         now_s = time.monotonic()
         begun_s = self._lost_s.get(replica, now_s if since_s is None else since_s)
         is_placed = any(place.key == replica for place in self._places.values())
-        coming_s = self._coming_s.get(replica, begun_s) if is_placed else self._heard_s  # its turn may be yet to come
+        coming_s = self._coming_s.get(replica, begun_s) if is_placed else self._contact_s  # its turn may be yet to come
         is_refused = group is not None and group.is_refused
         if not is_refused and now_s - max(begun_s, coming_s) < NO_REPLICA_S:
             return None
@@ -146,7 +146,7 @@ class HostedWorkers:
         if waiting is not None and not waiting.done():
             waiting.set_exception(WorkerLostError("the model was taken away while its replicas were being reached"))
 
-    def _tell(self, place: Place) -> None:
+    def _tell(self, place: ReplicaStatus) -> None:
         group = self.groups.get(place.key)
         if group is not None and place.number < len(group.members):
             group.moved(place)
@@ -304,10 +304,10 @@ class HostedWorkers:
         """Sessions by group."""
         return _sessions_of(await asyncio.gather(*(worker.sessions() for worker in self._workers())))
 
-    async def whereabouts(self, environments: Sequence[bytes]) -> tuple[SessionsReport | None, KeptReport | None]:
+    async def session_locations(self, environments: Sequence[bytes]) -> tuple[SessionsReport | None, KeptReport | None]:
         """Sessions on all devices by group, and those that are kept outside by environment; None: somebody does not
         answer in a few seconds."""
-        answers = await asyncio.gather(*(worker.whereabouts(environments) for worker in self._workers()))
+        answers = await asyncio.gather(*(worker.session_locations(environments) for worker in self._workers()))
         there = [on_device for on_device, _ in answers if on_device is not None]
         kept = [report.sessions for _, report in answers if report is not None and report.sessions is not None]
         on_device = SessionsReport(dict(_sessions_of([report.replicas for report in there]))) if there else None

@@ -18,8 +18,8 @@ from lockstep.release.evidence import BUFFERED, OUTPUT_TOKENS, Bools, Evidence, 
 from lockstep.release.joining import EMPTY
 from lockstep.release.observation import Reason
 from lockstep.release.outputs import BOTH_ANSWERS, Output
-from lockstep.release.places import ALL, Cut, Place, cuts_of, place_of_events, place_of_regression
 from lockstep.release.statistics import nearest_rank
+from lockstep.release.traffic_parts import ALL, Cut, TrafficPart, cuts_of, part_of_events, part_of_regression
 from lockstep.release.verdict import Decision, Signal
 
 MAX_ANSWERS = 200
@@ -93,16 +93,16 @@ def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
     return tuple(sorted(ranks, key=lambda each: ranks[each]))
 
 
-def _place_of(signal: Signal, evidence: Evidence, mask: Bools, cuts: Sequence[Cut]) -> Place:
+def _place_of(signal: Signal, evidence: Evidence, mask: Bools, cuts: Sequence[Cut]) -> TrafficPart:
     pairs = evidence.pairs
-    place = Place(ALL, mask)
+    place = TrafficPart(ALL, mask)
     if signal.name in _METRICS:
         baseline, candidate = pairs.metrics[_METRICS[signal.name]]
         usable = mask & pairs.healthy & ~np.isnan(baseline) & ~np.isnan(candidate)
-        place = place_of_regression(cuts, usable, baseline, candidate)
+        place = part_of_regression(cuts, usable, baseline, candidate)
     elif (events := _events_of(signal, evidence)) is not None:
         population, affected = events
-        place = place_of_events(cuts, population & mask, affected)
+        place = part_of_events(cuts, population & mask, affected)
     if place.name == ALL or signal.segment in (ALL, place.name):
         return place._replace(name=signal.segment if place.name == ALL else place.name)
     return place._replace(name=f"{signal.segment}, {place.name}")

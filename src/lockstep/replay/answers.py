@@ -20,7 +20,7 @@ from lockstep.replay.playback import Arrived, Playback, played
 from lockstep.replay.rerun import DecidedStep
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.trace import Cut, Trace
-from lockstep.replay.wholeness import with_losses
+from lockstep.replay.trace_integrity import with_losses
 from lockstep.replay.workload import PS_PER_US
 from lockstep.worker.flight.content import decode_request, parameters_as_bytes
 from lockstep.worker.flight.entries import (

@@ -160,7 +160,7 @@ def _ended(events: StepEvents | None) -> dict[int, FinishReason]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DivergencePoint:
     """Place of one side when the two differed."""
 
     decision: Decision
@@ -176,8 +176,8 @@ class Divergence:
 
     num_equal_steps: int
     """Steps before it, in which both decided the same; idle ones not counted."""
-    a: Place
-    b: Place
+    a: DivergencePoint
+    b: DivergencePoint
     difference: Difference
 
     @property
@@ -208,7 +208,7 @@ class Side(Protocol):
     def decision(self) -> Decision:
         """Decision of the next step."""
 
-    def place(self) -> Place:
+    def place(self) -> DivergencePoint:
         """Place of the next step."""
 
 
@@ -247,13 +247,15 @@ class SimulatedSide:
         later = replace(plan, step=step, starts=starts, evicted=(), admitted=(), resumed=(), preempted=())
         return Decision(later, StepEvents(step, (), events.num_tokens))
 
-    def place(self) -> Place:
+    def place(self) -> DivergencePoint:
         """The next step's; times within a run are those of its first step when the run has only that."""
         tick = self._tick
         if tick is None:
-            return Place(self.decision(), self._simulation.tick, self._simulation.tick, self._simulation.now_ps)
+            return DivergencePoint(
+                self.decision(), self._simulation.tick, self._simulation.tick, self._simulation.now_ps
+            )
         start_ps = tick.start_ps + tick.duration_ps * self._offset // tick.num_ticks
-        return Place(self.decision(), tick.tick, tick.tick + self._offset, start_ps)
+        return DivergencePoint(self.decision(), tick.tick, tick.tick + self._offset, start_ps)
 
 
 class RecordedSide:
@@ -275,9 +277,9 @@ class RecordedSide:
     def decision(self) -> Decision:
         return Decision(None, None) if self._step is None else Decision(self._step.plan, self._step.events)
 
-    def place(self) -> Place:
+    def place(self) -> DivergencePoint:
         start_us = 0 if self._step is None else self._step.timing.start_us
-        return Place(self.decision(), self._num_steps, self._num_steps, start_us * PS_PER_US)
+        return DivergencePoint(self.decision(), self._num_steps, self._num_steps, start_us * PS_PER_US)
 
 
 def compare(a: Side, b: Side, max_steps: int | None = None) -> Comparison:

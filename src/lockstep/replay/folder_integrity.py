@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lockstep.cluster.plan_recorder import PLAN_SUFFIX
 from lockstep.cluster.route_recorder import ROUTE_SUFFIX
 from lockstep.errors import TraceError
-from lockstep.replay.wholeness import Finding, Kind, are_in_order, is_whole
+from lockstep.replay.trace_integrity import Finding, Kind, are_in_order, is_whole
 from lockstep.worker.flight.entries import SUFFIX
 from lockstep.worker.flight.folder import (
     DIGEST_BYTES,

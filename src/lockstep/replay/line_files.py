@@ -13,7 +13,7 @@ from lockstep.cluster.plan_recorder import PlanHeader
 from lockstep.cluster.route_recorder import RouteHeader
 from lockstep.errors import TraceError
 from lockstep.replay.trace import read_frames
-from lockstep.replay.wholeness import Part
+from lockstep.replay.trace_integrity import Part
 
 Value = TypeVar("Value")
 Header = TypeVar("Header", PlanHeader, RouteHeader)

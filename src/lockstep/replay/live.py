@@ -14,7 +14,7 @@ from lockstep.replay.playback import Arrived, Event, Playback, played
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, request_of
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.trace import Trace
-from lockstep.replay.wholeness import with_losses
+from lockstep.replay.trace_integrity import with_losses
 from lockstep.replay.workload import PS_PER_US, ArrivalUnit, Workload, WorkloadRequest
 from lockstep.worker.flight.entries import Added, EngineEntry
 

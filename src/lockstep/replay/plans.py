@@ -13,7 +13,7 @@ from lockstep.cluster.plan_recorder import action_fields as action_fields
 from lockstep.cluster.planner import Action, Observed, PlanPolicy, plan
 from lockstep.errors import TraceError
 from lockstep.replay.line_files import lines_of, part_of
-from lockstep.replay.wholeness import Finding, are_in_order, arranged, is_whole
+from lockstep.replay.trace_integrity import Finding, are_in_order, arranged, is_whole
 
 Planner = Callable[[Observed, float, PlanPolicy], Sequence[Action]]
 

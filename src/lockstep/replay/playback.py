@@ -19,7 +19,7 @@ from lockstep.replay.rerun import (
     Timing,
 )
 from lockstep.replay.trace import Cut, Trace
-from lockstep.replay.wholeness import Loss, Place
+from lockstep.replay.trace_integrity import FileNumber, Loss
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.entries import (
     Aborted,
@@ -86,7 +86,7 @@ class Playback:
         self.engines: dict[int, EngineRerun] = {}
         """Of the run that is being played."""
         self.tally = Tally()
-        self.losses: dict[Place, Loss] = {}
+        self.losses: dict[FileNumber, Loss] = {}
         """What is missing in front of files that do not go on where the one of their run before them ends."""
         self._num_reached: dict[int, int] = {}
         self._num_turns_reached = 0

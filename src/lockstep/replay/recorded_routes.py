@@ -26,7 +26,7 @@ from lockstep.core.balancer import Balancer, BalancerState, RoutingPolicy
 from lockstep.errors import ConfigError, TraceError
 from lockstep.hosts.values import MAX_REPLICAS
 from lockstep.replay.line_files import Line, lines_of, part_of
-from lockstep.replay.wholeness import Finding, Part, are_in_order, arranged, is_whole
+from lockstep.replay.trace_integrity import Finding, Part, are_in_order, arranged, is_whole
 from lockstep.worker.flight.entries import MAX_RUN, Runs, ids_of
 
 BalancerOf = Callable[[int, RoutingPolicy, int], Balancer]

@@ -10,7 +10,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState
 from lockstep.core.step import Reason
-from lockstep.replay.divergence import Decision, Place
+from lockstep.replay.divergence import Decision, DivergencePoint
 from lockstep.replay.live import Lives
 from lockstep.replay.playback import Playback, played
 from lockstep.replay.rerun import DecidedStep
@@ -78,7 +78,7 @@ class Snapshot:
         return sum(standing.state is state for standing in self.standings.values())
 
 
-def simulated_snapshot(label: str, simulation: Simulation, place: Place) -> Snapshot:
+def simulated_snapshot(label: str, simulation: Simulation, place: DivergencePoint) -> Snapshot:
     """A simulation where it stood, run again up to there.
 
     Args:
@@ -114,7 +114,7 @@ def simulated_snapshot(label: str, simulation: Simulation, place: Place) -> Snap
     )
 
 
-def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, place: Place) -> Snapshot | None:
+def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, place: DivergencePoint) -> Snapshot | None:
     """An engine of a recording as it stood after so many steps, before the next; None: there was no such engine.
 
     Sequences that came before the recording have no standing.

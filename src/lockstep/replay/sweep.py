@@ -23,7 +23,7 @@ from lockstep.replay.metrics import as_less_is_better, numbers_of
 from lockstep.replay.report import report_of
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import Workload
-from lockstep.worker.lifeline import die_with_parent
+from lockstep.worker.parent_death import die_with_parent
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import zstandard
 
 from lockstep.errors import ConfigError, TraceError
 from lockstep.replay.folder_integrity import folder_findings
-from lockstep.replay.wholeness import Finding, Kind, Part, arranged
+from lockstep.replay.trace_integrity import Finding, Kind, Part, arranged
 from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader
 from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, EngineEntry, Entry, Header
 

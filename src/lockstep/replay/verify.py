@@ -8,11 +8,11 @@ from typing import Any
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
-from lockstep.replay.account import RequestAccount
 from lockstep.replay.playback import Playback, Tally
+from lockstep.replay.request_timeline import RequestTimeline
 from lockstep.replay.rerun import TURNS, DivergedError, SchedulerOf
 from lockstep.replay.trace import Trace
-from lockstep.replay.wholeness import Finding, are_in_order, is_whole, with_losses
+from lockstep.replay.trace_integrity import Finding, are_in_order, is_whole, with_losses
 
 _COLUMN = 58
 _LISTS = ("admitted", "resumed", "preempted", "evicted", "swap_out", "swap_in", "copies")
@@ -40,7 +40,7 @@ class Verification:
         return self.is_identical and are_in_order(self.findings, allows_gaps)
 
 
-def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler, account: RequestAccount | None = None) -> Verification:
+def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler, account: RequestTimeline | None = None) -> Verification:
     """Decide everything again, up to the first difference.
 
     Args:

@@ -16,7 +16,7 @@ from hashlib import sha256
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lockstep.cluster.trust import Powers
+from lockstep.cluster.manifest_permissions import Permissions
 from lockstep.errors import UnavailableError
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.options import ServerOptions
@@ -331,7 +331,7 @@ def sees_all(tenant: str, options: ServerOptions) -> bool:
     return tenant.startswith(_ADMIN) or not (options.api_keys or options.admin_keys)
 
 
-def powers_of(tenant: str, options: ServerOptions) -> Powers:
+def powers_of(tenant: str, options: ServerOptions) -> Permissions:
     """Powers of a caller over the sources and servers that a manifest names.
 
     An admin's key has every power. Where there are no keys, and only this machine can call, everybody is the operator;
@@ -341,7 +341,7 @@ def powers_of(tenant: str, options: ServerOptions) -> Powers:
         tenant: the caller's key by its name, as `AccessKeys.tenant` found it; empty: none.
     """
     is_admin = is_operator(tenant, options)
-    return Powers(
+    return Permissions(
         any_source=is_admin or options.allow_any_source, private_remotes=is_admin or options.allow_private_remotes
     )
 

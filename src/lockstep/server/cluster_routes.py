@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from lockstep.cluster.base import ModelCard
 from lockstep.cluster.cluster import Cluster
-from lockstep.cluster.figures import DEFAULT_WINDOW_S, MAX_WINDOW_S, Figures
+from lockstep.cluster.cluster_stats import DEFAULT_WINDOW_S, MAX_WINDOW_S, ClusterStats
 from lockstep.cluster.snapshot import ClusterSnapshot, HostSnapshot, ModelSnapshot, Replaced, SessionSnapshot
 from lockstep.errors import (
     InvalidJsonError,
@@ -132,7 +132,7 @@ async def undrain_host(name: str, request: Request) -> Response:
     return await _drained(name, False, request)
 
 
-@router.get("/figures", responses=described(Figures), operation_id="retrieve_figures")
+@router.get("/figures", responses=described(ClusterStats), operation_id="retrieve_figures")
 async def retrieve_figures(
     request: Request,
     window_s: Annotated[

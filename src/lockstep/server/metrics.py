@@ -24,7 +24,7 @@ from lockstep.cluster.snapshot import HostSnapshot, PlaceSnapshot, RemoteSnapsho
 from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
 from lockstep.errors import UnavailableError
-from lockstep.hosts.values import PlaceState
+from lockstep.hosts.values import ReplicaPhase
 from lockstep.server.batches import BatchRunner
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import RequestContext
@@ -354,11 +354,11 @@ def place_families(places: Sequence[PlaceSnapshot], prefix: str) -> Iterator[Met
     that they have no host: ``replica_state`` tells it."""
     if not places:
         return
-    stay_last = sorted(places, key=lambda place: place.state != PlaceState.LEAVING)
+    stay_last = sorted(places, key=lambda place: place.state != ReplicaPhase.LEAVING)
     known: dict[tuple[str, ...], PlaceSnapshot]
     known = {(each.group, str(each.number)): each for each in stay_last}  # a group that goes may have the same model
     here = [((*names, place.host), place) for names, place in known.items()]
-    states = [((*names, each), float(place.state == each)) for names, place in here for each in PlaceState]
+    states = [((*names, each), float(place.state == each)) for names, place in here for each in ReplicaPhase]
     text = "1 for the state of a replica."
     yield _family(GaugeMetricFamily, f"{prefix}_replica_state", text, (*REPLICA, "host", "state"), states)
     for name, (field, text) in OF_PLACE.items():

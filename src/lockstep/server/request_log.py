@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from lockstep.core.step import Limit
 from lockstep.core.wording import Reached, phrase
-from lockstep.engine import waits
-from lockstep.engine.waits import MIN_INTERVAL_S
+from lockstep.engine import wait_reasons
+from lockstep.engine.wait_reasons import MIN_INTERVAL_S
 from lockstep.server.admission import is_operator
 from lockstep.server.body import JSON_TYPE
 from lockstep.server.cluster_routes import described, only_of
@@ -45,9 +45,9 @@ MAX_NUMBER = 2**53 - 1
 KINDS: Mapping[str, Kind] = {
     progress.LOADING: "model_loading",
     progress.PLACE: "session",
-    waits.SESSION: "session",
-    waits.RETURNING: "blocks_returning",
-    waits.PRIORITY: "lower_priority",
+    wait_reasons.SESSION: "session",
+    wait_reasons.RETURNING: "blocks_returning",
+    wait_reasons.PRIORITY: "lower_priority",
     Limit.SEQS.name: "no_place",
     Limit.PLACES.name: "no_place",
     Limit.WIDTH.name: "no_place",
@@ -260,12 +260,12 @@ def _words(wait: Wait) -> str:
     match reason.limit:
         case progress.LOADING:
             return "the model is not loaded"
-        case progress.PLACE | waits.SESSION:
+        case progress.PLACE | wait_reasons.SESSION:
             held = f": {reason.used} of {reason.most} are held" if reason.most else ""
             return f"all sessions of the model are busy{held}"
-        case waits.RETURNING:
+        case wait_reasons.RETURNING:
             return "blocks of its prompt are being brought back from host memory or disk"
-        case waits.PRIORITY:
+        case wait_reasons.PRIORITY:
             return f"{others} of a higher priority {'goes' if reason.num_others == 1 else 'go'} first"
     assert wait.config is not None, "a planner has a config"
     reached = Reached(Limit[reason.limit], reason.used, reason.most, reason.needed, others, reason.num_others)

@@ -19,8 +19,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from lockstep.errors import UsageError
-from lockstep.worker.lifeline import die_with_parent
 from lockstep.worker.logs import LogFormat, log_to_stderr
+from lockstep.worker.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from lockstep.worker.device import DeviceWorker
@@ -93,8 +93,8 @@ def _listening(
     import msgspec
 
     from lockstep.worker.device import DeviceWorker
-    from lockstep.worker.guests import Guests, ListenOptions, addressed
     from lockstep.worker.messages import Command, Event, Listening
+    from lockstep.worker.remote_clients import ListenOptions, RemoteClients, addressed
 
     def obey(command: Command) -> None:
         worker.handle(command)
@@ -106,7 +106,7 @@ def _listening(
         guests.tell(event)
 
     try:
-        guests = Guests(msgspec.json.decode(listen, type=ListenOptions), obey)
+        guests = RemoteClients(msgspec.json.decode(listen, type=ListenOptions), obey)
         worker = DeviceWorker(emit, trace=trace, tells_contents=True, kv_events=kv_events)
         outbox.post(Listening(*guests.start()))
     except UsageError as error:

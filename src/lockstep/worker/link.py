@@ -23,13 +23,13 @@ import msgspec
 
 from lockstep.errors import ExecutorError, InvalidParameterError, QueueFullError, UsageError
 from lockstep.worker.flight.options import TraceOptions
-from lockstep.worker.guests import ListenOptions
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.kv_events import KVEventsOptions
-from lockstep.worker.lifeline import signal_name
 from lockstep.worker.logs import LogFormat
 from lockstep.worker.messages import Command, Event, Handler, Stop, Submit, TrialOptions
 from lockstep.worker.network import WorkerAddress
+from lockstep.worker.parent_death import signal_name
+from lockstep.worker.remote_clients import ListenOptions
 from lockstep.worker.wire import FrameReader, command_encoder, event_decoder, framed
 
 log = logging.getLogger(__name__)

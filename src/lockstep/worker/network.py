@@ -1,4 +1,4 @@
-"""Link over a network to a device worker that another one started; the other end is `lockstep.worker.guests`.
+"""Link over a network to a device worker that another one started; the other end is `lockstep.worker.remote_clients`.
 
 The worker is shared: closing the link ends what came over it, and not the worker. Whoever kills it for hanging only
 hangs up, and what it says later goes nowhere.
@@ -19,9 +19,9 @@ import msgspec
 
 from lockstep.errors import InvalidParameterError, LinkRefusedError, QueueFullError, UnavailableError, UsageError
 from lockstep.version import __version__
-from lockstep.worker.guests import check_plain, read_secret
 from lockstep.worker.handshake import LIMIT_S, NONCE_BYTES, GatewayHandshake
 from lockstep.worker.messages import Command, Handler, Stop, Submit, Welcome
+from lockstep.worker.remote_clients import check_plain, read_secret
 from lockstep.worker.wire import FrameReader, command_encoder, event_decoder, framed
 
 MAX_UNSENT_BYTES = 64 << 20

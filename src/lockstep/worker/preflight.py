@@ -20,8 +20,8 @@ from lockstep.engine.options import Progress
 from lockstep.errors import ArtifactError, LockstepError
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.version import __version__
-from lockstep.worker.lifeline import die_with_parent, signal_name
 from lockstep.worker.messages import Load, LoadFailed
+from lockstep.worker.parent_death import die_with_parent, signal_name
 from lockstep.worker.wire import command_decoder, command_encoder, event_decoder, event_encoder
 
 COMMAND = (sys.executable, "-P", "-m", "lockstep.worker.preflight")

@@ -21,7 +21,7 @@ LOADING, PLACE = "LOADING", "PLACE"
 """Limits before a worker knows of a call: a model that is not loaded, and a place among a model's sessions."""
 
 
-class Place(NamedTuple):
+class RecordedSequence(NamedTuple):
     """Sequence of a call in the recording of its device."""
 
     model: str
@@ -50,7 +50,7 @@ class CallProgress:
 
     started_s: float | None = None
     """Begin of the first step that computed something of it; known when that step has ended."""
-    places: list[Place] = field(default_factory=list)
+    places: list[RecordedSequence] = field(default_factory=list)
     waits: dict[tuple[str, str], Wait] = field(default_factory=dict)
     """By model and limit, in the order in which they were met."""
     clock: Callable[[], float] = time.monotonic
@@ -79,7 +79,7 @@ class CallStation:
         if progress.started_s is None:
             progress.started_s = self.submitted_s + started.queue_s
         if len(progress.places) < MAX_PLACES:
-            progress.places.append(Place(self.model, self.replica, started.seq_id, started.step))
+            progress.places.append(RecordedSequence(self.model, self.replica, started.seq_id, started.step))
 
     def waits_for(self, reason: WaitReason) -> None:
         """It is passed over."""

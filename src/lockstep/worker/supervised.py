@@ -23,7 +23,7 @@ from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, UsageError, WorkerLostError
-from lockstep.worker.life import Back, Life, LoadState, Lost
+from lockstep.worker.lifecycle import Back, LoadState, Lost, WorkerLifecycle
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import (
     Abort,
@@ -80,7 +80,7 @@ CHECK_LIMIT_S = 60.0
 
 
 class SupervisedWorker:
-    """One device worker and its successors: their requests, loads and questions; `Life` starts and ends them.
+    """One device worker and its successors: their requests, loads and queries. `WorkerLifecycle` starts and ends them.
 
     Args:
         notify: called with every notice.
@@ -96,7 +96,7 @@ class SupervisedWorker:
         self.kv_tiers: Mapping[str, TierStats] = {}
         """Tiers of the KV store, host and disk, as of the last metrics."""
         self._open = PendingRequests(options.stream_interval_s)
-        self._life = Life(options, self._received, self._lost, self._back)
+        self._life = WorkerLifecycle(options, self._received, self._lost, self._back)
         self._reason = ""
         """What the last worker ended with."""
         self._closing: asyncio.Task[None] | None = None
@@ -310,7 +310,7 @@ class SupervisedWorker:
         report = await self._ask(AskSessions(), SessionsReport)
         return {} if report is None else report.replicas
 
-    async def whereabouts(self, environments: Sequence[bytes]) -> tuple[SessionsReport | None, KeptReport | None]:
+    async def session_locations(self, environments: Sequence[bytes]) -> tuple[SessionsReport | None, KeptReport | None]:
         """Sessions on the device by replica, and those that are kept outside by environment; None: nobody answers in a
         few seconds."""
         return await asyncio.gather(

@@ -13,8 +13,8 @@ import pytest
 
 from lockstep.engine.options import LoadOptions
 from lockstep.replay.trace import open_trace, read_frames
+from lockstep.replay.trace_integrity import Kind
 from lockstep.replay.verify import verify
-from lockstep.replay.wholeness import Kind
 from lockstep.worker.flight import files
 from lockstep.worker.flight.chunks import ChunkReader
 from lockstep.worker.flight.entries import Header

@@ -1,0 +1,473 @@
+"""A comparison with peers on one machine: the same workload for each backend in turn, in rounds, with ratios by round.
+
+Engines are compared with our engine, servers with our server. The backend that begins changes from round to round. If
+something ends the comparison early, the rounds until then are the result.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from functools import cached_property, partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from lockstep.bench.backends import Backend, Engine, OutError, Server, llama_cpp_server, own_server, start_server
+from lockstep.bench.prompts import Units
+from lockstep.bench.protocol import Target
+from lockstep.bench.routed import RoutedRequests, ollama_lines
+from lockstep.bench.workloads import FIGURES, NUM_LONG, SHORT_OUTPUT, Work, figures
+from lockstep.errors import UsageError
+from lockstep.executors.machine import available_cores, machine_name
+from lockstep.report.document import Table, numbers, words
+from lockstep.report.text import to_lines
+
+OURS = {"engine": "lockstep", "server": "lockstep serve"}
+"""Names of our backends, by the kind of those that they are compared with."""
+ROUTER = "lockstep serve, routed"
+"""Ours for routed requests: a cluster with the same file behind every name."""
+ENGINES, SERVERS = ("llama.cpp", "openvino-genai", "mistral.rs"), ("llama_cpp.server",)
+PEERS = (*ENGINES, *SERVERS)
+COMPARED = ("output_throughput", "decode_throughput", "ttft_ms", "ttft_p99_ms", "request_ms")
+"""Figures whose ratios are shown."""
+SERVED = {"engine": (("served ", OURS["server"]),)}
+"""Beside engines our server counts too: what users see of ours, against what they could have at best of others."""
+SUITE_OUTPUT = 32
+ARRIVAL_LOAD = 5.0
+"""Times that the long prompts' mean gap is longer than our server takes for one alone."""
+LATE_SHARE = 1 / 3
+"""Work whose rounds would take more of the limit comes after the rounds of all other work."""
+
+
+@dataclass(frozen=True)
+class ComparisonOptions:
+    """The work, and who takes part."""
+
+    model: str
+    contexts: tuple[tuple[int, int], ...] = ((200, 64), (1000, 64), (4000, 64))
+    """Tokens of prompts, and of the answers to them."""
+    streams: tuple[int, ...] = (1, 8, 32)
+    max_prompt_tokens: int = 8192
+    rounds: int = 3
+    limit_s: float = 1200.0
+    """Of everything, loading and warming included."""
+    peers: tuple[str, ...] = PEERS
+    peer_python: str = sys.executable
+    peer_urls: tuple[str, ...] = ()
+    threads: int = 0
+    """0: as many as there are cores for us."""
+    only: Literal["all", "engines", "servers"] = "all"
+    suite: bool = True
+    grid: bool = True
+    arrivals: int = 0
+    """Tokens of long prompts among which short ones arrive; 0: no such work."""
+    routed: str | None = None
+    """A manifest for requests of two hops; None: no such work."""
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "max_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if min((*(n for pair in self.contexts for n in pair), *self.streams), default=0) < 1:
+            raise UsageError("--contexts, --streams and --output-len take numbers from 1, such as 200,1000:64")
+        if self.arrivals < 0 or not self.limit_s > 0:
+            raise UsageError("--arrivals must not be negative, and --limit-s must be above 0")
+        unknown = [name for name in self.peers if name not in PEERS]
+        if unknown:
+            raise UsageError(f"--peers has {unknown[0]!r}; there are {', '.join(PEERS)}")
+        for url in self.peer_urls:
+            Target.parse(url, None, "--peer-url")
+        if not (self.routed_requests or self.works):
+            raise UsageError(
+                "no work is left: raise --max-prompt-tokens, leave --no-grid or --no-suite out, or take servers"
+            )
+
+    @cached_property
+    def routed_requests(self) -> RoutedRequests | None:
+        """Questions of the manifest; UsageError where it cannot be read."""
+        has_part = self.routed is not None and self.only != "engines"
+        return RoutedRequests(Path(str(self.routed))) if has_part else None
+
+    @cached_property
+    def works(self) -> list[Work]:
+        """All work, in the order of contexts and streams as they were given."""
+        chats = [Work(64, 1, SUITE_OUTPUT, "prompts")] if self.suite else []
+        chats += [Work(self.arrivals, 1, SHORT_OUTPUT, "arrivals")] if self.arrivals else []
+        chats += [Work(64, 1, SUITE_OUTPUT, "routed")] if self.routed is not None else []
+        done = [work for work in self._grid if work not in self.left_out]
+        return [*done, *(chats if self.only != "engines" else [])]
+
+    @cached_property
+    def left_out(self) -> list[Work]:
+        """Work that has too many prompt tokens for the time there is."""
+        return [work for work in self._grid if work.num_prompt_tokens > self.max_prompt_tokens]
+
+    @cached_property
+    def _grid(self) -> list[Work]:
+        grid = [Work(context, streams, output) for context, output in self.contexts for streams in self.streams]
+        return grid if self.grid else []
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Everything that was seen of a comparison."""
+
+    options: ComparisonOptions
+    backends: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Kind and version of each that took part, and how it did its work."""
+    out: dict[str, str] = field(default_factory=dict)
+    """Those that did not, or not to the end, and why."""
+    seen: dict[tuple[str, str], dict[int, dict[str, float]]] = field(default_factory=dict)
+    """Figures by work and backend, then by round; a round that was not finished has none."""
+    ended_by: str = ""
+    """Whatever ended it before all rounds were done."""
+    was_interrupted: bool = False
+    """By Ctrl-C or SIGTERM."""
+    duration_s: float = 0.0
+
+
+def run_comparison(options: ComparisonOptions, say: Callable[[str], None]) -> Comparison:
+    """Let all take part that can; what one cannot do is reported, and the comparison goes on without it.
+
+    Args:
+        say: told what happens, in sentences.
+
+    Raises:
+        UsageError: our own engine or server cannot run the model; once something was measured that ends the comparison.
+    """
+    comparison, begin_s = Comparison(options), time.monotonic()
+    for work in options.left_out:
+        say(f"left out: {work.name}, more than --max-prompt-tokens {options.max_prompt_tokens}")
+    with ExitStack() as stack:
+        course = _Course(comparison, stack, say)
+        try:
+            with _interrupts(comparison):
+                course.start()
+                course.warm()
+                course.run()
+        except _OwnError as error:
+            if not comparison.seen:
+                raise UsageError(str(error)) from None
+            comparison.ended_by = str(error)
+        if comparison.ended_by:
+            say(f"ended by {comparison.ended_by}")
+    comparison.duration_s = time.monotonic() - begin_s
+    return comparison
+
+
+class _OwnError(UsageError):
+    """One of ours failed: nothing can be compared any longer."""
+
+
+@contextmanager
+def _interrupts(comparison: Comparison) -> Iterator[None]:
+    """Let SIGTERM and the limit end the body as Ctrl-C does, wherever it is."""
+    main, limit_s = threading.main_thread().ident, comparison.options.limit_s
+    assert main is not None
+
+    def on_limit() -> None:
+        comparison.ended_by = f"--limit-s {limit_s:g}"
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    def on_term(number: int, frame: FrameType | None) -> None:
+        if not comparison.ended_by:
+            comparison.ended_by, comparison.was_interrupted = "SIGTERM", True
+        signal.raise_signal(signal.SIGINT)
+
+    # asyncio makes a cancellation of Ctrl-C only where its handler is Python's own.
+    handlers = {signal.SIGTERM: on_term, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    timer = threading.Timer(limit_s, on_limit)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not comparison.ended_by:
+            comparison.ended_by, comparison.was_interrupted = "Ctrl-C", True
+    finally:
+        timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Course:
+    """A comparison that goes on: who takes part, what is still to be done, and how long that will take."""
+
+    def __init__(self, comparison: Comparison, stack: ExitStack, say: Callable[[str], None]) -> None:
+        self._comparison, self._options, self._stack, self._say = comparison, comparison.options, stack, say
+        self._end_s = time.monotonic() + comparison.options.limit_s
+        self._works = list(comparison.options.works)
+        self._taking: list[Backend] = []
+        self._units = Units()
+        self._spent_s: dict[str, float] = {}
+        """Of the last round of each work, all backends together."""
+
+    @property
+    def _left_s(self) -> float:
+        return self._end_s - time.monotonic()
+
+    def _tell(self, sentence: str) -> None:
+        self._say(f"{sentence} ({max(0.0, self._left_s):.0f} s left)")
+
+    def start(self) -> None:
+        """Start all backends; prompts are of token ids that every vocabulary of this model has as ordinary ones."""
+        vocabulary = 0
+        for name, start in self._starts().items():
+            self._tell(f"loading {name}")
+            try:
+                backend = start()
+            except OutError as error:
+                if name in (*OURS.values(), ROUTER):
+                    raise _OwnError(f"{name} cannot run {self._options.model}: {error}") from None
+                self._comparison.out[name] = str(error)
+                self._say(f"without {name}: {error}")
+                continue
+            self._stack.callback(backend.close)
+            self._taking.append(backend)
+            self._comparison.backends[name] = {"kind": backend.kind, "version": backend.version, "ways": {}}
+            if isinstance(backend, Engine) and backend.vocabulary is not None:
+                vocabulary = backend.vocabulary
+        self._units = Units(ids=tuple(range(min(300, vocabulary // 2), vocabulary)))
+
+    def _starts(self) -> dict[str, Callable[[], Backend]]:
+        options = self._options
+        threads = options.threads or available_cores()
+        max_seqs = max(work.streams for work in self._works)
+        max_seqs = max(max_seqs, 32) if options.arrivals else max_seqs
+        python, model = options.peer_python, options.model
+        grid = [work for work in self._works if work.kind == "grid"]
+        starts: dict[str, Callable[[], Backend]] = {}
+        if grid and options.only != "servers":
+            names = [name for name in options.peers if name in ENGINES]
+            starts[OURS["engine"]] = partial(Engine, "lockstep", sys.executable, model, threads, grid)
+            starts |= {name: partial(Engine, name, python, model, threads, grid) for name in names}
+        if options.only == "engines":
+            return starts
+        routed = options.routed_requests
+        if any(work.kind != "routed" for work in self._works):
+            starts[OURS["server"]] = partial(start_server, OURS["server"], own_server(model, threads, max_seqs))
+        if routed is not None:
+            command = own_server(model, threads, 1, options.routed)
+            starts[ROUTER] = partial(start_server, ROUTER, command, routed, is_router=True)
+        for name in options.peers:
+            if name in SERVERS:
+                command = llama_cpp_server(python, model, threads, self._works)
+                starts[name] = partial(start_server, name, command, routed)
+        for url in options.peer_urls:
+            starts[url] = partial(Server, url, Target.parse(url, None, "--peer-url"), routed=routed)
+        return starts
+
+    def warm(self) -> None:
+        """Prepare everyone for each number of streams, the most first; for other kinds of work by a round of them."""
+        grid = [work for work in self._works if work.kind == "grid"]
+        longest = {work.streams: work for work in sorted(grid, key=lambda work: work.context)}
+        widths = [longest[streams] for streams in sorted(longest, reverse=True)]
+        for work in [*widths, *(work for work in self._works if work.kind != "grid")]:
+            title = f"x{work.streams}" if work.kind == "grid" else work.name
+            for each in self._able(work):
+                self._tell(f"warming {title}: {each.name}")
+                self._guarded(each, partial(self._warm, each, work, title))
+        self._works = [self._paced(work) if work.kind == "arrivals" else work for work in self._works]
+
+    def _warm(self, backend: Backend, work: Work, title: str) -> None:
+        self._comparison.backends[backend.name]["ways"][title] = backend.warm(work, self._units)
+
+    def _paced(self, work: Work) -> Work:
+        """Arrivals at a rate that our server has time for, on whatever machine."""
+        own = next(each for each in self._taking if each.name == OURS["server"])
+        alone = figures(Work(work.context), own.run(Work(work.context, 1, SHORT_OUTPUT), self._units, 0))
+        gap_s = ARRIVAL_LOAD * alone["ttft_ms"] / 1e3
+        for each in self._able(work):
+            self._comparison.backends[each.name]["ways"][work.name] = f"a long prompt every {gap_s:.2f} s"
+        return replace(work, gap_s=gap_s)
+
+    def run(self) -> None:
+        """Do all rounds for which there is time: first those of the work that leaves time for other work."""
+        late: list[Work] = []
+        for number in range(self._options.rounds):
+            for work in self._works:
+                if self._expected_s(work) * self._options.rounds > self._options.limit_s * LATE_SHARE:
+                    late.append(work)
+                if work not in late:
+                    self._round(work, number)
+        for number in range(self._options.rounds):
+            for work in dict.fromkeys(late):
+                self._round(work, number)
+
+    def _expected_s(self, work: Work) -> float:
+        """Seconds of a round of a work: those of its last one, else by its cost beside what was seen."""
+        if work.kind == "arrivals":
+            return 1.2 * work.gap_s * NUM_LONG * len(list(self._able(work)))
+        if work.name in self._spent_s or not self._spent_s:
+            return self._spent_s.get(work.name, 0.0)
+        return work.cost * sum(self._spent_s.values()) / sum(w.cost for w in self._works if w.name in self._spent_s)
+
+    def _round(self, work: Work, number: int) -> None:
+        """A round of one work, unless it was done, or would not end in time."""
+        if any(work.name == name and number in rounds for (name, _), rounds in self._comparison.seen.items()):
+            return
+        if self._expected_s(work) > self._left_s:
+            self._comparison.ended_by = (
+                f"--limit-s {self._options.limit_s:g}, which has no room for a round of {work.name}"
+            )
+            return
+        begin_s, turn = time.monotonic(), number % len(self._taking)
+        for each in self._able(work, self._taking[turn:] + self._taking[:turn]):
+            self._tell(f"round {number + 1} of {self._options.rounds}, {work.name}: {each.name}")
+            self._guarded(each, partial(self._one, each, work, number))
+        self._spent_s[work.name] = time.monotonic() - begin_s
+
+    def _one(self, backend: Backend, work: Work, number: int) -> None:
+        found = figures(work, backend.run(work, self._units, number + 1))
+        self._comparison.seen.setdefault((work.name, backend.name), {})[number] = found
+
+    def _able(self, work: Work, taking: Sequence[Backend] | None = None) -> list[Backend]:
+        """Backends that can do a work: but for plain prompts it takes a server, which has a template."""
+        return [
+            each
+            for each in taking or self._taking
+            if each.name not in self._comparison.out
+            and not (work.kind != "grid" and each.kind == "engine")
+            and (each.name != OURS["server"] if work.kind == "routed" else each.name != ROUTER)
+        ]
+
+    def _guarded(self, backend: Backend, act: Callable[[], None]) -> None:
+        """Act; a peer that fails is out of the comparison, our own failure ends it."""
+        try:
+            act()
+        except OutError as error:
+            if backend.name in (*OURS.values(), ROUTER):
+                raise _OwnError(f"{backend.name} failed: {error}") from None
+            self._comparison.out[backend.name] = str(error)
+            self._say(f"without {backend.name} from here: {error}")
+
+
+def ratios(comparison: Comparison, work: str, peer: str, figure: str, own: str | None = None) -> list[float]:
+    """Times that we are better, for each round in which both have the figure: above 1 we win.
+
+    Args:
+        own: which of ours; None: that of the peer's kind.
+    """
+    names = (OURS[comparison.backends[peer]["kind"]], ROUTER) if own is None else (own,)
+    ours = next((comparison.seen[work, name] for name in names if (work, name) in comparison.seen), {})
+    more = FIGURES[figure][1]
+    found: list[float] = []
+    for number, theirs in comparison.seen.get((work, peer), {}).items():
+        mine = ours.get(number, {})
+        if mine.get(figure) and theirs.get(figure):
+            found.append(mine[figure] / theirs[figure] if more else theirs[figure] / mine[figure])
+    return found
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """The whole comparison: what `lockstep bench compare` reads is under ``figures``."""
+    values: dict[str, Any] = {}
+    better: dict[str, Any] = {}
+    for (work, name), rounds in comparison.seen.items():
+        for figure, (_, more) in FIGURES.items():
+            seen = [found[figure] for found in rounds.values() if figure in found]
+            if seen:
+                key = f"{work} {name} {figure}"
+                values[key] = {"values": seen, "better": "more" if more else "less"}
+            for prefix, own in (("", None), *SERVED.get(comparison.backends[name]["kind"], ())):
+                found = [] if name in (*OURS.values(), ROUTER) else ratios(comparison, work, name, figure, own)
+                if found:
+                    spread = {"median": statistics.median(found), "least": min(found), "greatest": max(found)}
+                    better[f"{work} {name} {prefix}{figure}"] = spread
+    return {
+        "kind": "peers",
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "machine": machine_name(),
+        "command": shlex.join(["lockstep", *sys.argv[1:]]),
+        "options": asdict(comparison.options),
+        "duration_s": round(comparison.duration_s, 1),
+        "ended_by": comparison.ended_by,
+        "not_measured": _not_measured(comparison),
+        "backends": comparison.backends,
+        "out": comparison.out,
+        "figures": values,
+        "times_better": better,
+    }
+
+
+def text_of(comparison: Comparison) -> str:
+    """Tables by kind of work: medians of each backend, how many times better ours is, and of how many rounds."""
+    of_kind: dict[str, list[str]] = {}
+    for work in comparison.options.works:
+        if any(name == work.name for name, _ in comparison.seen):
+            of_kind.setdefault(work.kind, []).append(work.name)
+    duration = f"{comparison.duration_s:.0f} s" + (f", ended by {comparison.ended_by}" if comparison.ended_by else "")
+    lines = [
+        f"{Path(comparison.options.model).name} on {machine_name()}, {duration}",
+        "; ".join(dict.fromkeys(each["version"] for each in comparison.backends.values())),
+        *(f"{to_lines(_table(comparison, works))}\n" for works in of_kind.values()),
+        "x: times that ours of the same kind was better (served x: our server), median of rounds (least to greatest)",
+    ]
+    if missing := _not_measured(comparison):
+        lines.append(f"not measured: {', '.join(missing)}")
+    lines += [f"without {name}: {reason}" for name, reason in comparison.out.items()]
+    ways = {name: _ways(each["ways"]) for name, each in comparison.backends.items()}
+    lines += [f"{name}: {way}" for name, way in ways.items() if way]
+    return "\n".join([*lines, *(ollama_lines(comparison.options.model) if comparison.options.routed else [])])
+
+
+def _table(comparison: Comparison, works: Sequence[str]) -> Table:
+    """Rows of some works, with the columns that any of them has."""
+    seen = {key: rounds for key, rounds in comparison.seen.items() if key[0] in works}
+    known = {figure for rounds in seen.values() for found in rounds.values() for figure in found}
+    columns = [figure for figure in FIGURES if figure in known]
+    has_peers = any(name not in (*OURS.values(), ROUTER) for _, name in seen)
+    shown = [figure for figure in COMPARED if figure in known and has_peers]
+    titles = [*(FIGURES[figure][0] for figure in columns), "rounds"]
+    names = list(comparison.backends)
+    compared: list[tuple[str, str, str | None]] = [(f"x {FIGURES[figure][0]}", figure, None) for figure in shown]
+    if has_peers and any(comparison.backends[name]["kind"] == "engine" for _, name in seen) and OURS["server"] in names:
+        compared.append(("served x output tok/s", "output_throughput", OURS["server"]))
+    titled = words(*(title for title, _, _ in compared))
+    table = Table("", (*words("work", "backend"), *numbers(*titles), *titled))
+    for (work, name), rounds in sorted(
+        seen.items(), key=lambda each: (works.index(each[0][0]), names.index(each[0][1]))
+    ):
+        cells = [_median([found[figure] for found in rounds.values() if figure in found]) for figure in columns]
+        own = name in (*OURS.values(), ROUTER)
+        is_server = comparison.backends[name]["kind"] == "server"
+        spreads = [
+            "" if own or (is_server and ours) else _spread(ratios(comparison, work, name, figure, ours))
+            for _, figure, ours in compared
+        ]
+        table.rows.append((work, name, *cells, str(len(rounds)), *spreads))
+    return table
+
+
+def _not_measured(comparison: Comparison) -> list[str]:
+    seen = {work for work, _ in comparison.seen}
+    return [work.name for work in (*comparison.options.works, *comparison.options.left_out) if work.name not in seen]
+
+
+def _median(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    middle = statistics.median(values)
+    return f"{middle:,.{1 if middle < 100 else 0}f}"
+
+
+def _spread(found: Sequence[float]) -> str:
+    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})" if found else "-"
+
+
+def _ways(ways: Mapping[str, str]) -> str:
+    """Ways in which a backend did its work, where there was a choice."""
+    chosen = {title: way for title, way in ways.items() if way and way != "defaults"}
+    if len(set(chosen.values())) == 1:
+        return next(iter(chosen.values()))
+    return "; ".join(f"{title}: {way}" for title, way in chosen.items())

@@ -1,0 +1,188 @@
+"""Stats of a cluster: rates and times of the last seconds by engine, and the tiers of stored KV.
+
+Counters and histograms count from the start, so the present is the difference of two moments. Moments are recorded
+here, once for all readers, when stats are read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from lockstep.engine.kv_tiers import TierStats
+from lockstep.engine.metrics import MetricsSnapshot
+
+DEFAULT_WINDOW_S = 30.0
+MAX_WINDOW_S = 3_600.0
+MAX_MOMENTS = 64
+"""Moments that are kept; of 26 engines one takes some 20 kB."""
+MIN_SPACING_S = 1.0
+"""Between two that are kept, however many watchers ask."""
+TTFT = "time_to_first_token_seconds"
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """An engine now, and its rates over the window. What is null is not known, or did not happen."""
+
+    model: str
+    """Id of the first model on it; others that share it are counted with this one."""
+    tokens_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    """Cached ones included."""
+    ttft_p50_s: float | None = None
+    ttft_p95_s: float | None = None
+    hit_share: float | None = None
+    """Of the prompt tokens that were looked up in the prefix cache."""
+    kv_share: float | None = None
+    """Of the pool's blocks that are in use."""
+    num_blocks: int | None = None
+    num_waiting: int = 0
+    """Requests that wait for their first step, or to be resumed."""
+
+
+class StoreTier(msgspec.Struct, frozen=True):
+    """A tier of the store of KV outside of the device. Blocks that came back and so on are counted from the start."""
+
+    name: str
+    num_blocks: int
+    num_bytes: int
+    budget_bytes: int
+    num_evicted: int
+    num_loaded: int
+    num_rejected: int
+    num_checked: int
+
+
+class ClusterStats(msgspec.Struct, frozen=True):
+    """All engines at one moment."""
+
+    window_s: float | None
+    """What rates are over; null: no one has asked before."""
+    uptime_s: float | None
+    requests_per_s: float | None
+    engines: tuple[EngineStats, ...]
+    tiers: tuple[StoreTier, ...]
+    """Empty where nothing is kept outside of the device."""
+
+
+class Counts(NamedTuple):
+    """Counters of one engine."""
+
+    tokens: int = 0
+    prompt_tokens: int = 0
+    queries: int = 0
+    hits: int = 0
+    ttft: tuple[int, ...] = ()
+    """By bucket."""
+
+
+class Moment(NamedTuple):
+    """Counters of all engines at one moment."""
+
+    at_s: float
+    num_requests: int
+    engines: Mapping[str, Counts]
+
+
+class History:
+    """Moments of the recent past, oldest first. Event loop only."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.now_s = now_s
+        self.started_s = now_s()
+        self._kept: deque[Moment] = deque(maxlen=MAX_MOMENTS)
+
+    def before(self, moment: Moment, window_s: float) -> Moment | None:
+        """The moment from which rates are counted: the oldest in the window, else the last before it unless that is so
+        old that they would be of another time. Keeps the new one."""
+        inside = (each for each in self._kept if moment.at_s - each.at_s <= window_s)
+        found = next(inside, self._kept[-1] if self._kept else None)
+        if not self._kept or moment.at_s - self._kept[-1].at_s >= MIN_SPACING_S:
+            self._kept.append(moment)
+        is_old = found is not None and moment.at_s - found.at_s > 2 * max(window_s, MIN_SPACING_S)
+        return None if is_old else found
+
+
+def figures_of(
+    history: History,
+    metrics: Mapping[str, MetricsSnapshot],
+    tiers: Mapping[str, TierStats],
+    num_requests: int,
+    window_s: float,
+) -> ClusterStats:
+    """Figures of now, with rates over at most about ``window_s``."""
+    counts = {model: _counts(snapshot) for model, snapshot in metrics.items()}
+    after = Moment(history.now_s(), num_requests, counts)
+    before = history.before(after, window_s)
+    elapsed_s = None if before is None or after.at_s <= before.at_s else after.at_s - before.at_s
+    then = {} if before is None else before.engines
+    return ClusterStats(
+        elapsed_s,
+        after.at_s - history.started_s,
+        None if before is None or elapsed_s is None else (num_requests - before.num_requests) / elapsed_s,
+        tuple(
+            _engine(model, snapshot, then.get(model, Counts()), counts[model], elapsed_s)
+            for model, snapshot in metrics.items()
+        ),
+        tuple(StoreTier(name, **stats._asdict()) for name, stats in tiers.items()),
+    )
+
+
+def _counts(snapshot: MetricsSnapshot) -> Counts:
+    names = ("generation_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
+    histogram = snapshot.histograms.get(TTFT)
+    tokens, prompt_tokens, queries, hits = (snapshot.counters.get(name, 0) for name in names)
+    return Counts(tokens, prompt_tokens, queries, hits, () if histogram is None else tuple(histogram.counts))
+
+
+def _engine(model: str, snapshot: MetricsSnapshot, then: Counts, now: Counts, elapsed_s: float | None) -> EngineStats:
+    """One engine; counters that are lower than before were started anew with it, and all of them was counted since."""
+    kv_share = snapshot.gauges.get("kv_cache_usage_perc")
+    num_blocks = snapshot.info.get("cache_config_info", {}).get("num_gpu_blocks")
+    blocks = None if num_blocks is None else int(num_blocks)
+    num_waiting = int(snapshot.gauges.get("num_requests_waiting", 0))
+    if elapsed_s is None:
+        return EngineStats(model, kv_share=kv_share, num_blocks=blocks, num_waiting=num_waiting)
+    ttft_then = then.ttft or (0,) * len(now.ttft)
+    is_anew = now.tokens < then.tokens or any(a < b for a, b in zip(now.ttft, ttft_then, strict=True))
+    if is_anew:
+        then, ttft_then = Counts(), (0,) * len(now.ttft)
+    queries, hits = now.queries - then.queries, now.hits - then.hits
+    bounds = snapshot.histograms[TTFT].bounds if now.ttft else ()
+    ttft = [a - b for a, b in zip(now.ttft, ttft_then, strict=True)]
+    return EngineStats(
+        model,
+        (now.tokens - then.tokens) / elapsed_s,
+        (now.prompt_tokens - then.prompt_tokens) / elapsed_s,
+        quantile(bounds, ttft, 0.5),
+        quantile(bounds, ttft, 0.95),
+        hits / queries if queries > 0 else None,
+        kv_share,
+        blocks,
+        num_waiting,
+    )
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """Value below which this share of a histogram lies, as Prometheus' ``histogram_quantile`` estimates it.
+
+    Args:
+        bounds: upper ones of the buckets, ascending; the last bucket has none.
+        counts: of the values in each bucket.
+
+    Returns:
+        None without values; the last bound where it lies above that.
+    """
+    rank = share * sum(counts)
+    if rank <= 0:
+        return None
+    low, below = 0.0, 0
+    for bound, count in zip(bounds, counts, strict=False):
+        if count and below + count >= rank:
+            return low + (bound - low) * (rank - below) / count
+        low, below = bound, below + count
+    return low

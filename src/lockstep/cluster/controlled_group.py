@@ -1,0 +1,201 @@
+"""Group of replicas as the controller has it, and its relocation from drained hosts: successors first, then each old
+replica as soon as a successor is ready.
+
+Pure. A successor is a further replica of its group under a free number, so that for a while there are more than were
+requested; nothing of a group becomes less on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from lockstep.cluster.controller_state import ABSENT, GatewayReport, GroupPhase, is_linked
+from lockstep.hosts.values import (
+    SLOTS_PER_REPLICA,
+    Demand,
+    Host,
+    ReplicaName,
+    ReplicaPhase,
+    ReplicaStatus,
+    choose_host,
+    hosts_with_room,
+    why_waiting,
+)
+
+MAX_SILENT = 5
+"""Questions in a row that an actor may leave unanswered; gateways see by themselves whether a worker is there."""
+MAX_SILENT_READY = 60
+"""The same where it was ready: some two minutes."""
+LINK_LIMIT_S = 10.0
+"""For all gateways to have a link to a replica that is ready."""
+START_LIMIT_S = 60.0
+"""For the process of a replica that a host has room for; on a Ray cluster that was just started it takes its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A replica that leaves its host as soon as its requests have ended."""
+
+    until_s: float
+    """It goes then, whatever it has to do."""
+    version: int
+    """Of the first word that says so: a gateway that has not heard it may send it requests."""
+
+
+@dataclass(slots=True, eq=False)
+class ControlledGroup:
+    """The replicas of one artifact: what was ordered, and what became of it."""
+
+    demand: Demand
+    state: GroupPhase = ABSENT
+    numbers: list[int] = field(default_factory=list)
+    """Of its replicas: as many as are demanded, and those that leave a drained host or are to take their place."""
+    places: dict[int, ReplicaStatus] = field(default_factory=dict)
+    """By number: where each replica is, by the last report of its actor; those of which there was none are left out."""
+    ending: set[int] = field(default_factory=set)
+    """Numbers whose actors are being removed."""
+    silent: dict[int, int] = field(default_factory=dict)
+    """Questions in a row that a replica's actor has not answered."""
+    waiting_s: dict[int, float] = field(default_factory=dict)
+    """When replicas were last placed, by number."""
+    ready_s: dict[int, float] = field(default_factory=dict)
+    """When replicas that are ready became so, by number."""
+    leaving: dict[int, Leaving] = field(default_factory=dict)
+    """Replicas that leave their host, by number."""
+    began_s: float = 0.0
+    """When it was placed."""
+    removing: asyncio.Task[None] | None = None
+
+    @property
+    def num_ready(self) -> int:
+        return sum(place.state is ReplicaPhase.READY for place in self.places.values())
+
+    def adopt(self, found: Sequence[int]) -> list[int]:
+        """Take over replicas that were placed before; the numbers of those that are to be placed besides."""
+        known = [number for number in found if number < self.demand.num * SLOTS_PER_REPLICA]
+        missing = [number for number in range(self.demand.num) if number not in known]
+        self.numbers = [*known, *missing[: max(0, self.demand.num - len(known))]]
+        return self.numbers[len(known) :]
+
+    def wait(self, number: int, now_s: float) -> None:
+        """Note that a replica is placed, and waits for room or for its process."""
+        self.places[number] = ReplicaStatus(self.demand.key, number, ReplicaPhase.WAITING)
+        self.waiting_s[number] = now_s
+
+    def relocation(self, drained: Collection[str], reports: Sequence[GatewayReport], now_s: float) -> Relocation:
+        """The next steps away from drained hosts. A successor counts when all gateways have a link to it, or after
+        `LINK_LIMIT_S`."""
+        ready = [number for number, place in self.places.items() if place.state is ReplicaPhase.READY]
+        self.ready_s = {number: self.ready_s.get(number, now_s) for number in ready}
+        places = dict(self.places)
+        for number, ready_s in self.ready_s.items():
+            is_new = now_s - ready_s < LINK_LIMIT_S and places[number].node_id not in drained
+            if is_new and not is_linked(self.demand.key, number, reports):
+                places[number] = msgspec.structs.replace(places[number], state=ReplicaPhase.STARTING)
+        return relocation(self.demand.num, places, drained, self.leaving, self.ending)
+
+    def is_lost(self, number: int, hosts: Sequence[Host]) -> bool:
+        """True where a replica is to be placed anew, as its host is gone, or its actor silent for long. One that waits
+        for room says nothing; one that was ready may well answer requests, whatever keeps its actor from speaking."""
+        place, num_silent = self.places[number], self.silent.get(number, 0)
+        if place.state is ReplicaPhase.WAITING:
+            return False
+        is_host_there = any(host.node_id == place.node_id and host.is_there for host in hosts)
+        most = MAX_SILENT_READY if place.state in (ReplicaPhase.READY, ReplicaPhase.LEAVING) else MAX_SILENT
+        return (bool(place.node_id) and not is_host_there) or num_silent > most
+
+    def shown(self, number: int, hosts: Sequence[Host], now_s: float) -> ReplicaStatus:
+        """Place of a replica as gateways get it: with what is decided of it, and why it waits.
+
+        Args:
+            hosts: all, and whether they are drained.
+        """
+        place = self.places.get(number) or ReplicaStatus(self.demand.key, number, ReplicaPhase.WAITING)
+        if place.state is ReplicaPhase.READY and number in self.leaving:
+            is_drained = any(host.is_drained and host.node_id == place.node_id for host in hosts)
+            why = f"{place.host} is being drained" if is_drained else "the group has one replica more than it needs"
+            return msgspec.structs.replace(place, state=ReplicaPhase.LEAVING, reason=why)
+        if place.state is ReplicaPhase.WAITING:
+            is_recent = now_s - self.waiting_s.get(number, now_s) < START_LIMIT_S
+            is_starting = is_recent and hosts_with_room(self.demand, hosts)
+            state = ReplicaPhase.STARTING if is_starting else ReplicaPhase.WAITING
+            return msgspec.structs.replace(place, state=state, reason=why_waiting(self.demand, hosts))
+        return place
+
+
+@dataclass(frozen=True, slots=True)
+class Relocation:
+    """Next steps of one group."""
+
+    placed: tuple[int, ...] = ()
+    """Numbers of replicas that are to be placed now."""
+    leaving: tuple[int, ...] = ()
+    """Replicas that get no new requests, and go when those that they have have ended."""
+
+
+def relocation(
+    num: int,
+    places: Mapping[int, ReplicaStatus],
+    drained: Collection[str],
+    leaving: Collection[int] = (),
+    taken: Collection[int] = (),
+) -> Relocation:
+    """The next steps by which a group of `num` replicas comes to be on hosts that are not drained.
+
+    Args:
+        places: of all its replicas, by number.
+        drained: node ids of hosts that are to have none.
+        leaving: replicas that leave already; they go on leaving as long as others may take their place.
+        taken: further numbers that cannot be used now.
+    """
+
+    def is_ready(number: int) -> bool:
+        return places[number].state is ReplicaPhase.READY
+
+    going = [number for number, place in places.items() if place.node_id and place.node_id in drained]
+    staying = [number for number in places if number not in going]
+    free = [number for number in range(num * SLOTS_PER_REPLICA) if number not in places and number not in taken]
+    order = sorted(staying, key=lambda number: (is_ready(number), number not in leaving, -number))
+    surplus = order[: max(0, len(staying) - num)]
+    num_needed = max(0, num - sum(map(is_ready, staying)))
+    answering = sorted(filter(is_ready, going), key=lambda number: (number not in leaving, number))
+    away = [number for number in going if not is_ready(number)] + answering[: max(0, len(answering) - num_needed)]
+    return Relocation(tuple(free[: max(0, num - len(staying))]), (*sorted(away), *sorted(surplus)))
+
+
+def why_not_drained(
+    node_id: str,
+    hosts: Sequence[Host],
+    drained: Collection[str],
+    groups: Sequence[tuple[Demand, Sequence[ReplicaStatus]]],
+) -> str:
+    """The reason why the replicas of a host would have no other host, in one sentence; empty: each would have one.
+
+    Args:
+        drained: node ids of hosts that are to have none, besides this one.
+        groups: demands, and where the replicas of each are.
+    """
+    avoid = [*drained, node_id]
+    left = [host for host in hosts if host.is_there and host.node_id not in avoid]
+    placed = {place.name: place.node_id for _, places in groups for place in places if place.node_id}
+    for demand, places in groups:
+        for place in places:
+            if place.node_id != node_id:
+                continue
+            host = choose_host(demand, left, avoid, placed)
+            if host is None:
+                return f"{demand.label(place.number)} would have no other host: {why_waiting(demand, left)}"
+            free = {name: amount - demand.resources.get(name, 0.0) for name, amount in host.free.items()}
+            left[left.index(host)] = msgspec.structs.replace(host, free=free)
+            placed[ReplicaName(demand.key, place.number)] = host.node_id
+    return ""
+
+
+def is_older(place: ReplicaStatus, known: ReplicaStatus | None) -> bool:
+    """True where the same actor has said something since then."""
+    is_same = known is not None and (place.node_id, place.actor_pid) == (known.node_id, known.actor_pid)
+    return known is not None and is_same and place.version < known.version

@@ -1,0 +1,211 @@
+"""A gateway's client of the controller: it reports what the gateway sees and applies the state that comes back.
+
+Requests never wait for the controller: its state names the replicas, and the gateway holds the links to them. When no
+controller runs, the last state applies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from lockstep.cluster.controller_state import ControllerState, GatewayReport, actions_for
+from lockstep.cluster.planner import Action, Observed, Phase, PlanPolicy
+from lockstep.cluster.sessions import SessionNews
+from lockstep.errors import PlacingError, UnavailableError
+from lockstep.hosts.values import LinkOptions
+from lockstep.hosts.workers import HostedWorkers
+from lockstep.version import __version__
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 1.0
+"""Between two reports where nothing changes."""
+MIN_REPORT_S = 0.02
+"""Between two reports, whatever changes."""
+AGAIN_S = 0.5
+"""Time until a controller that does not answer is called again."""
+DISMISS_LIMIT_S = 120.0
+"""For other gateways' requests to end, and for the replicas to go."""
+LEAVE_LIMIT_S = 1.0
+
+
+class ControllerLink(Protocol):
+    """`lockstep.cluster.controller.Controller`, here or elsewhere.
+
+    Raises (each method):
+        PlacingError: nobody answers.
+    """
+
+    async def join(
+        self, gateway: str, version: str, manifest: str, link: LinkOptions, drained: Mapping[str, str] | None = None
+    ) -> ControllerState: ...
+    async def follow(self, gateway: str, seen: int) -> ControllerState | None: ...
+    async def report(self, gateway: str, report: GatewayReport) -> Sequence[SessionNews]: ...
+    async def leave(self, gateway: str) -> None: ...
+    async def begin_replace(self, gateway: str) -> None: ...
+    async def end_replace(self, gateway: str, manifest: str | None) -> int: ...
+    async def dismiss(self, key: str) -> None: ...
+    async def drain(self, name: str, is_drained: bool) -> None: ...
+
+
+class ControllerClient:
+    """One gateway's connection to the controller. Event loop only.
+
+    Args:
+        workers: receives the locations of replicas.
+        on_state: called with every new state, after it was applied.
+        report: what this gateway sees now.
+        on_sessions: called with what other gateways tell of sessions.
+    """
+
+    def __init__(
+        self,
+        controller: ControllerLink,
+        workers: HostedWorkers,
+        report: Callable[[], GatewayReport],
+        on_state: Callable[[ControllerState], None],
+        on_sessions: Callable[[Sequence[SessionNews]], None],
+    ) -> None:
+        self.gateway = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(3).hex()}"
+        self.state = ControllerState(-1)
+        self.contact_s = time.monotonic()
+        """When the controller last reported."""
+        self.fault = ""
+        """Why the controller does not report, in one sentence; empty: it does."""
+        self._controller = controller
+        self._workers = workers
+        self._report = report
+        self._on_state = on_state
+        self._on_sessions = on_sessions
+        self._manifest = ""
+        self._is_changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reported: tuple[object, ...] = ()
+
+    async def start(self, manifest: str) -> str:
+        """Join with a manifest; the one that holds, which is another one's where gateways are there already.
+
+        Raises:
+            UsageError: the cluster is of another version.
+            PlacingError, UnavailableError: the controller does not answer, or takes no more gateways.
+        """
+        self._manifest = manifest
+        self._apply(await self._controller.join(self.gateway, __version__, manifest, self._workers.link))
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._forever(self._follow)), loop.create_task(self._forever(self._tell))]
+        return self.state.manifest
+
+    async def close(self) -> None:
+        """Follow no more, and say so."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            try:
+                async with asyncio.timeout(LEAVE_LIMIT_S):
+                    await self._controller.leave(self.gateway)
+            except (TimeoutError, PlacingError, UnavailableError):
+                pass  # it will see that nothing comes any more
+
+    def decide(self, observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, ...]:
+        """Actions from the controller's state, as `lockstep.cluster.planner.plan` decides them without one."""
+        seen = tuple(
+            (each.key, each.phase, each.num_busy > 0, each.num_waiting, each.is_pinned) for each in observed.replicas
+        )
+        if seen != self._reported:
+            self._reported = seen
+            self._is_changed.set()
+        return actions_for(self.state, observed)
+
+    def manifest_holds(self, manifest: str) -> None:
+        """Note that this gateway serves a manifest now."""
+        self._manifest = manifest
+
+    @property
+    def newer_manifest(self) -> str:
+        """The manifest that holds where this gateway serves another one; empty: it serves what holds."""
+        return self.state.manifest if self.state.manifest not in ("", self._manifest) else ""
+
+    async def begin_replace(self) -> None:
+        """Have the right to bring a manifest in; UnavailableError: another gateway does."""
+        await self._controller.begin_replace(self.gateway)
+
+    async def end_replace(self, manifest: str | None) -> None:
+        """Have all gateways take a manifest over; None: it could not be served."""
+        if manifest is not None:
+            self._manifest = manifest
+        await self._controller.end_replace(self.gateway, manifest)
+
+    async def dismiss(self, key: str) -> None:
+        """Have a group unloaded on all hosts; returns when it is gone."""
+        self._is_changed.set()  # this gateway holds it no more
+        await self._controller.dismiss(key)
+        try:
+            async with asyncio.timeout(DISMISS_LIMIT_S):
+                while self.state.phases.get(key) in (Phase.RESIDENT, Phase.UNLOADING):
+                    await asyncio.sleep(MIN_REPORT_S)
+        except TimeoutError:
+            raise UnavailableError("other gateways still use the model; it goes when they have ended") from None
+
+    async def drain(self, name: str, is_drained: bool) -> None:
+        """Have a host give its replicas to others; HostNotFoundError: there is none of that name."""
+        await self._controller.drain(name, is_drained)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    async def _forever(self, turn: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            try:
+                await turn()
+                self._note_contact()
+            except (PlacingError, UnavailableError) as error:
+                if not self.fault:
+                    log.warning("the cluster's controller does not report; replicas go on answering: %s", error)
+                self.fault = str(error)
+                self._workers.fault = f"the cluster's controller does not report: {error}"
+                await asyncio.sleep(AGAIN_S)
+            except Exception:  # whatever it is, nothing else would ever follow
+                log.exception("a defect while reading the state of the cluster's controller")
+                await asyncio.sleep(AGAIN_S)
+
+    def _note_contact(self) -> None:
+        now_s = time.monotonic()
+        if self.fault:
+            log.warning("the cluster's controller reports again after %.1f s", now_s - self.contact_s)
+        self.contact_s, self.fault, self._workers.fault = now_s, "", self.state.fault
+        self._workers.note_contact(is_current=not self.state.fault)
+
+    async def _follow(self) -> None:
+        state = await self._controller.follow(self.gateway, self.state.version)
+        if state is None:  # it is another controller, or has thought us gone
+            drained = {host.node_id: host.name for host in self.state.hosts if host.is_drained}
+            state = await self._controller.join(self.gateway, __version__, self._manifest, self._workers.link, drained)
+            self._is_changed.set()
+        if state != self.state or self.newer_manifest:
+            self._apply(state)
+
+    async def _tell(self) -> None:
+        if news := await self._controller.report(self.gateway, self._report()):
+            self._on_sessions(news)
+        await asyncio.sleep(MIN_REPORT_S)
+        try:
+            async with asyncio.timeout(REPORT_S):
+                await self._is_changed.wait()
+        except TimeoutError:
+            pass
+        self._is_changed.clear()
+
+    def _apply(self, state: ControllerState) -> None:
+        self.state = state
+        self._workers.trouble = ""
+        self._workers.apply(state.places)
+        for key in tuple(self._workers.groups):
+            if state.phases.get(key, Phase.ABSENT) in (Phase.ABSENT, Phase.UNLOADING):
+                self._workers.give_up(key)
+        self._on_state(state)

@@ -1,0 +1,111 @@
+"""Wait reasons: why each waiting request is passed over, as the planner finds while it decides. Engine thread only.
+
+Without waiting requests no clock is read. With some, the planner is sampled a few times a second, and less often the
+more of them there are, so that reasons take a small part of the time however long the queue is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.step import Limit, Reason, StepPlan
+from lockstep.engine.generation import Generation, LiveRequest
+from lockstep.engine.outputs import WaitReason
+
+MIN_INTERVAL_S = 0.1
+"""From one step that is explained to the next."""
+REQUEST_INTERVAL_S = 2e-4
+"""More for each that waits: a reason takes some microseconds."""
+PRIORITY, SESSION, RETURNING = "PRIORITY", "SESSION", "RETURNING"
+"""Limits that are not the planner's: requests of a higher priority, a place for its session, blocks that are brought
+back."""
+_CUTS = frozenset({Limit.CHUNK})
+"""Limits that only cut a chunk."""
+_DECODE_LIMITS = frozenset({Limit.PLACES, Limit.TOKENS})
+"""Limits that, once a request has its first token, keep it from the next: then ``decode_order`` decides."""
+
+
+class WaitSampler:
+    """Asks the planner why requests wait, now and then.
+
+    Args:
+        generations: the unfinished sequences by id.
+        now_s: the engine's clock.
+    """
+
+    def __init__(self, scheduler: Scheduler, generations: Mapping[int, Generation], now_s: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._generations = generations
+        self._now_s = now_s
+        self._next_s = -math.inf
+        self._num_left = 0
+        """Sequences that waited after the last decision."""
+        self._found: list[WaitReason] = []
+        """At most one for each limit of each request that is open."""
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step; if the last one left somebody waiting and it is time, ask why."""
+        scheduler, num_left = self._scheduler, self._num_left
+        if not num_left or (now_s := self._now_s()) < self._next_s:
+            plan = scheduler.schedule()
+        else:
+            self._next_s = now_s + MIN_INTERVAL_S + num_left * REQUEST_INTERVAL_S
+            reasons: list[Reason] = []
+            plan = scheduler.schedule(reasons.append)
+            self._take_over(plan, reasons)
+        self._num_left = scheduler.num_waiting
+        return plan
+
+    def entered(self, live: LiveRequest) -> None:
+        """A request has come, or has got its session's place; one that no scheduler has waits for that, or for its
+        blocks."""
+        if live.generations:
+            return
+        is_out = live.request.session_id is not None and not live.is_in_session
+        self._found.append(WaitReason(live.request_id, SESSION if is_out else RETURNING))
+
+    def take(self) -> list[WaitReason]:
+        """Take what was found since the last call."""
+        found, self._found = self._found, []
+        return found
+
+    def _take_over(self, plan: StepPlan, reasons: list[Reason]) -> None:
+        """Keep the reasons of requests that have no part in the step."""
+        busy = {*plan.seq_ids, *plan.admitted, *plan.resumed}
+        found: dict[tuple[int, str], WaitReason] = {}
+        ranked: dict[int, None] = {}
+        for reason in reasons:
+            if reason.seq_id in busy or reason.limit in _CUTS or reason.seq_id not in self._generations:
+                continue
+            generation = self._generations[reason.seq_id]
+            request_id, limit = generation.live.request_id, reason.limit.name
+            found[request_id, limit] = WaitReason(
+                request_id, limit, reason.used, reason.most, reason.needed, len(reason.others)
+            )
+            if self._is_by_priority(generation, reason.limit):
+                ranked[request_id] = None
+        self._add_priorities(found, ranked)
+        self._found += found.values()
+
+    def _is_by_priority(self, generation: Generation, limit: Limit) -> bool:
+        """True if higher priorities come strictly first where this limit was reached."""
+        config = self._scheduler.config
+        has_token = generation.first_token_s is not None
+        decodes = limit is Limit.WIDTH or (has_token and limit in _DECODE_LIMITS)
+        return config.order == "priority" and (not decodes or config.decode_order == "priority")
+
+    def _add_priorities(self, found: dict[tuple[int, str], WaitReason], ranked: Iterable[int]) -> None:
+        """Add how many requests of a higher priority come before each of ``ranked``."""
+        priorities = {each.live.request_id: each.live.request.priority for each in self._generations.values()}
+        counts: dict[int, int] = {}
+        for priority in priorities.values():
+            counts[priority] = counts.get(priority, 0) + 1
+        num_higher, higher = 0, {}
+        for priority in sorted(counts):
+            higher[priority] = num_higher
+            num_higher += counts[priority]
+        for request_id in ranked:
+            if count := higher[priorities[request_id]]:
+                found[request_id, PRIORITY] = WaitReason(request_id, PRIORITY, num_others=count)

@@ -1,0 +1,310 @@
+"""Timeline of one request in a recording: its steps, why it waited, and its tokens, while all of it is decided again.
+
+A request is found by the caller's name for it, its ``x-request-id``. It may be several sequences: one for each prompt,
+choice and hop; and several requests, where a client used a name twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import compress
+from typing import Any
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.step import Limit, Reason
+from lockstep.core.wording import Reached, phrase
+from lockstep.errors import TraceError
+from lockstep.replay.explain import listed
+from lockstep.replay.playback import Arrived, Event, Playback
+from lockstep.replay.rerun import AppliedCommand, DecidedStep
+from lockstep.replay.trace import Cut, Trace
+from lockstep.worker.flight.entries import (
+    Aborted,
+    Added,
+    EngineEntry,
+    Entry,
+    Header,
+    OutputDigest,
+    RequestDigest,
+    Tokens,
+)
+
+MAX_SHOWN_TOKENS = 64
+"""Of one sequence, in words; the JSON form has them all."""
+MAX_SHOWN_STRETCHES = 40
+"""Lines of steps of one sequence, in words."""
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Steps that follow each other and compute alike: a part of the prompt, or a token each."""
+
+    first_step: int
+    last_step: int
+    start: int
+    """Position of the first token that is computed."""
+    num_tokens: int
+    """That are computed."""
+    num_sampled: int
+    """Tokens that it got."""
+
+
+@dataclass(slots=True)
+class Wait:
+    """Steps in which it had no part, for one reason."""
+
+    reason: str
+    """As the planner told it last."""
+    first_step: int
+    last_step: int
+    num_steps: int
+
+
+@dataclass(slots=True)
+class SequenceTimeline:
+    """One sequence of the request."""
+
+    engine: int
+    name: str
+    """Of the engine's model."""
+    sequence: int
+    sibling_of: int | None = None
+    """The sequence that computes the prompt for it; None: it does so itself."""
+    priority: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    """Of the prompt; None: nothing was computed."""
+    queued_ms: float | None = None
+    """From its arrival to when the scheduler got it: until then it waits for its session, or for its blocks."""
+    first_token_ms: float | None = None
+    """From its arrival, as what follows."""
+    end_ms: float | None = None
+    added_step: int | None = None
+    """The first that could have it."""
+    steps: list[Stretch] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    preemptions: int = 0
+    output_tokens: int = 0
+    tokens: list[int] | None = None
+    """Where the recording has content."""
+    end: str | None = None
+    """Why it ended; None: it had not, where the recording ends or differs."""
+
+
+class RequestTimeline:
+    """Collects what a playback tells of one request.
+
+    Args:
+        name: the caller's name for it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.sequences: list[SequenceTimeline] = []
+        self._run = ""
+        self._file = 0
+        self._has_content = False
+        self._names: dict[int, str] = {}
+        """Of engines, by number."""
+        self._callers: dict[tuple[int, int], str] = {}
+        """Names of requests that have not ended, by engine and sequence."""
+        self._open: dict[tuple[int, int], SequenceTimeline] = {}
+        self._arrivals_us: dict[tuple[int, int], int] = {}
+        self._tokens: dict[int, deque[tuple[tuple[int, ...], ...]]] = {}
+        """Recorded, of steps that were not decided yet, by engine."""
+        self._reasons: dict[int, list[Reason]] = {}
+        """Of the step that is being decided, by engine."""
+        self._waits: dict[tuple[int, int, Limit], Wait] = {}
+
+    # -- what it is told --------------------------------------------------------------------------------------------
+
+    def read(self, entries: Iterable[Entry | Cut]) -> Iterator[Entry | Cut]:
+        """The same entries, for the playback; what they say of the request is noted on the way."""
+        for entry in entries:
+            match entry:
+                case Header():
+                    self._begin_file(entry)
+                case Cut():
+                    self._file = -1
+                case EngineEntry():
+                    self._names[entry.number] = entry.name
+                case Added() if (entry.engine, entry.request.sibling_of) in self._open:
+                    self._open_sequence(entry.engine, entry.seq_id)
+                case RequestDigest():
+                    self._callers[entry.engine, entry.seq_id] = entry.external_id
+                    if entry.external_id == self.name:
+                        self._open_sequence(entry.engine, entry.seq_id)
+                case OutputDigest():
+                    self._callers.pop((entry.engine, entry.seq_id), None)
+                case Tokens():
+                    self._tokens.setdefault(entry.engine, deque()).append(entry.tokens)
+            yield entry
+
+    def take(self, event: Event, playback: Playback) -> None:
+        """Note what happened, and have the planner say why the request waits."""
+        match event:
+            case Arrived(came, arrival_us) if (came.engine, came.seq_id) in self._open:
+                self._open[came.engine, came.seq_id].queued_ms = came.waited_us / 1e3
+                self._arrivals_us[came.engine, came.seq_id] = arrival_us
+            case AppliedCommand(engine, Added() as added) if (engine, added.seq_id) in self._open:
+                sequence, asked = self._open[engine, added.seq_id], added.request
+                sequence.added_step, sequence.sibling_of = added.step, asked.sibling_of
+                sequence.priority, sequence.prompt_tokens = asked.priority, asked.num_prompt_tokens
+                reasons = self._reasons.setdefault(engine, [])
+                playback.engines[engine].explain = reasons.append
+            case AppliedCommand(engine, Aborted() as aborted) if (engine, aborted.seq_id) in self._open:
+                self._end(engine, aborted.seq_id, aborted.reason.value, event)
+            case DecidedStep(engine):
+                self._step(event, playback)
+        if isinstance(event, DecidedStep | AppliedCommand) and not any(key[0] == event.engine for key in self._open):
+            playback.engines[event.engine].explain = None
+
+    def check_found(self, trace: Trace) -> None:
+        """Refuse a request that the recording does not have.
+
+        Raises:
+            TraceError: it has none of this name.
+        """
+        if not self.sequences:
+            raise TraceError(
+                f"{trace.files[0].parent}: no request {self.name!r} is recorded there; a name is what the answer's "
+                "x-request-id said, the latest second may not be written yet, and the oldest files may be gone"
+            )
+
+    def _begin_file(self, header: Header) -> None:
+        if header.run != self._run or header.file != self._file + 1 or header.gap:
+            for known in (self._open, self._arrivals_us, self._tokens, self._reasons, self._waits, self._callers):
+                known.clear()  # all of them are dicts
+        self._run, self._file, self._has_content = header.run, header.file, header.has_content
+
+    def _open_sequence(self, engine: int, seq_id: int) -> None:
+        tokens: list[int] | None = [] if self._has_content else None
+        sequence = SequenceTimeline(engine, self._names.get(engine, ""), seq_id, tokens=tokens)
+        self._open[engine, seq_id] = sequence
+        self.sequences.append(sequence)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _step(self, event: DecidedStep, playback: Playback) -> None:
+        engine, plan = event.engine, event.plan
+        reasons = self._reasons.get(engine, [])
+        told, reasons[:] = tuple(reasons), ()
+        rows: dict[int, tuple[int, ...]] = {}
+        sampling = list(compress(plan.seq_ids, plan.samples))
+        if event.events is not None and self._tokens.get(engine):
+            rows = dict(zip(sampling, self._tokens[engine].popleft(), strict=False))
+        counts = {} if event.result is None else dict(zip(sampling, event.result.num_tokens, strict=True))
+        for row in plan.chunks():
+            sequence = self._open.get((engine, row.seq_id))
+            if sequence is None:
+                continue
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = row.start
+            count = counts.get(row.seq_id, 0)
+            _compute(sequence, plan.step, row.start, row.length, count)
+            if count and not sequence.output_tokens:
+                sequence.first_token_ms = self._since_arrival_ms(engine, row.seq_id, event)
+            sequence.output_tokens += count
+            if sequence.tokens is not None:
+                sequence.tokens += rows.get(row.seq_id, ())
+        for seq_id in plan.preempted:
+            if (sequence := self._open.get((engine, seq_id))) is not None:
+                sequence.preemptions += 1
+        config = playback.engines[engine].config
+        for reason in told:
+            if reason.seq_id not in plan.seq_ids and reason.limit is not Limit.CHUNK:
+                self._wait(engine, reason, plan.step, config)
+        for finish in () if event.events is None else event.events.finished:
+            if (engine, finish.seq_id) in self._open:
+                self._end(engine, finish.seq_id, finish.reason.value, event)
+
+    def _wait(self, engine: int, reason: Reason, step: int, config: SchedulerConfig) -> None:
+        sequence = self._open.get((engine, reason.seq_id))
+        words = "" if sequence is None else self._words(engine, reason, config)
+        if sequence is None or not words:
+            return
+        key = (engine, reason.seq_id, reason.limit)
+        wait = self._waits.get(key)
+        if wait is None:
+            wait = self._waits[key] = Wait(words, step, step, 0)
+            sequence.waits.append(wait)
+        wait.num_steps += wait.last_step != step or not wait.num_steps
+        wait.reason, wait.last_step = words, step
+
+    def _words(self, engine: int, reason: Reason, config: SchedulerConfig) -> str:
+        names = [self._callers.get((engine, each)) or f"sequence {each}" for each in reason.others]
+        others = listed(list(dict.fromkeys(names)))
+        return phrase(Reached(reason.limit, reason.used, reason.most, reason.needed, others, len(names)), config)
+
+    def _end(self, engine: int, seq_id: int, reason: str, event: DecidedStep | AppliedCommand) -> None:
+        sequence = self._open.pop((engine, seq_id))
+        sequence.end = reason
+        if isinstance(event, DecidedStep):
+            sequence.end_ms = self._since_arrival_ms(engine, seq_id, event)
+
+    def _since_arrival_ms(self, engine: int, seq_id: int, event: DecidedStep) -> float | None:
+        arrival_us = self._arrivals_us.get((engine, seq_id))
+        return None if arrival_us is None else (event.timing.start_us + event.timing.duration_us - arrival_us) / 1e3
+
+    # -- what it tells ------------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """The account as an object."""
+        return {"id": self.name, "sequences": [asdict(sequence) for sequence in self.sequences]}
+
+    def describe(self) -> Iterator[str]:
+        """The account, line by line."""
+        count = len(self.sequences)
+        yield f"request {self.name}: {count} sequence{'s' * (count != 1)}"
+        for sequence in self.sequences:
+            yield from _lines(sequence)
+
+
+def _compute(sequence: SequenceTimeline, step: int, start: int, length: int, num_sampled: int) -> None:
+    """Add a step to those before, or to the last of them where it goes on alike."""
+    last = sequence.steps[-1] if sequence.steps else None
+    is_next = last is not None and last.last_step == step - 1 and last.start + last.num_tokens == start
+    if last is not None and is_next and last.num_sampled and length == num_sampled:
+        last.last_step = step
+        last.num_tokens += length
+        last.num_sampled += num_sampled
+    else:
+        sequence.steps.append(Stretch(step, step, start, length, num_sampled))
+
+
+def _lines(sequence: SequenceTimeline) -> Iterator[str]:
+    name = f"sequence {sequence.sequence} of engine {sequence.engine} ({sequence.name})"
+    cached = "" if not sequence.cached_tokens else f", {sequence.cached_tokens} of them cached"
+    end = "has not ended there" if sequence.end is None else f"ended: {sequence.end}"
+    yield f"{name}: {sequence.prompt_tokens} prompt tokens{cached}; {sequence.output_tokens} new ones; {end}"
+    times = (
+        ("queued", sequence.queued_ms),
+        ("first token", sequence.first_token_ms),
+        ("end", sequence.end_ms),
+    )
+    told = ", ".join(f"{what} {value:.1f} ms" for what, value in times if value is not None)
+    if told:
+        yield f"  after its arrival: {told}"
+    for wait in sequence.waits:
+        yield f"  waited in {_steps(wait.first_step, wait.last_step, wait.num_steps)}: {wait.reason}"
+    if sequence.preemptions:
+        yield f"  preempted {sequence.preemptions} time{'s' * (sequence.preemptions != 1)}"
+    for stretch in sequence.steps[:MAX_SHOWN_STRETCHES]:
+        where = f"{stretch.start}..{stretch.start + stretch.num_tokens - 1}"
+        got = f", {stretch.num_sampled} new" if stretch.num_sampled else ""
+        num_steps = stretch.last_step - stretch.first_step + 1
+        yield f"  {_steps(stretch.first_step, stretch.last_step, num_steps)}: computes {where}{got}"
+    if len(sequence.steps) > MAX_SHOWN_STRETCHES:
+        yield f"  and {len(sequence.steps) - MAX_SHOWN_STRETCHES} more (--json has them)"
+    if sequence.tokens:
+        rest = len(sequence.tokens) - MAX_SHOWN_TOKENS
+        more = f" and {rest} more" if rest > 0 else ""
+        yield f"  tokens: {' '.join(map(str, sequence.tokens[:MAX_SHOWN_TOKENS]))}{more}"
+
+
+def _steps(first: int, last: int, count: int) -> str:
+    if first == last:
+        return f"step {first}"
+    return f"steps {first} to {last}" if last - first + 1 == count else f"{count} steps from {first} to {last}"

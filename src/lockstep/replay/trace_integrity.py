@@ -1,0 +1,269 @@
+"""Trace integrity: files of a recording that are missing, repeated, out of place, empty or cut.
+
+Each file names its run and has a number in it. A recorder deletes its oldest files, and leaves no hole in the numbers
+of the others: what it could not write is a gap, which the next file states. So a missing number was removed by other
+means, and a gap is not a fault of the folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FileNumber = tuple[str, int]
+"""A run, and the number of a file in it."""
+NO_FILE_NUMBER = ("", 0)
+_NAME = re.compile(r"(.+)-(\d{6,})")
+"""Of a recorder's files, without the suffix: run and number."""
+
+
+def place_in(name: str) -> FileNumber:
+    """The place that a file's name has; `NO_FILE_NUMBER`: it has none."""
+    match = _NAME.fullmatch(Path(name).stem)
+    return (match[1], int(match[2])) if match else NO_FILE_NUMBER
+
+
+class Part(NamedTuple):
+    """One file of a recording, by its header and its end."""
+
+    path: Path
+    run: str
+    """Empty where nothing of the file can be read."""
+    number: int
+    """From 1; 0 where nothing of the file can be read."""
+    num_bytes: int
+    gap: str = ""
+    """Why what came before it was not written; empty: it was."""
+    is_whole: bool = True
+    """Whether it was written to its end."""
+    goes_on: bool = False
+    """Whether it says that another file follows."""
+    is_simulated: bool = False
+    """A replay's recording: a run of its own, called as its user liked."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing of it can be read."""
+        return not self.number
+
+    @property
+    def named(self) -> FileNumber:
+        """Its place by its name."""
+        return place_in(self.path.name)
+
+    @property
+    def place(self) -> FileNumber:
+        """Its place by its header, or, where that cannot be read, by its name."""
+        return self.named if self.is_empty else (self.run, self.number)
+
+
+class Kind(Enum):
+    """Kinds of things that are not as a recorder leaves them, or were found on the way."""
+
+    MISSING = "missing"
+    EMPTY = "empty"
+    CUT = "cut"
+    REPEATED = "repeated"
+    MISPLACED = "misplaced"
+    CHANGED = "changed"
+    ADDED = "added"
+    GAP = "gap"
+    """The recorder could not write."""
+    OPEN = "open"
+    """A run's last file was not written to its end: the server was killed, or still runs."""
+
+    @property
+    def is_hole(self) -> bool:
+        """True if something that was recorded is not there any more."""
+        return self in (Kind.MISSING, Kind.EMPTY, Kind.CUT)
+
+    @property
+    def is_fault(self) -> bool:
+        """True if no recorder leaves it so."""
+        return self not in (Kind.GAP, Kind.OPEN)
+
+
+class Loss(NamedTuple):
+    """Steps and turns between two files, by the second one's checkpoints."""
+
+    steps: Mapping[int, int]
+    """By engine, those that lost some."""
+    num_turns: int
+
+    def __str__(self) -> str:
+        counts = [f"{_counted(count, 'step')} of engine {number}" for number, count in self.steps.items()]
+        return ", ".join([*counts, f"{_counted(self.num_turns, 'turn')}"])
+
+
+class Finding(NamedTuple):
+    """One thing about the files of a recording."""
+
+    kind: Kind
+    file: str
+    """The name of the file that it is about; the first, of several that are missing."""
+    what: str
+    """A sentence."""
+    before: FileNumber | None = None
+    """Run and number of the file in front of which something is missing."""
+    loss: Loss | None = None
+    byte: int | None = None
+    """Where the file breaks off."""
+    last_missing: int = 0
+    """Number of the last of several files of a run that are missing."""
+
+    def __str__(self) -> str:
+        return self.what if self.loss is None else f"{self.what}; lost are {self.loss}"
+
+    def covers(self, name: str) -> bool:
+        """True if the finding is about the file of this name, alone or with others."""
+        if name == self.file:
+            return True
+        (run, number), (its_run, first) = place_in(name), place_in(self.file)
+        is_between = run == its_run and first < number <= self.last_missing
+        return is_between and Path(name).suffix == Path(self.file).suffix
+
+    def facts(self) -> dict[str, Any]:
+        """The same as an object."""
+        lost = {} if self.loss is None else {"missing_steps": self.loss.steps, "missing_turns": self.loss.num_turns}
+        where = {} if self.byte is None else {"byte": self.byte}
+        kind = {"kind": self.kind.value, "fault": self.kind.is_fault}
+        return {**kind, "file": self.file, **where, "what": self.what, **lost}
+
+
+def arranged(parts: Sequence[Part], is_alone: bool = False) -> tuple[tuple[Part, ...], tuple[Finding, ...]]:
+    """The parts of a directory in the order in which they were recorded, each once, and the findings about them.
+
+    Args:
+        parts: by name.
+        is_alone: it is one file that was named by itself, whatever lies beside it and whatever it is called.
+    """
+    findings: list[Finding] = []
+    runs: dict[str, dict[int, Part]] = {}
+    for part in parts:
+        run, number = part.place
+        if not number:
+            findings.append(_empty(part))
+            continue
+        files = runs.setdefault(part.path.name if part.is_simulated else run, {})
+        if number in files:
+            again, part = sorted((files[number], part), key=lambda each: not each.is_empty and each.named == each.place)
+            findings.append(_repeated(again, part))
+        files[number] = part
+    ordered: list[Part] = []
+    for _, files in sorted(runs.items()):
+        by_number = [files[number] for number in sorted(files)]
+        findings += _of_run(by_number, is_first=not ordered)
+        ordered += [part for part in by_number if not part.is_empty]
+    return tuple(ordered), tuple([each for each in findings if not (is_alone and each.kind.is_fault)])
+
+
+def is_whole(findings: Sequence[Finding]) -> bool:
+    """True if the files are as a recorder leaves them, old ones that it deleted set aside."""
+    return not any(finding.kind.is_fault for finding in findings)
+
+
+def are_in_order(findings: Sequence[Finding], allows_gaps: bool) -> bool:
+    """True if there is nothing to object to.
+
+    Args:
+        allows_gaps: holes are no fault: somebody took files away on purpose.
+    """
+    return all(allows_gaps and each.kind.is_hole for each in findings if each.kind.is_fault)
+
+
+def with_losses(findings: Sequence[Finding], losses: Mapping[FileNumber, Loss]) -> tuple[Finding, ...]:
+    """The findings, with the loss before each file that does not go on where the one before it ends."""
+    return tuple([each if each.before is None else each._replace(loss=losses.get(each.before)) for each in findings])
+
+
+def _of_run(files: Sequence[Part], is_first: bool) -> list[Finding]:
+    """Findings about one run's files.
+
+    Args:
+        files: by number.
+        is_first: whether they are the first of their directory, of which the oldest may have been deleted.
+    """
+    found: list[Finding] = []
+    before: Part | None = None
+    num_before = 0
+    """Findings in front of the last file that is not empty."""
+    for part in files:
+        number, last = part.place[1], 0 if before is None else before.place[1]
+        follows = number == last + 1
+        if not part.is_simulated and part.named not in (part.place, NO_FILE_NUMBER):
+            found.append(_misplaced(part))
+        if part.gap and follows:
+            found.append(_gap(before, part))
+        elif before is not None and not before.is_empty and not before.is_whole:
+            found.append(_cut(before, Kind.CUT, f", and {part.path.name} goes on later"))
+        if not follows and (before is not None or not is_first):
+            found.append(_missing(part, last + 1, number - 1, before))
+        if part.is_empty:
+            found.append(_empty(part))
+        else:
+            new = [index for index in range(num_before, len(found)) if found[index].kind is not Kind.MISPLACED]
+            for index in new[-1:]:
+                found[index] = found[index]._replace(before=part.place)
+            num_before = len(found)
+        before = part
+    if before is not None and not before.is_empty:
+        found += _at_the_end(before)
+    return found
+
+
+def _at_the_end(last: Part) -> Iterator[Finding]:
+    if not last.is_whole:
+        yield _cut(last, Kind.OPEN, "; it was read as far as that")
+    elif last.goes_on:
+        name = _name_of(last, last.number + 1)
+        yield Finding(Kind.MISSING, name, f"{name} is missing: {last.path.name} says that another file follows")
+
+
+def _missing(part: Part, first: int, last: int, before: Part | None) -> Finding:
+    names = [_name_of(part, number) for number in (first, last)]
+    said = f"{names[0]} is missing" if first == last else f"{last - first + 1} files, {' to '.join(names)}, are missing"
+    where = f"before {part.path.name}" if before is None else f"between {before.path.name} and {part.path.name}"
+    return Finding(Kind.MISSING, names[0], f"{said} {where}", last_missing=last)
+
+
+def _empty(part: Part) -> Finding:
+    if not part.num_bytes:
+        return Finding(Kind.EMPTY, part.path.name, f"{part.path.name} is empty", byte=0)
+    return _cut(part, Kind.EMPTY, ", before anything of it can be read")
+
+
+def _gap(before: Part | None, part: Part) -> Finding:
+    if before is None:
+        where = f"before {part.path.name}"
+    elif before.is_whole:
+        where = f"between {before.path.name} and {part.path.name}"
+    else:
+        where = f"after byte {before.num_bytes} of {before.path.name} and until {part.path.name}"
+    return Finding(Kind.GAP, part.path.name, f"{where}, the recorder could not write ({part.gap})")
+
+
+def _repeated(again: Part, kept: Part) -> Finding:
+    what = f"{again.path.name} repeats {kept.path.name}, as file {kept.number} of run {kept.run}, and is left out"
+    return Finding(Kind.REPEATED, again.path.name, what)
+
+
+def _misplaced(part: Part) -> Finding:
+    what = f"{part.path.name} holds file {part.number} of run {part.run}, and was read in that one's place"
+    return Finding(Kind.MISPLACED, part.path.name, what)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _cut(part: Part, kind: Kind, rest: str) -> Finding:
+    what = f"{part.path.name} breaks off at byte {part.num_bytes}{rest}"
+    return Finding(kind, part.path.name, what, byte=part.num_bytes)
+
+
+def _name_of(part: Part, number: int) -> str:
+    """Name of another file of the part's run."""
+    return f"{part.place[0]}-{number:06}{part.path.suffix}"
