@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 DENSITY = Path(__file__).resolve().parents[1] / "examples" / "density-50.yaml"
 POLL_S = 2.0
-POLLED = {"/v1/cluster": 1, "/v1/requests?limit=20": 1, "/v1/figures": 3, "/v1/logs?after=": 2}
+POLLED = {"/v1/cluster": 1, "/v1/requests?limit=20": 1, "/v1/stats": 3, "/v1/logs?after=": 2}
 """What the page asks for, each in every so many of its polls; the number of the last line that it has follows."""
 READY = "lockstep: ready on "
 PROMPT = "My invoice of last month has one position twice, and nobody answers. What can I do? " * 3

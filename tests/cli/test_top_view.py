@@ -65,8 +65,8 @@ def test_the_head_says_who_it_is_and_how_it_is() -> None:
 def test_who_waits_in_an_engine_is_not_running() -> None:
     view = view_of(snapshot_of())
     engines = (EngineStats("router", num_waiting=1),)
-    figures = changed(view.reading.figures, engines=engines)
-    reading = dataclasses.replace(view.reading, figures=figures)
+    stats = changed(view.reading.stats, engines=engines)
+    reading = dataclasses.replace(view.reading, stats=stats)
     _, second, *_ = lines_of(dataclasses.replace(view, reading=reading))
     assert second.startswith("running 0  waiting 1 ")
 

@@ -1,4 +1,4 @@
-"""Views of clusters that a test makes up: any number of models, and figures of their engines."""
+"""Views of clusters that a test makes up: any number of models, and stats of their engines."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def view_of(
 ) -> View:
     """A reading of engines that generate so many tokens a second."""
     engines = tuple(EngineStats(name, rate) for name, rate in (tokens_per_s or {}).items())
-    figures = ClusterStats(1.0, uptime_s, None, engines, tiers)
-    return View(URL, Reading(cluster, figures, status, "1.2.3", requests), events, trouble)
+    stats = ClusterStats(1.0, uptime_s, None, engines, tiers)
+    return View(URL, Reading(cluster, stats, status, "1.2.3", requests), events, trouble)

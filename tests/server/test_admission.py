@@ -204,7 +204,7 @@ OPERATED = (
     ("GET", "/v1/cluster"),
     ("POST", "/v1/cluster/hosts/a/drain"),
     ("DELETE", "/v1/cluster/hosts/a/b/drain"),
-    ("GET", "/v1/figures"),
+    ("GET", "/v1/stats"),
     ("GET", "/v1/logs"),
     ("GET", "/v1/manifest"),
     ("PUT", "/v1/manifest"),

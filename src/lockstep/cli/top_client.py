@@ -79,7 +79,7 @@ class Reading:
     """A server at one moment."""
 
     cluster: ClusterSnapshot
-    figures: ClusterStats
+    stats: ClusterStats
     status: str
     """``ready``, or another status of its health."""
     version: str
@@ -101,20 +101,20 @@ class View:
 
 def take(remote: Remote, interval_s: float) -> Reading:
     """Ask a server for all that is shown, rates over about an interval; RemoteError states why it does not answer."""
-    answer, told = remote.get("/v1/cluster"), remote.get_text(f"/v1/figures?window_s={min(interval_s, MAX_WINDOW_S)}")
+    answer, told = remote.get("/v1/cluster"), remote.get_text(f"/v1/stats?window_s={min(interval_s, MAX_WINDOW_S)}")
     try:
         cluster = msgspec.convert(answer, ClusterSnapshot)
     except msgspec.ValidationError as error:
         url = remote.target.url
         raise RemoteError(f"{url} shows its cluster otherwise than this version reads it ({error})") from None
     try:
-        figures = msgspec.json.decode(told[1], type=ClusterStats)
+        stats = msgspec.json.decode(told[1], type=ClusterStats)
     except msgspec.DecodeError:  # an older server has none
-        figures = ClusterStats(None, None, None, (), ())
+        stats = ClusterStats(None, None, None, (), ())
     health = _object(remote.get_text("/health")[1])
     version = _object(remote.get_text("/version")[1])
     return Reading(
-        *(cluster, figures, str(health.get("status", "?")), str(version.get("version", "?"))),
+        *(cluster, stats, str(health.get("status", "?")), str(version.get("version", "?"))),
         requests_in(remote.get_text("/v1/requests")[1]),
     )
 

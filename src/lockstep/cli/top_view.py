@@ -33,7 +33,7 @@ from lockstep.report.document import ABSENT
 from lockstep.shown import printable, size
 
 SHARED = "·"
-"""In the place of figures of an engine that stand with another of its models."""
+"""In the place of stats of an engine that stand with another of its models."""
 WIDE = 130
 """Columns from which on sessions and events stand beside each other."""
 MIN_NAME = 14
@@ -170,28 +170,28 @@ def frame(view: View, look: ViewOptions, width: int, height: int | None, keys: s
 
 
 def _header(view: View, width: int) -> list[Text]:
-    reading, cluster, figures = view.reading, view.reading.cluster, view.reading.figures
-    generated = [each.tokens_per_s for each in figures.engines if each.tokens_per_s is not None]
+    reading, cluster, stats = view.reading, view.reading.cluster, view.reading.stats
+    generated = [each.tokens_per_s for each in stats.engines if each.tokens_per_s is not None]
     first = [
         Text.assemble(("lockstep top", "bold"), GAP, (printable(cluster.cluster), "bold cyan")),
         Text(printable(reading.status), _STYLES.get(reading.status, "bold red")),
         *(Text(words) for words in _kernels(each.engine for each in cluster.replicas)),
-        Text(f"up {duration(figures.uptime_s)}"),
+        Text(f"up {duration(stats.uptime_s)}"),
         Text(printable(reading.version)),
         Text(view.url, "dim"),
     ]
-    in_engines = sum(engine.num_waiting for engine in figures.engines)
+    in_engines = sum(engine.num_waiting for engine in stats.engines)
     waiting = sum(model.num_waiting for model in cluster.models) + in_engines
     running = max(0, sum(model.num_running for model in cluster.models) - in_engines)
     second = [
-        _figure("running", str(running)),
-        _figure("waiting", str(waiting), "bold yellow" if waiting else "bold"),
-        _figure("tokens/s", number(sum(generated) if generated else None)),
-        _figure("requests/s", number(figures.requests_per_s)),
-        _figure("sessions", str(cluster.sessions_live)),
-        _figure("requests", str(cluster.counters.requests_total)),
-        _figure("promotions", str(cluster.counters.promotions)),
-        _figure("demotions", str(cluster.counters.demotions)),
+        _number("running", str(running)),
+        _number("waiting", str(waiting), "bold yellow" if waiting else "bold"),
+        _number("tokens/s", number(sum(generated) if generated else None)),
+        _number("requests/s", number(stats.requests_per_s)),
+        _number("sessions", str(cluster.sessions_live)),
+        _number("requests", str(cluster.counters.requests_total)),
+        _number("promotions", str(cluster.counters.promotions)),
+        _number("demotions", str(cluster.counters.demotions)),
     ]
     told = [Text(printable(warning), "yellow") for warning in cluster.warnings]
     told += [Text(printable(f"{model.id}: {model.reason}"), "yellow") for model in cluster.models if model.reason]
@@ -202,7 +202,7 @@ def _header(view: View, width: int) -> list[Text]:
     return [joined(first, width), *trouble, joined(second, width), *notes]
 
 
-def _figure(name: str, value: str, style: str = "bold") -> Text:
+def _number(name: str, value: str, style: str = "bold") -> Text:
     return Text.assemble(f"{name} ", (value, style))
 
 
@@ -224,7 +224,7 @@ def _memory(view: View, width: int) -> list[Text]:
             continue
         bar = _bar(budget.used_bytes, budget.effective_bytes, cells)
         rows.append(Text.assemble((f"{printable(budget.name):<12}", "cyan"), bar))
-    for tier in view.reading.figures.tiers:
+    for tier in view.reading.stats.tiers:
         bar = _bar(tier.num_bytes, tier.budget_bytes, cells)
         parts = [
             Text.assemble((f"{'kv on ' + printable(tier.name):<12}", "cyan"), bar),
@@ -251,18 +251,18 @@ class _ModelRow(NamedTuple):
     model: ModelSnapshot
     engine: EngineStats
     is_shared: bool
-    """Whether the engine's figures stand with another model."""
+    """Whether the engine's stats stand with another model."""
 
 
 def _models(view: View, look: ViewOptions, width: int) -> Section:
     cluster = view.reading.cluster
     first_of = {replica.key: replica.models[0] for replica in cluster.replicas if replica.models}
-    engines = {each.model: each for each in view.reading.figures.engines}
+    engines = {each.model: each for each in view.reading.stats.engines}
     rows = []
     for model in cluster.models:
         first = first_of.get(model.replica or "")
-        figures = engines.get(first or "", EngineStats(model.id))
-        rows.append(_ModelRow(model, figures, first not in (None, model.id)))
+        stats = engines.get(first or "", EngineStats(model.id))
+        rows.append(_ModelRow(model, stats, first not in (None, model.id)))
     rows = _sorted(rows, look)
     mark = " ▲" if look.is_reversed else " ▼"
     columns = [each._replace(head=each.head + mark) if each.head == look.sort else each for each in MODEL_COLUMNS]

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.backend import Backend
 from lockstep.cluster.base import EventStream, Health, ModelCard, ShownChunk
-from lockstep.cluster.cluster_stats import ClusterStats, History, figures_of
+from lockstep.cluster.cluster_stats import ClusterStats, History, stats_of
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse, plain
@@ -164,10 +164,10 @@ class Cluster:
                 found[models[0].id] = by_replica[replica.key]
         return found
 
-    async def figures(self, window_s: float) -> ClusterStats:
+    async def stats(self, window_s: float) -> ClusterStats:
         """Rates and times over the last so many seconds, as far as somebody asked then."""
         metrics, num_requests = await self.metrics(), self.snapshot().counters.requests_total
-        return figures_of(self._history, metrics, self.kv_tiers, num_requests, window_s)
+        return stats_of(self._history, metrics, self.kv_tiers, num_requests, window_s)
 
     @property
     def kv_tiers(self) -> Mapping[str, TierStats]:

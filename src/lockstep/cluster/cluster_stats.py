@@ -107,14 +107,14 @@ class History:
         return None if is_old else found
 
 
-def figures_of(
+def stats_of(
     history: History,
     metrics: Mapping[str, MetricsSnapshot],
     tiers: Mapping[str, TierStats],
     num_requests: int,
     window_s: float,
 ) -> ClusterStats:
-    """Figures of now, with rates over at most about ``window_s``."""
+    """Stats of now, with rates over at most about ``window_s``."""
     counts = {model: _counts(snapshot) for model, snapshot in metrics.items()}
     after = Moment(history.now_s(), num_requests, counts)
     before = history.before(after, window_s)

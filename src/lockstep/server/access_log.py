@@ -20,7 +20,7 @@ from lockstep.worker.logs import FIELDS, PUBLIC_FIELDS
 
 PROBES = OPEN_PATHS | {"/load"}
 """Asked for again and again by machines: logged at the debug level."""
-WATCHED = frozenset({"/v1/cluster", "/v1/figures", "/v1/requests", "/v1/sessions", "/v1/logs", "/v1/events"})
+WATCHED = frozenset({"/v1/cluster", "/v1/stats", "/v1/requests", "/v1/sessions", "/v1/logs", "/v1/events"})
 """And what dashboards ask for every two seconds; only refusals are worth a line."""
 
 HASH_BYTES = 6

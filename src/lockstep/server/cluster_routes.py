@@ -132,15 +132,15 @@ async def undrain_host(name: str, request: Request) -> Response:
     return await _drained(name, False, request)
 
 
-@router.get("/figures", responses=described(ClusterStats), operation_id="retrieve_figures")
-async def retrieve_figures(
+@router.get("/stats", responses=described(ClusterStats), operation_id="retrieve_stats")
+async def retrieve_stats(
     request: Request,
     window_s: Annotated[
         float, Query(gt=0, le=MAX_WINDOW_S, description="Seconds that rates are over, as far as they are kept.")
     ] = DEFAULT_WINDOW_S,
 ) -> Response:
     """Tokens per second, times to first tokens, KV and prefix hits of each engine, for those who watch."""
-    return _json(await serving_of(request).cluster.figures(window_s))
+    return _json(await serving_of(request).cluster.stats(window_s))
 
 
 @router.get(

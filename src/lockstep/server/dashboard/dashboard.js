@@ -1,12 +1,12 @@
 "use strict";
 /* The page asks this server alone. Everything that comes from it is put into the page as text, never as markup. */
 
-const POLL_MS = 2000, FIGURES_MS = 5500, LOGS_MS = 3500,  /* rates are over 30 s, so that they need not be asked each time */
+const POLL_MS = 2000, STATS_MS = 5500, LOGS_MS = 3500,  /* rates are over 30 s, so that they need not be asked each time */
   NUM_POINTS = 150, MAX_STEPS = 600, MAX_LINES = 200, MAX_TALK = 100, MAX_OPENED = 20,
   FRAME_MS = 6, MAX_NEW_ROWS = 12;  /* of each frame, for bringing panels up to date */
 const byId = (id) => document.getElementById(id);
 let apiKey = "";  /* in memory only */
-let cluster = null, figures = null;
+let cluster = null, stats = null;
 
 function make(tag, props, ...children) {
   const node = document.createElement(tag);
@@ -152,10 +152,10 @@ const MODELS = [
   { name: "running", title: "being answered, those that wait in the engine included", show: (m) => count(m.num_running) },
   { name: "waiting", title: "for the model to be loaded, or for a session's place", show: (m) => count(m.num_waiting) },
   { name: "requests", show: (m) => count(m.num_requests) },
-  { name: "tokens/s", title: "generated, last half minute; models of one replica are counted with its first", show: (m) => m.figures ? rate(m.figures.tokens_per_s) : m.shared, mark: (m) => m.figures ? "" : "muted" },
-  { name: "first token p50 / p95", show: (m) => m.figures ? `${seconds(m.figures.ttft_p50_s)} / ${seconds(m.figures.ttft_p95_s)}` : "" },
-  { name: "KV used", show: (m) => m.figures ? percent(m.figures.kv_share) : "" },
-  { name: "prefix hits", show: (m) => m.figures ? percent(m.figures.hit_share) : "" },
+  { name: "tokens/s", title: "generated, last half minute; models of one replica are counted with its first", show: (m) => m.stats ? rate(m.stats.tokens_per_s) : m.shared, mark: (m) => m.stats ? "" : "muted" },
+  { name: "first token p50 / p95", show: (m) => m.stats ? `${seconds(m.stats.ttft_p50_s)} / ${seconds(m.stats.ttft_p95_s)}` : "" },
+  { name: "KV used", show: (m) => m.stats ? percent(m.stats.kv_share) : "" },
+  { name: "prefix hits", show: (m) => m.stats ? percent(m.stats.hit_share) : "" },
   { name: "sessions", show: (m) => m.max_active_sessions === null ? count(m.num_sessions) : `${m.num_sessions} / ${m.max_active_sessions}` },
   { name: "", control: (cell, m) => {
     if (cluster.is_fixed || m.replica === null) return;
@@ -235,7 +235,7 @@ const SESSIONS = [
 /* -- what is shown of a poll -------------------------------------------------------------------------------------- */
 
 function* showNow() {
-  const engines = figures.engines, of = (key) => cluster.models.reduce((total, each) => total + each[key], 0);
+  const engines = stats.engines, of = (key) => cluster.models.reduce((total, each) => total + each[key], 0);
   const sum = (key) => engines.reduce((total, each) => total + (each[key] ?? 0), 0);
   const most = (key) => engines.reduce((found, each) => each[key] === null ? found : Math.max(found ?? 0, each[key]), null);
   const inEngines = sum("num_waiting"), running = Math.max(0, of("num_running") - inEngines), waiting = of("num_waiting") + inEngines;
@@ -258,14 +258,14 @@ function* showNow() {
 function* showBudgets() {
   const unlimited = { gpu_budget: "memory for models", ram_budget: "memory for standby models" };
   const bars = cluster.budgets.map((each) => [each.effective_bytes === null && unlimited[each.name] || each.name.replace("_", " "), each.used_bytes, each.effective_bytes, ""]);
-  for (const tier of figures.tiers)
+  for (const tier of stats.tiers)
     bars.push([`kept KV, ${tier.name}`, tier.num_bytes, tier.budget_bytes, `; ${count(tier.num_loaded)} blocks came back`]);
   const into = byId("budgets");
   while (into.children.length > bars.length) into.lastChild.remove();
   bars.forEach(([name, used, most, more], at) => {
     let row = into.children[at];
     if (!row) {
-      row = make("div", { className: "bar" }, make("span"), make("div", { className: "track" }, make("div", { className: "fill" })), make("span", { className: "figures" }));
+      row = make("div", { className: "bar" }, make("span"), make("div", { className: "track" }, make("div", { className: "fill" })), make("span", { className: "stats" }));
       into.append(row);
     }
     const part = most ? Math.min(1, used / most) : 0;
@@ -289,8 +289,8 @@ function* showCluster() {
   if (byId("manifest-card").hidden && !cluster.is_fixed) { byId("manifest-card").hidden = false; readManifest(); }
 }
 function showModels() {
-  const first = new Map(cluster.replicas.map((each) => [each.key, each.models[0]])), engines = new Map(figures.engines.map((each) => [each.model, each]));
-  const models = cluster.models.map((m) => ({ ...m, figures: engines.get(m.id), shared: first.get(m.replica) && first.get(m.replica) !== m.id ? `with ${first.get(m.replica)}` : "" }));
+  const first = new Map(cluster.replicas.map((each) => [each.key, each.models[0]])), engines = new Map(stats.engines.map((each) => [each.model, each]));
+  const models = cluster.models.map((m) => ({ ...m, stats: engines.get(m.id), shared: first.get(m.replica) && first.get(m.replica) !== m.id ? `with ${first.get(m.replica)}` : "" }));
   later("models", fill(byId("models"), MODELS, models, (m) => m.id));
   showSessions(cluster.sessions);
 }
@@ -339,14 +339,14 @@ async function poll() {
       if (isAnew) askedAt.clear();
       const [state, listed, rates, lines] = await Promise.all([
         tell("/v1/cluster"), tell("/v1/requests?limit=20"),
-        figures === null || isDue("figures", FIGURES_MS) ? tell("/v1/figures") : undefined, isDue("logs", LOGS_MS) ? tell(`/v1/logs?after=${isAnew ? 0 : lastLine}`) : undefined,
+        stats === null || isDue("stats", STATS_MS) ? tell("/v1/stats") : undefined, isDue("logs", LOGS_MS) ? tell(`/v1/logs?after=${isAnew ? 0 : lastLine}`) : undefined,
       ]);
       if (mine !== generation) return;
       [cluster, requests] = [state, listed.data];
       if (isAnew) { isLost = false; opened.clear(); }
-      if (rates !== undefined) figures = rates;
+      if (rates !== undefined) stats = rates;
       document.body.classList.toggle("caller", !cluster);
-      if (cluster && figures) {
+      if (cluster && stats) {
         later("now", showNow());
         later("budgets", showBudgets());
         later("cluster", showCluster());
