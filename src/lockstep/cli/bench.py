@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,8 +20,9 @@ from lockstep.cli.flag_groups import SWITCH, Flag, show_help_without_command, wi
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.replay_options import settings_of
 from lockstep.cli.writing import check_outputs, write_file
-from lockstep.engine.options import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import UsageError
+from lockstep.executors.options import ExecutorOptions
 
 if TYPE_CHECKING:
     from lockstep.bench.protocol import Target
@@ -214,34 +215,38 @@ class ThroughputFlags:
     """Same seed, same requests."""
 
 
+@dataclass(frozen=True, slots=True)
+class ThroughputRun:
+    """Flags of `lockstep bench throughput`."""
+
+    model: flags.Model
+    load: ThroughputFlags = field(default_factory=ThroughputFlags)
+    save_result: SaveResult = False
+    result_filename: ResultFile = None
+    pool: flags.Pool = field(default_factory=EngineOptions)
+    executor: flags.Executor = field(default_factory=ExecutorOptions)
+    cache_dir: flags.CacheDir = None
+    as_json: flags.Json = False
+    debug: flags.Debug = False
+
+
 @bench_app.command()
 @with_flags
-def throughput(
-    model: flags.Model,
-    *,
-    load: ThroughputFlags,
-    save_result: SaveResult = False,
-    result_filename: ResultFile = None,
-    pool: flags.Pool,
-    executor: flags.Executor,
-    cache_dir: flags.CacheDir = None,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
-) -> None:
+def throughput(given: ThroughputRun) -> None:
     """Measure the engine in this process: requests, tokens and processor time, with no server around it."""
     from lockstep.bench.throughput import ThroughputOptions, run_throughput
     from lockstep.engine.llm import LLM
 
-    options = ThroughputOptions(**asdict(load))
-    engine = flags.checked(replace(pool, max_num_seqs=load.concurrency))
-    loading = LoadOptions(engine, executor, cache_dir)
-    with loading_progress(model) as progress:
-        llm = LLM(model, loading, progress=progress)
-    with llm, loading_progress(model) as progress:
-        result = run_throughput(llm, options, lambda done: progress("requests", done / load.num_prompts))
-    if save_result or result_filename is not None:
-        _save(result, result_filename or Path(f"throughput-{llm.model.name}-{_now()}.json"))
-    print(json.dumps(result) if as_json else _throughput_text(result))
+    options = ThroughputOptions(**asdict(given.load))
+    engine = flags.checked(replace(given.pool, max_num_seqs=given.load.concurrency))
+    loading = LoadOptions(engine, given.executor, given.cache_dir)
+    with loading_progress(given.model) as progress:
+        llm = LLM(given.model, loading, progress=progress)
+    with llm, loading_progress(given.model) as progress:
+        result = run_throughput(llm, options, lambda done: progress("requests", done / given.load.num_prompts))
+    if given.save_result or given.result_filename is not None:
+        _save(result, given.result_filename or Path(f"throughput-{llm.model.name}-{_now()}.json"))
+    print(json.dumps(result) if given.as_json else _throughput_text(result))
 
 
 @bench_app.command()

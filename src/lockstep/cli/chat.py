@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from msgspec import to_builtins
 
 from lockstep.cli import options as flags
@@ -19,6 +19,7 @@ from lockstep.cli.conversation import (
     converse,
     system_of,
 )
+from lockstep.cli.flag_groups import SWITCH, with_flags
 from lockstep.cli.terminal import Piece
 from lockstep.errors import RemoteError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
@@ -29,38 +30,49 @@ if TYPE_CHECKING:
 CHAT_PATH, RAW_PATH = "/v1/chat/completions", "/v1/completions"
 
 
-def chat(
-    base_url: flags.BaseUrl = flags.DEFAULT_URL,
-    model: flags.RemoteModel = None,
-    api_key: flags.ApiKey = None,
-    prompt: flags.Prompt = None,
-    system: flags.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, by /v1/completions.")] = False,
-    max_tokens: Annotated[int | None, typer.Option(help="At most so many new tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answer, where the server promises it.")] = None,
-    extra_body: flags.ExtraBody = None,
-    verbose: flags.Verbose = False,
-    debug: flags.Debug = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class ChatFlags:
+    """Flags of `lockstep chat`."""
+
+    base_url: flags.BaseUrl = flags.DEFAULT_URL
+    model: flags.RemoteModel = None
+    api_key: flags.ApiKey = None
+    prompt: flags.Prompt = None
+    system: flags.System = None
+    raw: Annotated[bool, SWITCH] = False
+    """Complete the prompt as it is, by /v1/completions."""
+    max_tokens: int | None = None
+    """At most so many new tokens."""
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    """Keep the most likely tokens up to this mass."""
+    seed: int | None = None
+    """Same seed, same answer, where the server promises it."""
+    extra_body: flags.ExtraBody = None
+    verbose: flags.Verbose = False
+    debug: flags.Debug = False
+
+
+@with_flags
+def chat(given: ChatFlags) -> None:
     """Chat with a server that speaks OpenAI's language; ours is the default."""
     from lockstep.bench.protocol import Target
     from lockstep.bench.remote import Remote
 
-    if raw and system is not None:
+    if given.raw and given.system is not None:
         raise UsageError("--system has no place in a prompt that is completed as it is: leave out --raw")
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    names = ("max_tokens", "temperature", "top_p", "seed")
+    params = SamplingParams(**{name: getattr(given, name) for name in names})
     params.validate(ANY_VOCABULARY)
-    with Remote(Target.parse(base_url, api_key)) as remote:
-        answerer = RemoteAnswerer(
-            remote, remote.model_or_first(model), flags.extra_fields(extra_body), has_roles=not raw
-        )
-        conversation = Conversation(answerer, params, system_of(system), is_verbose=verbose)
-        if prompt is None:
+    with Remote(Target.parse(given.base_url, given.api_key)) as remote:
+        extra = flags.extra_fields(given.extra_body)
+        answerer = RemoteAnswerer(remote, remote.model_or_first(given.model), extra, has_roles=not given.raw)
+        conversation = Conversation(answerer, params, system_of(given.system), is_verbose=given.verbose)
+        if given.prompt is None:
             converse(conversation)
         else:
-            answer_one(conversation, prompt)
+            answer_one(conversation, given.prompt)
 
 
 class RemoteAnswerer:

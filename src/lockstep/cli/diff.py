@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -14,7 +14,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as shared
-from lockstep.cli.flag_groups import refuse_others, with_flags
+from lockstep.cli.flag_groups import Flag, refuse_others, with_flags
 from lockstep.cli.replay_options import config_of, file_settings, open_with_notes, settings_of, warn_of_order
 from lockstep.cli.writing import check_outputs, expanded, write_file
 from lockstep.errors import UsageError
@@ -45,45 +45,44 @@ class Sides(NamedTuple):
     """B's workload, when it has its own."""
 
 
-@with_flags
-def diff(
-    context: typer.Context,
+@dataclass(frozen=True, slots=True)
+class DiffFlags:
+    """Flags of `lockstep diff`."""
+
     a: Annotated[
         str, typer.Argument(metavar="A", help="A workload or trace; with --workload, a YAML or JSON file of limits.")
-    ],
-    b: Annotated[str | None, typer.Argument(metavar="B", help="Another of the same kind; none with --set-b.")] = None,
-    workload: Annotated[str | None, typer.Option(metavar="FILE", help="Compare the configs A and B on this.")] = None,
-    settings: shared.Set = None,
-    set_b: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIELD=VALUE", help="A limit of B only, over those of --set."),
-    ] = None,
-    reproducer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", callback=expanded, help="Write the few requests that still show it, as a workload."
-        ),
-    ] = None,
-    html: shared.Html = None,
-    *,
-    reading: shared.ReadFlags,
-    costs: shared.CostFlags,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
-) -> None:
+    ]
+    b: Annotated[str | None, typer.Argument(metavar="B", help="Another of the same kind; none with --set-b.")] = None
+    workload: Annotated[str | None, Flag(metavar="FILE")] = None
+    """Compare the configs A and B on this."""
+    settings: shared.Set = None
+    set_b: Annotated[list[str] | None, Flag(metavar="FIELD=VALUE")] = None
+    """A limit of B only, over those of --set."""
+    reproducer: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
+    """Write the few requests that still show it, as a workload."""
+    html: shared.Html = None
+    reading: shared.ReadFlags = shared.READ_DEFAULTS
+    costs: shared.CostFlags = shared.COST_DEFAULTS
+    as_json: flags.Json = False
+    debug: flags.Debug = False
+
+
+@with_flags
+def diff(context: typer.Context, given: DiffFlags) -> None:
     """Tell the first step that A and B decide differently, and why; exit code 1 if there is one."""
     from lockstep.replay.diff import diff_configs, diff_workloads
     from lockstep.replay.render.difference import configs_line, facts, finding_of
     from lockstep.replay.workload import ArrivalUnit
     from lockstep.report.text import show_block
 
-    check_outputs(((reproducer, "the reproducer"), (html, "the page")), (a, b, workload, costs.cost))
-    if b is not None and workload is None and _are_recordings(Path(a), Path(b)):
+    reproducer, html, costs = given.reproducer, given.html, given.costs
+    check_outputs(((reproducer, "the reproducer"), (html, "the page")), (given.a, given.b, given.workload, costs.cost))
+    if given.b is not None and given.workload is None and _are_recordings(Path(given.a), Path(given.b)):
         why = "does not apply to two recordings, which are compared as they are; leave it out"
         refuse_others(context, _OF_RECORDINGS, why)
-        _diff_recordings(Path(a), Path(b), reading.engine, html, as_json)
+        _diff_recordings(Path(given.a), Path(given.b), given.reading.engine, html, given.as_json)
         return
-    sides = _sides(a, b, workload, settings, set_b, reading)
+    sides = _sides(given)
     if reproducer is not None and sides.other is not None:
         raise UsageError("--reproducer is for two configs on one workload; here each side has its own")
     cost = costs.model()
@@ -93,7 +92,7 @@ def diff(
         found = diff_workloads(sides.workload, sides.a, sides.other, sides.b, cost)
     is_timed = cost is not None or sides.workload.unit is ArrivalUnit.PS
     finding = finding_of(found, sides.a, sides.b, is_timed=is_timed)
-    if as_json:
+    if given.as_json:
         print(json.dumps(facts(found, sides.a, sides.b), indent=2))
     else:
         print(f"{sides.workload.name}: {found.num_requests:,} request{'s' * (found.num_requests != 1)}")
@@ -143,15 +142,9 @@ def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as
         raise typer.Exit(EXIT_DIVERGED)
 
 
-def _sides(
-    a: str,
-    b: str | None,
-    workload: str | None,
-    settings: list[str] | None,
-    settings_b: list[str] | None,
-    reading: shared.ReadFlags,
-) -> Sides:
-    common, own = settings_of(settings), settings_of(settings_b)
+def _sides(given: DiffFlags) -> Sides:
+    a, b, workload, reading = given.a, given.b, given.workload, given.reading
+    common, own = settings_of(given.settings), settings_of(given.set_b)
     if workload is not None:
         if b is None:
             raise UsageError("--workload compares two configs: `lockstep diff A.yaml B.yaml --workload FILE`")
@@ -211,21 +204,24 @@ VERSION = 1
 """Version of the JSON form."""
 
 
+@dataclass(frozen=True, slots=True)
+class BisectFlags:
+    """Flags of `lockstep bisect`."""
+
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")]
+    config_a: Annotated[Path, typer.Option("--from", metavar="A.yaml", help="Limits of A, as YAML or JSON.")]
+    config_b: Annotated[Path, typer.Option("--to", metavar="B.yaml", help="Limits of B.")]
+    metric: str = "ttft_p99"
+    """A figure of the report: ttft_p99, output_tokens_per_s, preemptions ..."""
+    settings: shared.Set = None
+    reading: shared.ReadFlags = shared.READ_DEFAULTS
+    costs: shared.CostFlags = shared.COST_DEFAULTS
+    as_json: flags.Json = False
+    debug: flags.Debug = False
+
+
 @with_flags
-def bisect(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")],
-    config_a: Annotated[Path, typer.Option("--from", metavar="A.yaml", help="Limits of A, as YAML or JSON.")],
-    config_b: Annotated[Path, typer.Option("--to", metavar="B.yaml", help="Limits of B.")],
-    metric: Annotated[
-        str, typer.Option(help="A figure of the report: ttft_p99, output_tokens_per_s, preemptions ...")
-    ] = "ttft_p99",
-    settings: shared.Set = None,
-    *,
-    reading: shared.ReadFlags,
-    costs: shared.CostFlags,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
-) -> None:
+def bisect(given: BisectFlags) -> None:
     """Take over each differing field alone, and all but each, and tell which of them makes the metric."""
     from lockstep.replay.causes import bisect_fields
     from lockstep.replay.metrics import check_metric, metric_named, numbers_of
@@ -233,10 +229,11 @@ def bisect(
     from lockstep.replay.simulator import Simulation
     from lockstep.report.text import show_block
 
+    metric, config_a, config_b = given.metric, given.config_a, given.config_b
     check_metric(metric)
-    workload = reading.read(file)
+    workload = given.reading.read(given.file)
     workload = replace(workload, requests=tuple(workload.requests))
-    common, cost = settings_of(settings), costs.model()
+    common, cost = settings_of(given.settings), given.costs.model()
     fields_a, fields_b = {**file_settings(config_a), **common}, {**file_settings(config_b), **common}
     a, b = config_of(workload, fields_a, str(config_a)), config_of(workload, fields_b, str(config_b))
     warn_of_order((workload, fields_a), (workload, fields_b))
@@ -246,7 +243,7 @@ def bisect(
         return numbers[metric_named(metric, numbers)]
 
     found = bisect_fields(a, b, metric_of)
-    if as_json:
+    if given.as_json:
         print(json.dumps(_facts(found, metric), indent=2))
     else:
         print(f"{workload.name}: {metric} is {found.metric_a:,g} with A and {found.metric_b:,g} with B")

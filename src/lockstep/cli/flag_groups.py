@@ -28,8 +28,8 @@ Options = TypeVar("Options")
 def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
     """Make flags of every parameter that is a group of them; the command is called with the groups' values.
 
-    A group is annotated as a dataclass, each of whose fields is a flag and has a default; or as
-    ``Annotated[Options, OptionFlags(...)]``. Flags stand where their group stands.
+    A group is annotated as a dataclass, each of whose fields is a flag with a default, or a group; or as
+    ``Annotated[Options, OptionFlags(...)]``. Flags stand where their group stands. A verb has one group.
     """
     own = inspect.signature(command, eval_str=True).parameters.values()
     groups = {each.name: group for each in own if (group := _group_of(each.annotation)) is not None}
@@ -144,23 +144,38 @@ class _Variables(list[str]):
 
 @dataclass(frozen=True, slots=True)
 class _OwnFlags:
-    """A dataclass of flags, which are all its fields."""
+    """A dataclass of flags: each field is a flag, or a group of flags."""
 
-    value: Callable[..., Any]
+    owner: Any
 
     def parameters(self) -> Iterator[inspect.Parameter]:
-        group: Any = self.value
-        hints, docs = get_type_hints(group, include_extras=True), field_docs(group)
-        for field in fields(group):
+        hints, docs = get_type_hints(self.owner, include_extras=True), field_docs(self.owner)
+        for field in fields(self.owner):
             name, hint = field.name, hints[field.name]
-            assert field.default is not MISSING, f"{group.__name__}.{name}: a flag has a default"
-            said = getattr(hint, "__metadata__", ())
-            if any(isinstance(each, ParameterInfo) for each in said):
-                kind = inspect.Parameter.KEYWORD_ONLY
-                yield inspect.Parameter(name, kind, default=field.default, annotation=hint)
+            if (group := _group_of(hint)) is not None:
+                yield from group.parameters()
                 continue
-            flag = next((each for each in said if isinstance(each, Flag)), Flag())
+            metadata = getattr(hint, "__metadata__", ())
+            if any(isinstance(each, ParameterInfo) for each in metadata):
+                kind = inspect.Parameter.KEYWORD_ONLY
+                default = inspect.Parameter.empty if field.default is MISSING else field.default
+                yield inspect.Parameter(name, kind, default=default, annotation=hint)
+                continue
+            assert field.default is not MISSING, f"{self.owner.__name__}.{name}: a flag has a default"
+            flag = next((each for each in metadata if isinstance(each, Flag)), Flag())
             yield _parameter(flag.name or name, hint, field.default, docs.get(name, ""), flag)
+
+    def value(self, **given: Any) -> Any:
+        """The dataclass, of the flags' values by parameter."""
+        values: dict[str, Any] = {}
+        for name, hint in get_type_hints(self.owner, include_extras=True).items():
+            group = _group_of(hint)
+            values[name] = (
+                given[name]
+                if group is None
+                else group.value(**{each.name: given[each.name] for each in group.parameters()})
+            )
+        return self.owner(**values)
 
 
 def _group_of(annotation: Any) -> OptionFlags[Any] | _OwnFlags | None:

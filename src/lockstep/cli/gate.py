@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.flag_groups import with_flags
+from lockstep.cli.flag_groups import Flag, with_flags
 from lockstep.cli.writing import OutputFile, check_outputs, expanded, make_folder, write_file
 from lockstep.errors import ConfigError, EvidenceError, UsageError
 
@@ -109,18 +109,24 @@ _DEFAULT_POLICY = PolicyFlags()
 _NO_REPORTS = ReportFlags()
 
 
+@dataclass(frozen=True, slots=True)
+class GateFlags:
+    """Flags of `lockstep gate`."""
+
+    files: Files = None
+    one_file: Input = None
+    policy: PolicyFlags = _DEFAULT_POLICY
+    aa: Second = None
+    reports: ReportFlags = _NO_REPORTS
+    as_json: flags.Json = False
+    debug: flags.Debug = False
+
+
 @with_flags
-def gate(
-    files: Files = None,
-    one_file: Input = None,
-    policy: PolicyFlags = _DEFAULT_POLICY,
-    aa: Second = None,
-    reports: ReportFlags = _NO_REPORTS,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
-) -> int:
+def gate(given: GateFlags) -> int:
     """Judge a candidate: exit code 0 promote, 1 rollback, 2 hold, 3 bad input."""
-    return _judge(paths_of(files, one_file), policy, reports, as_json, second=aa)
+    paths = paths_of(given.files, given.one_file)
+    return _judge(paths, given.policy, given.reports, given.as_json, second=given.aa)
 
 
 @with_flags
@@ -153,21 +159,25 @@ def mirror(
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class MirrorGateFlags:
+    """Flags of `lockstep mirror-gate`."""
+
+    files: Files = None
+    one_file: Input = None
+    gate_input: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
+    """Write the converted file there, too."""
+    policy: PolicyFlags = _DEFAULT_POLICY
+    reports: ReportFlags = _NO_REPORTS
+    as_json: flags.Json = False
+    debug: flags.Debug = False
+
+
 @with_flags
-def mirror_gate(
-    files: Files = None,
-    one_file: Input = None,
-    gate_input: Annotated[
-        Path | None,
-        typer.Option("--gate-input", metavar="FILE", callback=expanded, help="Write the converted file there, too."),
-    ] = None,
-    policy: PolicyFlags = _DEFAULT_POLICY,
-    reports: ReportFlags = _NO_REPORTS,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
-) -> int:
+def mirror_gate(given: MirrorGateFlags) -> int:
     """Convert what other tools wrote, and judge it: exit codes as those of gate."""
-    return _judge(paths_of(files, one_file), policy, reports, as_json, gate_input=gate_input)
+    paths = paths_of(given.files, given.one_file)
+    return _judge(paths, given.policy, given.reports, given.as_json, gate_input=given.gate_input)
 
 
 _GATE_INPUT = "the gate's input"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
@@ -12,7 +13,9 @@ import msgspec
 import typer
 
 from lockstep.cli import options as flags
+from lockstep.cli.flag_groups import Flag, with_flags
 from lockstep.errors import RemoteError, UsageError
+from lockstep.option_fields import Range
 from lockstep.shown import size
 
 if TYPE_CHECKING:
@@ -34,39 +37,36 @@ _WORDS = ("MODEL", "TIER", "STATE")
 _NUMBERS = ("PREDICTED", "MEASURED", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE")
 
 
-def ps(
-    base_url: flags.BaseUrl = flags.DEFAULT_URL,
-    api_key: flags.ApiKey = None,
-    drain: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST",
-            help="Move all replicas of a host to others and wait until it has none; exit code 1 if some are left. Each "
-            "stays until its successor is ready; exit code 2, and no change, if other hosts lack room. HOST is a name, "
-            "or an address that no other host has.",
-        ),
-    ] = None,
-    undrain: Annotated[
-        str | None, typer.Option(metavar="HOST", help="Let a host that was drained have replicas again.")
-    ] = None,
-    wait: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", min=0, max=86_400, help=f"For --drain, instead of {DRAIN_LIMIT_S:.0f}; 0: not at all."
-        ),
-    ] = None,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class PsFlags:
+    """Flags of `lockstep ps`."""
+
+    base_url: flags.BaseUrl = flags.DEFAULT_URL
+    api_key: flags.ApiKey = None
+    drain: Annotated[str | None, Flag(metavar="HOST")] = None
+    """Move all replicas of a host to others and wait until it has none; exit code 1 if some are left. Each stays until
+    its successor is ready; exit code 2, and no change, if other hosts lack room. HOST is a name, or an address that no
+    other host has."""
+    undrain: Annotated[str | None, Flag(metavar="HOST")] = None
+    """Let a host that was drained have replicas again."""
+    wait: Annotated[float | None, Flag(metavar="SECONDS"), Range(0, 86_400)] = None
+    """For --drain, instead of 120; 0: not at all."""
+    as_json: flags.Json = False
+    debug: flags.Debug = False
+
+
+@with_flags
+def ps(given: PsFlags) -> None:
     """Show a running cluster: models, hosts and replicas, budgets and counters; or drain one of its hosts."""
     from lockstep.bench.protocol import Target
     from lockstep.bench.remote import Remote
 
+    drain, undrain, wait, as_json = given.drain, given.undrain, given.wait, given.as_json
     if drain is not None and undrain is not None:
         raise UsageError("--drain and --undrain are both given; give one of them")
     if wait is not None and drain is None:
         raise UsageError("--wait is given without --drain HOST, which alone waits for something")
-    with Remote(Target.parse(base_url, api_key)) as remote:
+    with Remote(Target.parse(given.base_url, given.api_key)) as remote:
         if drain is not None:
             _drain(remote, drain, DRAIN_LIMIT_S if wait is None else wait, as_json)
         elif undrain is not None:

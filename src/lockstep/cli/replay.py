@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -136,60 +136,70 @@ class Settings:
     has_page: bool
 
 
-@with_flags
-def replay(
-    context: typer.Context,
+@dataclass(frozen=True, slots=True)
+class ReplayFlags:
+    """Flags of `lockstep replay`."""
+
     file: Annotated[
         str | None, typer.Argument(metavar="FILE", help="A workload or a trace; what format it has is seen by itself.")
-    ] = None,
-    input_file: Annotated[str | None, typer.Option("--input", metavar="FILE", help="The same as FILE.")] = None,
-    settings: shared.Set = None,
-    *,
-    comparison: ComparisonFlags,
-    outputs: OutputFlags,
-    recorded: RecordingFlags,
-    fleet: FleetFlags,
-    reading: shared.ReadFlags,
-    costs: shared.CostFlags,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
-) -> int:
+    ] = None
+    input_file: Annotated[str | None, typer.Option("--input", metavar="FILE", help="The same as FILE.")] = None
+    settings: shared.Set = None
+    comparison: ComparisonFlags = field(default_factory=ComparisonFlags)
+    outputs: OutputFlags = field(default_factory=OutputFlags)
+    recorded: RecordingFlags = field(default_factory=RecordingFlags)
+    fleet: FleetFlags = field(default_factory=FleetFlags)
+    reading: shared.ReadFlags = shared.READ_DEFAULTS
+    costs: shared.CostFlags = shared.COST_DEFAULTS
+    as_json: flags.Json = False
+    debug: flags.Debug = False
+
+    def check(self) -> None:
+        """UsageError for a flag that a replay of one workload has no use for."""
+        if self.recorded.model is not None:
+            raise UsageError("--model is what --execute TRACE computes with; a replay computes no token and needs none")
+        if self.recorded.request is not None:
+            raise UsageError(
+                "--request tells one request of a recording; name that with --verify TRACE or --execute TRACE"
+            )
+        if self.recorded.allow_gaps:
+            raise UsageError(
+                "--allow-gaps is for --verify TRACE; a replay of a recording reports what is missing and goes on"
+            )
+        if self.outputs.ticks and self.outputs.output is None and not self.as_json:
+            raise UsageError("--ticks makes the JSON report longer; say where it goes with --output FILE, or --json")
+
+
+@with_flags
+def replay(context: typer.Context, given: ReplayFlags) -> int:
     """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
+    recorded, fleet, outputs, comparison = given.recorded, given.fleet, given.outputs, given.comparison
     if recorded.verify is not None or recorded.execute is not None:
         way = "--verify" if recorded.execute is None else "--execute"
         refuse_others(
             context, _OF_RECORDINGS, f"does not apply to {way}, which takes a recording as it is; leave it out"
         )
-        return replay_trace(recorded, as_json)
+        return replay_trace(recorded, given.as_json)
     if fleet.replicas is not None:
         refuse_others(context, _OF_FLEETS, "does not apply to --replicas, which compares policies; leave it out")
-        return replay_fleet(fleet, reading.read(one_file(file, input_file)), settings, costs, outputs.output, as_json)
+        return replay_fleet(given)
     for_one = [each.name for each in context.command.params if each.name and each.name not in _FOR_FLEETS]
     refuse_others(context, for_one, "is for several replicas; say how many with --replicas N, or leave it out")
     from lockstep.replay.metrics import parse_goals
     from lockstep.replay.report import GOALS
 
     output, html = outputs.output, outputs.html
-    if recorded.model is not None:
-        raise UsageError("--model is what --execute TRACE computes with; a replay computes no token and needs none")
-    if recorded.request is not None:
-        raise UsageError("--request tells one request of a recording; name that with --verify TRACE or --execute TRACE")
-    if recorded.allow_gaps:
-        raise UsageError(
-            "--allow-gaps is for --verify TRACE; a replay of a recording reports what is missing and goes on"
-        )
-    if outputs.ticks and output is None and not as_json:
-        raise UsageError("--ticks makes the JSON report longer; say where it goes with --output FILE, or --json")
-    path = one_file(file, input_file)
+    given.check()
+    path = one_file(given.file, given.input_file)
     files, has_b = outputs.files, comparison.has_b
     places = ((output, "the report"), (html, "the page"), *files.places(), *(files.of_b().places() if has_b else ()))
-    check_outputs(places, (path, comparison.compare, costs.cost))
-    has_ticks = False if output is None and not as_json else outputs.ticks
-    common = Settings(costs.priced(), parse_goals(comparison.slo, "--slo", GOALS), has_ticks, html is not None)
-    overrides = settings_of(settings)
-    runs = [_simulate(reading.read(path), overrides, common, files)]
+    check_outputs(places, (path, comparison.compare, given.costs.cost))
+    has_ticks = False if output is None and not given.as_json else outputs.ticks
+    common = Settings(given.costs.priced(), parse_goals(comparison.slo, "--slo", GOALS), has_ticks, html is not None)
+    overrides = settings_of(given.settings)
+    runs = [_simulate(given.reading.read(path), overrides, common, files)]
     if has_b:
-        other = reading.read(comparison.compare or path)
+        other = given.reading.read(comparison.compare or path)
         runs.append(_simulate(other, {**overrides, **settings_of(comparison.set_b)}, common, files.of_b()))
     reports = [report for report, _ in runs]
     if html is not None:
@@ -197,33 +207,28 @@ def replay(
     data = _as_bytes(reports)
     if output is not None:
         write_file(output, data, "the report")
-    print(data.decode(), end="") if as_json else _show(reports)
+    print(data.decode(), end="") if given.as_json else _show(reports)
     return EXIT_ALL_REFUSED if any(each.requests_refused == each.requests for each in reports) else 0
 
 
-def replay_fleet(
-    flags: FleetFlags,
-    workload: Workload,
-    settings: Sequence[str] | None,
-    costs: shared.CostFlags,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+def replay_fleet(given: ReplayFlags) -> int:
     """The same requests on several replicas under each policy."""
     from lockstep.replay.configs import config_for
     from lockstep.replay.fleet import policies_of, run_fleets, to_json
     from lockstep.replay.render.tables import fleet_document
     from lockstep.report.text import show
 
-    assert flags.replicas is not None, "there is no fleet without"
+    fleet, output, costs = given.fleet, given.outputs.output, given.costs
+    workload = given.reading.read(one_file(given.file, given.input_file))
+    assert fleet.replicas is not None, "there is no fleet without"
     check_outputs(((output, "the report"),), (costs.cost,))
-    policies, config = policies_of(flags.routing), config_for(workload, settings_of(settings))
+    policies, config = policies_of(fleet.routing), config_for(workload, settings_of(given.settings))
     start_s = time.perf_counter()
-    reports = run_fleets(workload, config, flags.replicas, policies, costs.model(), flags.max_imbalance)
+    reports = run_fleets(workload, config, fleet.replicas, policies, costs.model(), fleet.max_imbalance)
     _print_speed(sum(each.requests for each in reports), time.perf_counter() - start_s)
     if output is not None:
         write_file(output, to_json(reports), "the report")
-    print(to_json(reports).decode(), end="") if as_json else show(fleet_document(reports))
+    print(to_json(reports).decode(), end="") if given.as_json else show(fleet_document(reports))
     all_refused = [each for each in reports if each.requests_refused == each.requests]
     for each in all_refused:
         print(f"nothing was served with {each.routing}: all {each.requests:,} requests were refused", file=sys.stderr)

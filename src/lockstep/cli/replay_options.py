@@ -90,6 +90,10 @@ class CostFlags:
         return None if priced is None else priced.model
 
 
+READ_DEFAULTS = ReadFlags()
+COST_DEFAULTS = CostFlags()
+
+
 def settings_of(settings: Sequence[str] | None) -> dict[str, str]:
     """Parse ``--set a=1,b=2 --set c=3``: field to value as text."""
     from lockstep.replay.configs import parse_overrides

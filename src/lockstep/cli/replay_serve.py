@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,21 +45,26 @@ class AnswerFlags:
     """The manifest that was served: its names, personas and routing."""
 
 
-@with_flags
-def replay_serve(
+@dataclass(frozen=True, slots=True)
+class ReplayServeFlags:
+    """Flags of `lockstep replay --serve`."""
+
     recording: Annotated[
         str, typer.Argument(metavar="RECORDING", help="A directory of `lockstep serve --trace-content`, or one file.")
-    ],
-    *,
-    answers: AnswerFlags,
-    listen: ListenFlags,
-    model_flags: ModelFlags,
-    limits: Annotated[ServerOptions, LIMITS],
-    report: ReportFlags,
-    debug: flags.Debug = False,
-) -> None:
+    ]
+    answers: AnswerFlags = field(default_factory=AnswerFlags)
+    listen: ListenFlags = field(default_factory=ListenFlags)
+    model_flags: ModelFlags = field(default_factory=ModelFlags)
+    limits: Annotated[ServerOptions, LIMITS] = field(default_factory=ServerOptions)
+    report: ReportFlags = field(default_factory=ReportFlags)
+    debug: flags.Debug = False
+
+
+@with_flags
+def replay_serve(given: ReplayServeFlags) -> None:
     """Answer recorded requests again, token by token with their recorded times: a server without a model."""
-    options = server_options(listen, model_flags, EVERYTHING, limits, report)
+    recording, answers, model_flags, report = given.recording, given.answers, given.model_flags, given.report
+    options = server_options(given.listen, model_flags, EVERYTHING, given.limits, report)
     if answers.manifest is not None and model_flags.served_model_name:
         raise UsageError("--served-model-name applies to one model; in a manifest each model has its own name")
     from lockstep.cluster.cluster import Cluster

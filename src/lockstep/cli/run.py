@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from msgspec import to_builtins
 
 from lockstep.cli import options as flags
@@ -27,9 +26,10 @@ from lockstep.cli.conversation import (
 from lockstep.cli.flag_groups import SWITCH, Flag, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.terminal import Piece
-from lockstep.engine.options import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import UsageError
 from lockstep.executors.constraint import Constraint
+from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class SamplingFlags:
 
     def params(self, constraint: Constraint | None) -> SamplingParams:
         """The parameters; InvalidParameterError for what is wrong whatever the model is."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
         params = SamplingParams(**{**given, "stop": tuple(self.stop or ()), "constraint": constraint})
         params.validate(ANY_VOCABULARY)
         return params
@@ -110,40 +110,48 @@ class ConstraintFlags:
         return None if self.grammar is None else Constraint.lark(_read("--grammar", self.grammar))
 
 
+@dataclass(frozen=True, slots=True)
+class RunFlags:
+    """Flags of `lockstep run`."""
+
+    model: flags.Model
+    prompt: flags.Prompt = None
+    system: flags.System = None
+    raw: Annotated[bool, SWITCH] = False
+    """Complete the prompt as it is, without the chat template."""
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    must_be: ConstraintFlags = field(default_factory=ConstraintFlags)
+    chat_template: flags.ChatTemplate = None
+    chat_template_kwargs: flags.ChatTemplateKwargs = None
+    reasoning: flags.Reasoning = "auto"
+    pool: flags.Pool = field(default_factory=EngineOptions)
+    executor: flags.Executor = field(default_factory=ExecutorOptions)
+    cache_dir: flags.CacheDir = None
+    as_json: flags.Json = False
+    verbose: flags.Verbose = False
+    debug: flags.Debug = False
+
+
 @with_flags
-def run(
-    model: flags.Model,
-    prompt: flags.Prompt = None,
-    system: flags.System = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")
-    ] = False,
-    *,
-    sampling: SamplingFlags,
-    must_be: ConstraintFlags,
-    chat_template: flags.ChatTemplate = None,
-    chat_template_kwargs: flags.ChatTemplateKwargs = None,
-    reasoning: flags.Reasoning = "auto",
-    pool: flags.Pool,
-    executor: flags.Executor,
-    cache_dir: flags.CacheDir = None,
-    as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
-    debug: flags.Debug = False,
-) -> None:
+def run(given: RunFlags) -> None:
     """Answer a prompt, or chat when there is none."""
-    params = sampling.params(must_be.constraint())  # what is wrong is reported before the model is loaded
-    answering = partial(LocalAnswerer, flags.template_kwargs(chat_template_kwargs), reasoning, raw, chat_template)
-    conversing = partial(Conversation, params=params, system=system_of(system), is_verbose=verbose)
-    load = LoadOptions(
-        flags.checked(replace(pool, max_num_seqs=1)),
-        executor,
-        cache_dir,
-        flags.read_template(chat_template),
-    )
-    if prompt is None and as_json:
+    params = given.sampling.params(given.must_be.constraint())  # a fault is reported before the model is loaded
+    kwargs, template = flags.template_kwargs(given.chat_template_kwargs), given.chat_template
+    answering = partial(LocalAnswerer, kwargs, given.reasoning, given.raw, template)
+    conversing = partial(Conversation, params=params, system=system_of(given.system), is_verbose=given.verbose)
+    engine = flags.checked(replace(given.pool, max_num_seqs=1))
+    load = LoadOptions(engine, given.executor, given.cache_dir, flags.read_template(template))
+    if given.prompt is None and given.as_json:
         raise UsageError("--json needs a prompt: add -p TEXT (or -p - for standard input)")
-    _talk(model, load, answering, conversing, prompt, as_json)
+    with _load(given.model, load) as llm:
+        answerer = answering(llm)
+        conversation = conversing(answerer)
+        if given.prompt is None:
+            converse(conversation)
+        elif given.as_json:
+            print(json.dumps(_as_json(llm, answerer, conversation, given.prompt), ensure_ascii=False))
+        else:
+            answer_one(conversation, given.prompt)
 
 
 def _read(flag: str, path: Path) -> str:
@@ -151,25 +159,6 @@ def _read(flag: str, path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag}: {path} cannot be read: {error}; give a text file") from None
-
-
-def _talk(
-    model: str,
-    options: LoadOptions,
-    answering: Callable[[LLM], LocalAnswerer],
-    conversing: Callable[[LocalAnswerer], Conversation],
-    prompt: str | None,
-    as_json: bool,
-) -> None:
-    with _load(model, options) as llm:
-        answerer = answering(llm)
-        conversation = conversing(answerer)
-        if prompt is None:
-            converse(conversation)
-        elif as_json:
-            print(json.dumps(_as_json(llm, answerer, conversation, prompt), ensure_ascii=False))
-        else:
-            answer_one(conversation, prompt)
 
 
 def _load(model: str, options: LoadOptions) -> LLM:

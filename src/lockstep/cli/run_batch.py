@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,8 +21,9 @@ from lockstep.cli import options as flags
 from lockstep.cli.flag_groups import SWITCH, Flag, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.writing import check_outputs, make_folder
-from lockstep.engine.options import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import UsageError
+from lockstep.executors.options import ExecutorOptions
 from lockstep.option_fields import Range
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from lockstep.cluster.cluster import Cluster
     from lockstep.server.batches import CheckedInput, Job
+    from lockstep.server.options import ServerOptions
 
 EXIT_FAILED = 1
 """Some requests were refused or failed; each has its line."""
@@ -73,38 +75,53 @@ class RunFlags:
     """Where the model runs: a supervised process of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunBatchFlags:
+    """Flags of `lockstep run-batch`."""
+
+    input_place: InputArgument = None
+    output_place: Target = None
+    model: Model = None
+    input_file: InputFile = None
+    output_file: OutputFile = None
+    model_flag: ModelFlag = None
+    run: RunFlags = field(default_factory=RunFlags)
+    chat_template: flags.ChatTemplate = None
+    chat_template_kwargs: flags.ChatTemplateKwargs = None
+    reasoning: flags.Reasoning = "auto"
+    pool: flags.Pool = field(default_factory=EngineOptions)
+    executor: flags.Executor = field(default_factory=ExecutorOptions)
+    cache_dir: flags.CacheDir = None
+    debug: flags.Debug = False
+
+    def arguments(self) -> tuple[str, str, str]:
+        """Input, output and model, each as an argument or as a flag; UsageError names what is missing or too much."""
+        positional = (self.input_place, self.output_place, self.model)
+        return arguments_of(positional, (self.input_file, self.output_file, self.model_flag))
+
+    def load(self) -> LoadOptions:
+        """Options of loading the model."""
+        engine = flags.checked(replace(self.pool, max_num_seqs=self.run.max_num_seqs))
+        return LoadOptions(engine, self.executor, self.cache_dir, flags.read_template(self.chat_template))
+
+
 @with_flags
-def run_batch(
-    input_place: InputArgument = None,
-    output_place: Target = None,
-    model: Model = None,
-    input_file: InputFile = None,
-    output_file: OutputFile = None,
-    model_flag: ModelFlag = None,
-    *,
-    run: RunFlags,
-    chat_template: flags.ChatTemplate = None,
-    chat_template_kwargs: flags.ChatTemplateKwargs = None,
-    reasoning: flags.Reasoning = "auto",
-    pool: flags.Pool,
-    executor: flags.Executor,
-    cache_dir: flags.CacheDir = None,
-    debug: flags.Debug = False,
-) -> None:
+def run_batch(given: RunBatchFlags) -> None:
     """Answer a file of requests, in OpenAI's batch format, without a server; exit code 1 if some failed."""
     from lockstep.cluster.manifest import names_of_source
+    from lockstep.server.options import ServerOptions
 
-    source, target, name = arguments_of((input_place, output_place, model), (input_file, output_file, model_flag))
-    names = tuple(run.served_model_name or names_of_source(name))
-    kwargs, template = flags.template_kwargs(chat_template_kwargs), flags.read_template(chat_template)
-    engine = flags.checked(replace(pool, max_num_seqs=run.max_num_seqs))
-    load = LoadOptions(engine, executor, cache_dir, template)
+    source, target, name = given.arguments()
+    names = tuple(given.run.served_model_name or names_of_source(name))
+    kwargs = flags.template_kwargs(given.chat_template_kwargs)
+    options = ServerOptions(chat_template_kwargs=kwargs, reasoning=given.reasoning, log_requests=False)
+    load = given.load()
     if target != PIPE:
         check_outputs([(Path(target).expanduser(), OUTPUT)], [None if source == PIPE else source])
     with _input(source) as path:
         checked = _checked(path, source, names)
-        with _job(path, target, name, checked, resumes=run.resume) as job:
-            _answer(job, name, names, load, run, kwargs, reasoning)
+        with _job(path, target, name, checked, resumes=given.run.resume) as job:
+            _answer(job, name, names, load, given.run, options)
             _write(job, target)
             num_failed, num_requests = job.journal.num_failed, job.journal.num_requests
             job.journal.path.unlink()
@@ -204,25 +221,17 @@ def part_of(target: str) -> Path:
 
 
 def _answer(
-    job: Job,
-    model: str,
-    names: Sequence[str],
-    load: LoadOptions,
-    run: RunFlags,
-    kwargs: dict[str, object],
-    reasoning: str,
+    job: Job, model: str, names: Sequence[str], load: LoadOptions, run: RunFlags, options: ServerOptions
 ) -> None:
     """Load the model, and answer what has no answer yet."""
     from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.state import ClusterOptions
     from lockstep.server.app import create_app
-    from lockstep.server.options import ServerOptions
     from lockstep.worker.link import WorkerOptions
 
     if job.journal.is_whole:  # it was broken off while the output was written
         return
-    options = ServerOptions(chat_template_kwargs=kwargs, reasoning=reasoning, log_requests=False)
     manifest = Manifest.of_model(model, tuple(names), load.chat_template)
     with loading_progress(model) as progress:
         cluster = Cluster(

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +34,7 @@ from lockstep.cli.serve_flags import (
 from lockstep.core.policy import Order
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import UsageError
+from lockstep.executors.options import ExecutorOptions
 from lockstep.server.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -56,11 +57,13 @@ NO_MODEL = (
 METRICS_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 
 
-@with_flags
-def serve(
+@dataclass(frozen=True, slots=True)
+class ServeFlags:
+    """Flags of `lockstep serve`."""
+
     model: Annotated[
         str | None, typer.Argument(help=flags.MODEL_HELP, show_default="pocket://, or none with --manifest")
-    ] = None,
+    ] = None
     config: Annotated[
         Path | None,
         typer.Option(
@@ -69,38 +72,45 @@ def serve(
             callback=use_config,
             is_eager=True,
         ),
-    ] = None,
-    debug: flags.Debug = False,
-    *,
-    listen: ListenFlags,
-    model_flags: ModelFlags,
-    executor: flags.Executor,
-    worker_flags: WorkerFlags,
-    cluster_flags: ClusterFlags,
-    engine: Annotated[EngineOptions, ENGINE],
-    limits: Annotated[ServerOptions, LIMITS],
-    report: ReportFlags,
-    record: RecordFlags,
-    foreign: ForeignFlags,
-) -> None:
+    ] = None
+    debug: flags.Debug = False
+    listen: ListenFlags = field(default_factory=ListenFlags)
+    model_flags: ModelFlags = field(default_factory=ModelFlags)
+    executor: flags.Executor = field(default_factory=ExecutorOptions)
+    worker: WorkerFlags = field(default_factory=WorkerFlags)
+    cluster: ClusterFlags = field(default_factory=ClusterFlags)
+    engine: Annotated[EngineOptions, ENGINE] = field(default_factory=EngineOptions)
+    limits: Annotated[ServerOptions, LIMITS] = field(default_factory=ServerOptions)
+    report: ReportFlags = field(default_factory=ReportFlags)
+    record: RecordFlags = field(default_factory=RecordFlags)
+    foreign: ForeignFlags = field(default_factory=ForeignFlags)
+
+    def server_options(self) -> ServerOptions:
+        """The server's options; UsageError where two flags do not fit."""
+        return replace(
+            server_options(self.listen, self.model_flags, self.engine, self.limits, self.report),
+            allow_any_source=self.cluster.allow_any_source,
+            allow_private_remotes=self.cluster.allow_private_remotes,
+        )
+
+    def load(self) -> LoadOptions:
+        """Options of loading the models; ConfigError where they cannot work with any model, or on this machine."""
+        decided = decided_options(self.engine, "fcfs" if self.cluster.manifest is None else "priority")
+        return LoadOptions(decided, self.executor, self.worker.cache_dir)
+
+
+@with_flags
+def serve(given: ServeFlags) -> None:
     """Serve a model, or a cluster of them, to OpenAI clients."""
-    with _worker(worker_flags, report, record) as worker:
+    with _worker(given.worker, given.report, given.record) as worker:
         from lockstep.server.run import run_server
         from lockstep.worker.logs import log_to_stderr
 
-        options = replace(
-            server_options(listen, model_flags, engine, limits, report),
-            allow_any_source=cluster_flags.allow_any_source,
-            allow_private_remotes=cluster_flags.allow_private_remotes,
-        )
-        progress = ServingProgress.for_this(report.log_format)
-        decided = decided_options(engine, "fcfs" if cluster_flags.manifest is None else "priority")
-        load = LoadOptions(decided, executor, worker_flags.cache_dir)
-        kv = kv_options(worker_flags)
-        cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, kv, progress.update)
-        warnings = answers_to(foreign)
-        log_to_stderr(report.log_format, report.log_level, "server")
-        if model is None and cluster_flags.manifest is None:
+        options, progress = given.server_options(), ServingProgress.for_this(given.report.log_format)
+        cluster, reload = _cluster(given, worker, progress.update)
+        warnings = answers_to(given.foreign)
+        log_to_stderr(given.report.log_format, given.report.log_level, "server")
+        if given.model is None and given.cluster.manifest is None:
             warnings = [*warnings, NO_MODEL]
         for warning in warnings:
             log.warning(warning)
@@ -185,15 +195,7 @@ def decided_options(given: EngineOptions, order: Order = "fcfs") -> EngineOption
     return flags.checked(replace(given, order=given.order or order))
 
 
-def _cluster(
-    model: str | None,
-    model_flags: ModelFlags,
-    cluster_flags: ClusterFlags,
-    load: LoadOptions,
-    worker: WorkerOptions,
-    kv: KVStoreOptions,
-    progress: LoadProgress,
-) -> tuple[Cluster, ManifestReload | None]:
+def _cluster(given: ServeFlags, worker: WorkerOptions, progress: LoadProgress) -> tuple[Cluster, ManifestReload | None]:
     """Make the cluster behind the server, and the reload of its manifest where there is one."""
     from lockstep.cluster.backend import POCKET
     from lockstep.cluster.cluster import Cluster
@@ -201,6 +203,8 @@ def _cluster(
     from lockstep.cluster.state import ClusterOptions
     from lockstep.server.reload import ManifestReload, stamp_of
 
+    load, kv = given.load(), kv_options(given.worker)
+    model, model_flags, cluster_flags = given.model, given.model_flags, given.cluster
     _check_together(model, model_flags, cluster_flags)
     options = ClusterOptions(
         backend_of(cluster_flags.backend),

@@ -48,22 +48,27 @@ class SearchFlags:
     """Write the report there as JSON."""
 
 
+_SEARCH_DEFAULTS = SearchFlags()
+
+
+@dataclass(frozen=True, slots=True)
+class SweepFlags:
+    """Flags of `lockstep sweep`."""
+
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")]
+    grid: Annotated[list[str] | None, Flag(metavar="FIELD=VALUES")] = None
+    """Values by commas, e.g. max_num_seqs=8,16,32; one per field."""
+    settings: shared.Set = None
+    search: SearchFlags = _SEARCH_DEFAULTS
+    html: shared.Html = None
+    reading: shared.ReadFlags = shared.READ_DEFAULTS
+    costs: shared.CostFlags = shared.COST_DEFAULTS
+    as_json: flags.Json = False
+    debug: flags.Debug = False
+
+
 @with_flags
-def sweep(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")],
-    grid: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIELD=VALUES", help="Values by commas, e.g. max_num_seqs=8,16,32; one per field."),
-    ] = None,
-    settings: shared.Set = None,
-    *,
-    search: SearchFlags,
-    html: shared.Html = None,
-    reading: shared.ReadFlags,
-    costs: shared.CostFlags,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
-) -> None:
+def sweep(given: SweepFlags) -> None:
     """Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them."""
     from lockstep.executors.machine import available_cores
     from lockstep.replay.configs import combinations, parse_grid
@@ -72,8 +77,9 @@ def sweep(
     from lockstep.replay.report import GOALS
     from lockstep.replay.sweep import Job
 
+    file, html, search = given.file, given.html, given.search
     objective, slo_percent, output = search.objective, search.slo_percent, search.output
-    check_outputs(((output, "the sweep"), (html, "the page")), (file, costs.cost))
+    check_outputs(((output, "the sweep"), (html, "the page")), (file, given.costs.cost))
     for metric in objective or ():
         check_metric(metric)
     goals = parse_goals(search.slo, "--slo", GOALS)
@@ -81,15 +87,15 @@ def sweep(
         raise UsageError(
             "--slo-percent is the share of requests that must meet the goals; give goals with --slo ttft:500"
         )
-    all_settings = combinations(parse_grid(grid or ()))
-    common = settings_of(settings)
+    all_settings = combinations(parse_grid(given.grid or ()))
+    common = settings_of(given.settings)
     twice = [name for name in common if name in all_settings[0]]
     if twice:
         raise UsageError(f"{twice[0]} is given by --set and by --grid; say it once")
-    workload = reading.read(file)
+    workload = given.reading.read(file)
     if "order" not in all_settings[0]:
         warn_of_order((workload, common))
-    job = Job(workload, common, costs.priced(), goals)
+    job = Job(workload, common, given.costs.priced(), goals)
     outcomes = _run(job, all_settings, search.jobs or available_cores())
     percent = DEFAULT_SLO_PERCENT if slo_percent is None else slo_percent
     swept = _judged(job, outcomes, objective, percent)
@@ -98,7 +104,7 @@ def sweep(
         write_file(output, text.encode(), "the sweep")
     if html is not None:
         _write_page(html, swept)
-    print(text, end="") if as_json else _show(swept)
+    print(text, end="") if given.as_json else _show(swept)
     if goals and swept.best is None:
         raise typer.Exit(EXIT_NONE_MEETS)
 
