@@ -21,6 +21,7 @@ from tools.measures import (
     ratchets_of,
     with_map,
 )
+from tools.shape import counts_of, counts_of_test
 
 HELD: Mapping[str, float] = json.loads((ROOT / RATCHETS).read_text())
 """By measure. A line of this file that gets worse is for a reviewer, with its reason in the commit's message."""
@@ -74,3 +75,22 @@ def test_the_map_is_of_these_files() -> None:
 def test_the_way_of_a_chat_request_is_no_longer_than_it_was() -> None:
     """`make measures` lists its hops."""
     assert worse(way_of(ROOT).figures) == []
+
+
+def test_the_shape_of_code_is_counted() -> None:
+    source = (
+        "import threading\nimport time\n"
+        "def long(self, a, b, c, d, e, f, g: Any) -> None:\n"
+        "    try:\n        time.monotonic()\n    except Exception:  # noqa: BLE001\n        threading.Thread()\n"
+        "def short(self, a, b, c, d, e, f): ...\n"
+    )
+    assert counts_of(source) == {
+        "functions with over six parameters": 1,
+        "Any": 1,
+        "broad excepts": 1,
+        "ignores": 1,
+        "clock reads": 1,
+        "threads": 1,
+    }
+    tests = "def test(monkeypatch):\n    monkeypatch.setattr(x, 'y', 1)\n    time.sleep(1)\n    x._y\n    self._z\n"
+    assert counts_of_test(tests) == {"monkeypatch.setattr": 1, "sleeps": 1, "private attributes": 1}

@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tools.hops import way_of
+from tools.shape import totals
 from tools.words import denied_words
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,6 +232,7 @@ def ratchets_of(codebase: Codebase) -> Values:
         values[f"test share of {package}"] = round(
             codebase.num_test_lines(package) / codebase.num_code_lines(package), 2
         )
+    values |= totals(codebase.root)
     for place, words in denied_words(codebase.root).items():
         values[f"denied words of {place}"] = sum(words.values())
     return values
