@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.cli.gate import PolicyFlags, policy_from
 from lockstep.errors import EvidenceError
 from lockstep.option_fields import field_docs, option_types
 from lockstep.release.policy import FIELD_NAMES, Layer, Policy, digest_of, policy_of, with_settings
@@ -95,3 +97,25 @@ def test_the_field_of_an_agreement_is_between_its_brackets(outputs: str | None, 
 def test_a_digest_is_of_all_fields() -> None:
     assert digest_of(Policy()) == digest_of(Policy())
     assert digest_of(Policy()) != digest_of(Policy(owners={"errors": "me"})) != digest_of(Policy(alpha=0.04))
+
+
+def test_a_field_of_a_file_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    for text, line in (("min_pairs: 5\nalpha: 7\n", 2), ("policy:\n  min_pairs: 5\n  alpha: 7\n", 3)):
+        path.write_text(text)
+        with pytest.raises(EvidenceError, match=rf"policy\.yaml, line {line}: alpha is 7; it must be a number"):
+            policy_from(PolicyFlags(policy=path))
+
+
+def test_a_file_of_a_policy_is_a_map_in_yaml_or_empty(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("")
+    assert policy_from(PolicyFlags(policy=path)) == Policy()
+    for text, fault in (
+        ("[1]", "no object of fields"),
+        ("a: b: c", "line 1: it is not YAML"),
+        ("x: !!python/name:os ", "tag"),
+    ):
+        path.write_text(text)
+        with pytest.raises(EvidenceError, match=fault):
+            policy_from(PolicyFlags(policy=path))
