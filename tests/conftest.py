@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, settings
 from tests.waiting import Gate
 from tools.slow_tests import KNOWN
 
+NUM_LISTED_FILES = 30
+"""Files whose durations a run prints at its end."""
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("lockstep")  # no example is timed, and a failing one says how to have it again
 
@@ -46,9 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Add up what `tests/documents` has run of the pages."""
+    """Print what `tests/documents` has run of the pages, and the files that took longest."""
     sums: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
     for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
         for name, tally in getattr(report, "user_properties", ()):
             if name == "documents" and report.when == "call":
                 sums.update(tally)
@@ -59,6 +64,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"{sums['by_hand']} are run by hand, {sums['missing']} need what is not on this machine, "
             f"{sums['shown']} blocks are only shown"
         )
+    if len(seconds) > NUM_LISTED_FILES:
+        listed = f"{NUM_LISTED_FILES} of {len(seconds)} files, {sum(seconds.values()):,.0f} s in all"
+        terminalreporter.write_line(f"seconds by file ({listed}):")
+        for name, taken_s in seconds.most_common(NUM_LISTED_FILES):
+            terminalreporter.write_line(f"  {taken_s:6.1f}  {name}")
 
 
 @pytest.fixture(autouse=True)
