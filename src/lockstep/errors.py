@@ -102,18 +102,25 @@ class Problem:
         return f"line {self.line}: {self.where or 'it'} {self.message}"
 
 
-class ManifestError(ConfigError):
-    """A manifest has faults; nothing of it is used.
+class FaultyTextError(ConfigError):
+    """A text of options has faults; nothing of it is used.
 
     Args:
         problems: all of them, in the order of their lines.
         name: what the text is called, e.g. its file.
     """
 
-    def __init__(self, problems: Sequence[Problem], name: str = "manifest") -> None:
+    def __init__(self, problems: Sequence[Problem], name: str) -> None:
         super().__init__("\n".join(f"{name}, {problem}" for problem in problems))
         self.problems = tuple(problems)
         self.name = name
+
+
+class ManifestError(FaultyTextError):
+    """A manifest has faults."""
+
+    def __init__(self, problems: Sequence[Problem], name: str = "manifest") -> None:
+        super().__init__(problems, name)
 
 
 class OverBudgetError(ConfigError):

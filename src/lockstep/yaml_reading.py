@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import yaml
 
-from lockstep.errors import ConfigError, ManifestError, Problem, UsageError
+from lockstep.errors import ConfigError, FaultyTextError, ManifestError, Problem, UsageError
 from lockstep.spelling import did_you_mean, listed, odd_character
 
 MAX_BYTES = 1 << 18
@@ -296,13 +296,13 @@ def read_plain(text: str, name: str) -> tuple[Any, Mapping[str, int]]:
     """A text as dicts, lists and scalars, None where it is empty; and the line of each path in it.
 
     Raises:
-        ConfigError: its faults, each with the text's name and its line.
+        FaultyTextError: it has faults.
     """
     reading = Reading()
     root = reading.compose(text)
     value = None if root is None else root.read(YamlNode.plain)
     if reading.problems:
-        raise ConfigError("\n".join(f"{name}, {problem}" for problem in reading.problems))
+        raise FaultyTextError(reading.problems, name)
     return value, reading.lines
 
 

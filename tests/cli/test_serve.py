@@ -33,7 +33,7 @@ from lockstep.cli.serve_flags import (
     answers_to,
 )
 from lockstep.engine.options import EngineOptions
-from lockstep.errors import UsageError
+from lockstep.errors import FaultyTextError, UsageError
 from lockstep.executors.options import ISAS
 from lockstep.server.options import ServerOptions
 from lockstep.server.run import first_request
@@ -211,7 +211,7 @@ def test_a_start_that_is_refused_leaves_no_process() -> None:
         ((STUB, "--max-num-queued-reqs", "100000000000000000000"), "max_num_queued_reqs is 1"),
         (("pocket://", "--threads", "100000"), "'--threads': it is '100000'"),
         (("pocket://", "--max-model-len", "4096"), "max_model_len is 4096; the model allows 2 to 2048"),
-        (("pocket://", "--isa", "neon"), "isa is 'neon'"),
+        (("pocket://", "--isa", "neon"), "'--isa': 'neon'"),
         (("no/such/model.gguf",), "no/such/model.gguf: nothing is there"),
         (("pyproject.toml",), "pyproject.toml: a file that is not GGUF"),
         (("pocket://x",), "the embedded model is called pocket://"),
@@ -289,9 +289,21 @@ def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_fault_of_the_file_is_told_with_its_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(FaultyTextError) as caught:
         read_config(path, known_flags(), {"api_key"})
     assert message in str(caught.value)
+
+
+def test_all_faults_of_the_file_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("max-num-seq: 3\nhost: [1]\nmax_num_seqs: 4\nmax-num-seqs: 5\n")
+    with pytest.raises(FaultyTextError) as caught:
+        read_config(path, known_flags(), {"api_key"})
+    assert [(each.line, each.where) for each in caught.value.problems] == [
+        (1, "max-num-seq"),
+        (2, "host"),
+        (4, "max-num-seqs"),
+    ]
 
 
 def test_the_files_values_become_what_flags_would_hold(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import ConfigError, FaultyTextError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.yaml_reading import YamlNode
@@ -60,7 +60,8 @@ def read_config(
         null: what a null stands for; None: it stands for nothing, and is refused.
 
     Raises:
-        UsageError: it cannot be read, or a key is unknown, given twice or holds what no flag can; with its line.
+        UsageError: it cannot be read.
+        FaultyTextError: keys are unknown, given twice or hold what no flag can.
     """
     from lockstep.yaml_reading import FAULTY, Reading, read_text
 
@@ -77,7 +78,7 @@ def read_config(
             value = node.read(partial(_plain, is_repeatable=name in repeatable, null=null))
             values[name] = None if value is FAULTY else value
     if reading.problems:
-        raise UsageError("\n".join(f"{option} {path}, {problem}" for problem in reading.problems))
+        raise FaultyTextError(reading.problems, f"{option} {path}")
     return values
 
 

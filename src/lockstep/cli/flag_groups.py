@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from types import UnionType
-from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import ParameterInfo
@@ -113,20 +113,22 @@ def _parameter(
     instead = instead.rstrip(".").replace("_", "-")
     shown = flag.shown or (f"as {instead}" if instead and " " not in instead else instead)
     names = [f"--{each}" for each in (name.replace("_", "-"), *flag.also)]
-    range_ = type_of(hint).range
+    declared = type_of(hint)
     bare = hint.__origin__ if get_origin(hint) is Annotated else hint
     type_ = get_args(bare)[0] if get_origin(bare) in (Union, UnionType) else bare  # without its None
     option = typer.Option(
         *(f"{each}/--no-{each[2:]}" if type_ is bool and not flag.is_switch else each for each in names),
         help=words if words.endswith(".") or not words else f"{words}.",
-        min=range_.low,
-        max=None if range_.high == MOST else range_.high,
+        min=declared.range.low,
+        max=None if declared.range.high == MOST else declared.range.high,
         metavar=flag.metavar,
         hidden=flag.is_hidden,
         callback=flag.call,
         show_default=shown or True,
         envvar=_Variables(*names) if has_variables and len(names) > 1 else None,  # else it is found by the flag's name
     )
+    if declared.words:
+        type_ = Literal[declared.words]
     type_ = type_ | None if default is None else type_
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=default, annotation=Annotated[type_, option])

@@ -105,7 +105,8 @@ def file_settings(path: Path) -> dict[str, str]:
     """The fields that a config file sets. An empty one sets none.
 
     Raises:
-        UsageError: it cannot be read, or a key is no field; the message has the line and the nearest names.
+        UsageError: it cannot be read.
+        FaultyTextError: a key is no field; the message has the line and the nearest names.
     """
     from lockstep.core.policy import SchedulerConfig
 
