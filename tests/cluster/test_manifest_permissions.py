@@ -191,7 +191,7 @@ def test_a_permitted_key_gets_detailed_errors_and_private_remotes(
         assert served.put(text, key).status_code == 200
 
 
-def test_powers_are_an_admins_or_everybodys_where_only_this_machine_can_call() -> None:
+def test_permissions_are_for_admins_or_for_every_caller_of_a_server_without_remote_access() -> None:
     def powers(tenant: str, **options: Any) -> tuple[bool, bool]:
         found = powers_of(tenant, ServerOptions(**options))
         return found.any_source, found.private_remotes
