@@ -90,7 +90,7 @@ def test_every_fourth_layer_of_smollm3_is_not_rotated_unless_the_file_lists_othe
     assert config_of("smollm3", no_rope_layers=[1, 0, 1, 1]).unrotated_layers == (1,)
 
 
-def test_yarn_reaches_as_far_as_it_says() -> None:
+def test_yarn_extends_the_context_from_the_stated_original_length() -> None:
     """Files that state the trained context often repeat it as the whole one."""
     yarn = {**ROPE, "rope_type": "yarn", "factor": 4.0}
     assert config_of("qwen2", rope_parameters=yarn).max_model_len == 2048
@@ -263,7 +263,7 @@ REFUSED: Mapping[str, tuple[str, dict[str, object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_gguf_says_beyond_that_is_refused(case: str, tmp_path: Path) -> None:
+def test_invalid_or_unsupported_gguf_metadata_is_rejected(case: str, tmp_path: Path) -> None:
     name, keys, kind, message = REFUSED[case]
     with pytest.raises(kind, match=message):
         open_gguf(tmp_path, name, **keys)

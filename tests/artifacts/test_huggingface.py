@@ -192,7 +192,7 @@ def test_greedy_by_file_is_not_taken_for_a_temperature(llama: Path) -> None:
     assert reopen(llama).sampling_defaults == {"top_k": 7}
 
 
-def test_a_directory_without_weights_says_what_is_there(llama: Path) -> None:
+def test_a_directory_without_weights_is_rejected_with_the_files_that_it_has(llama: Path) -> None:
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     with pytest.raises(ArtifactNotFoundError, match=r"no \*\.safetensors \(pytorch_model\.bin is a pickle"):
         reopen(llama)

@@ -35,7 +35,7 @@ def load(model: Path) -> TokenizerParts:
     return open_artifact(str(model), cache_dir=model / "cache").load_tokenizer()
 
 
-def test_everything_said_about_text_is_read(model: Path) -> None:
+def test_special_tokens_template_and_end_ids_are_read(model: Path) -> None:
     parts = load(model)
     assert parts.tokenizer.encode("the time<|im_end|>").ids[-1] == 2
     assert (parts.bos_token, parts.eos_token) == (None, "<|im_end|>")
@@ -67,7 +67,7 @@ def test_token_texts_may_be_objects(model: Path) -> None:
     assert (parts.bos_token, parts.eos_token) == ("<|endoftext|>", "<|endoftext|>")
 
 
-def test_bos_is_added_where_tokenizer_json_says_so(model: Path) -> None:
+def test_bos_is_added_where_tokenizer_json_requires_it(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[SPECIAL_TOKENS[0], "$A"], special_tokens=[(SPECIAL_TOKENS[0], 0)]

@@ -55,7 +55,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         (["openvino_model.xml"], ArtifactNotFoundError, "no config.json there, but openvino_model.xml; a model is"),
     ],
 )
-def test_a_directory_that_is_no_model_says_what_it_holds(
+def test_a_directory_without_a_model_is_rejected_with_a_list_of_its_files(
     files: list[str], error: type[ArtifactError], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "d").mkdir()
@@ -112,7 +112,9 @@ def test_the_embedded_model_opens(tmp_path: Path) -> None:
     assert parts.end_token_ids
 
 
-def test_an_installation_without_the_embedded_model_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installation_without_the_embedded_model_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lockstep.pocket.pocket_path", lambda: tmp_path / "pocket.gguf")
     with pytest.raises(ArtifactNotFoundError, match="no embedded model"):
         open_artifact("pocket://", cache_dir=tmp_path)

@@ -53,7 +53,7 @@ def test_unpacked_values_are_in_element_order() -> None:
 
 
 @pytest.mark.parametrize("encoding", BLOCKS)
-def test_unpacked_groups_are_what_the_docstring_says(encoding: Encoding) -> None:
+def test_unpacked_groups_have_the_documented_shapes_and_ranges(encoding: Encoding) -> None:
     groups = unpack(Tensor("t", encoding, (6, 512), random_tensor("t", (6, 512), encoding.value, seed=0)))
     size = 16 if encoding is Encoding.Q6_K else 32
     assert groups.values.shape == (6, 512 // size, size)

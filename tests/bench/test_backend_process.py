@@ -66,7 +66,7 @@ def test_times_of_tokens_come_for_each_line_and_an_error_ends_nothing() -> None:
     assert len(last["times"][0]) == 2
 
 
-def test_an_engine_that_is_not_installed_says_how_to_have_it() -> None:
+def test_an_engine_that_is_not_installed_reports_the_install_command() -> None:
     without = (
         "import runpy, sys; sys.modules['mistralrs'] = None; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
     )

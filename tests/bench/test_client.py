@@ -95,7 +95,7 @@ async def test_chunks_are_kept_apart_with_their_times() -> None:
         (b"SMTP ready\r\n\r\n", "the answer is not HTTP"),
     ],
 )
-async def test_a_broken_answer_says_how(answer: bytes, reason: str) -> None:
+async def test_a_broken_response_reports_the_reason(answer: bytes, reason: str) -> None:
     async with listening(answer, keep_open=False) as (target, _), Client(target) as client:
         assert reason in (await ask(client)).error
 
@@ -105,7 +105,7 @@ async def test_silence_ends_at_the_limit_and_the_connection_is_closed() -> None:
         assert (await ask(client, limit_s=0.05)).error == "no whole answer within 0.05 s"
 
 
-async def test_nobody_listening_is_an_error_of_the_exchange() -> None:
+async def test_a_refused_connection_is_an_error_of_the_exchange() -> None:
     async with listening() as (target, _):
         pass
     async with Client(target) as client:

@@ -36,7 +36,7 @@ def test_latencies_count_from_the_start_that_is_given() -> None:
     assert (outcome.prompt_tokens, outcome.output_tokens, outcome.text) == (12, 5, "hm aa")
 
 
-def test_without_usage_chunks_are_counted_and_the_asked_length_believed() -> None:
+def test_without_usage_chunks_are_counted_and_the_requested_prompt_length_is_used() -> None:
     outcome = read_exchange(exchange((11.0, TEXT), (12.0, TEXT), (12.0, DONE)), 10.0, 3)
     assert (outcome.prompt_tokens, outcome.output_tokens, outcome.text) == (3, 2, "bb")
     assert outcome.tpot_s == pytest.approx(1.0)
@@ -71,7 +71,7 @@ def test_how_the_network_cuts_a_stream_changes_no_text(data: st.DataObject) -> N
         (exchange((11.0, b"data: {nonsense\n\n")), "malformed"),
     ],
 )
-def test_a_failure_says_why(seen: Exchange, reason: str) -> None:
+def test_a_failed_exchange_reports_the_reason(seen: Exchange, reason: str) -> None:
     outcome = read_exchange(seen, 10.0, 3)
     assert not outcome.is_success
     assert reason in outcome.error

@@ -53,7 +53,7 @@ def test_a_count_that_is_not_right_is_a_fault() -> None:
     assert faults_of(replace(suite, num_resident=4), counts) == ["customer-support: num_resident is 3, not 4"]
 
 
-def test_examples_that_are_not_there_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_examples_are_reported_with_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["bench", "cluster", "--examples", str(tmp_path)]) == 2
     assert "give the examples' directory by --examples" in capsys.readouterr().err
 

@@ -46,7 +46,7 @@ def test_figures_are_named_or_the_rates_and_latencies_of_a_flat_result() -> None
     }
 
 
-def test_only_common_figures_are_compared_and_a_moved_machine_is_said() -> None:
+def test_only_common_figures_are_compared_and_a_changed_machine_is_reported() -> None:
     slow, fast = Figure((1, 1, 1), is_more_better=True), Figure((2, 2, 2), is_more_better=True)
     found = changes({"machine copy": slow, "gone": slow, "same": slow}, {"same": slow, "machine copy": fast})
     assert [each.name for each in found] == ["machine copy", "same"]

@@ -32,7 +32,7 @@ def test_equal_keys_are_equal_tokens_and_others_are_not() -> None:
     assert IDS.fill([shared], 3) != IDS.fill([shared], 4)
 
 
-def test_text_has_as_many_words_as_tokens_were_asked_for() -> None:
+def test_text_has_the_number_of_words_for_the_requested_tokens() -> None:
     text = TEXT.fill([Segment((1, 0), 40), Segment((1, 1), 2)], 0)
     assert isinstance(text, str)
     assert len(text.split()) == 42

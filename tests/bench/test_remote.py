@@ -86,7 +86,7 @@ def test_names_are_those_of_models_that_have_one() -> None:
         assert remote.models() == ["b", "a"]
 
 
-def test_a_name_that_is_given_is_asked_of_nobody() -> None:
+def test_a_given_model_name_needs_no_request() -> None:
     with Remote(Target.parse("http://127.0.0.1:9")) as remote:
         assert remote.model_or_first("beta") == "beta"
 
@@ -115,7 +115,7 @@ def test_text_is_given_with_its_status_whatever_that_is() -> None:
         assert remote.get_text("/health") == (503, "loading")
 
 
-def test_lines_are_followed_and_a_refusal_is_said() -> None:
+def test_follow_yields_lines_and_raises_when_the_server_refuses() -> None:
     with answering(response("200 OK", b": watching\n\nevent: hop\n", "text/event-stream")) as remote:
         assert list(remote.follow("/v1/events")) == [": watching", "", "event: hop"]
     with (

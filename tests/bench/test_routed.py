@@ -18,7 +18,7 @@ SUPPORT = Path("examples/customer-support.yaml")
 WORK = Work(64, 1, 6, "routed")
 
 
-def test_others_are_asked_the_entrys_question_and_then_the_request_itself(standin: Start) -> None:
+def test_other_servers_receive_the_entry_prompt_and_then_the_request(standin: Start) -> None:
     url, seen = standin()
     with Remote(Target.parse(url)) as remote:
         answers = RoutedRequests(SUPPORT).ask_others(remote, MODEL, WORK, 3)
@@ -31,7 +31,7 @@ def test_others_are_asked_the_entrys_question_and_then_the_request_itself(standi
     assert len({tuple(question) for question in questions}) == NUM_ROUTED
 
 
-def test_no_question_is_asked_in_two_rounds(standin: Start) -> None:
+def test_prompts_differ_between_rounds(standin: Start) -> None:
     url, seen = standin()
     with Remote(Target.parse(url)) as remote:
         for seed in (1, 2):

@@ -58,7 +58,7 @@ def test_the_same_seed_asks_the_same(standin: Start, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("takes_ids", "has_tokenize", "kind"), [(True, True, list), (False, True, str), (True, False, str)]
 )
-def test_prompts_have_the_asked_length_however_the_server_counts(
+def test_prompts_have_the_requested_length_with_every_way_to_count_tokens(
     standin: Start, takes_ids: bool, has_tokenize: bool, kind: type
 ) -> None:
     url, behaviour = standin(takes_ids=takes_ids, has_tokenize=has_tokenize)
@@ -71,7 +71,9 @@ def test_prompts_have_the_asked_length_however_the_server_counts(
     assert len(set(map(str, prompts))) == 8
 
 
-def test_a_server_that_counts_nothing_is_told_what_to_do(standin: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_token_counts_reports_an_unknown_model(
+    standin: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
     url, _ = standin(has_tokenize=False, takes_ids=False)
     assert invoke(["bench", "serve", "--base-url", url, "--model", "other"]) == 2
     assert "The model `other` does not exist." in capsys.readouterr().err
@@ -248,7 +250,7 @@ def test_ctrl_c_during_warm_ups_ends_the_command(standin: Start) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_a_data_set_that_cannot_be_read_is_said_before_a_server_is_asked(
+def test_an_unreadable_data_set_is_rejected_before_the_server_is_contacted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
 ) -> None:
     path = tmp_path / "prompts.jsonl"

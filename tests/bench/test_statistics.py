@@ -103,7 +103,7 @@ def test_percentiles_and_metrics_are_checked() -> None:
         parse_metrics("ttfb")
 
 
-def test_the_text_has_what_was_asked_for_in_the_order_of_vllm() -> None:
+def test_the_text_has_the_requested_statistics_in_the_order_of_vllm() -> None:
     result = figures([FIRST], 2.0, ("ttft", "itl"), (90.0, 99.9), {})
     result |= {"request_rate": "inf", "interrupted": 0, "max_concurrency": None}
     lines = text_of(result, ("ttft", "itl"), (90.0, 99.9)).split("\n")

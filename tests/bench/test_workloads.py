@@ -32,7 +32,7 @@ def test_texts_one_after_the_other_are_charged_their_own_time() -> None:
     assert found == {"ttft_ms": 1000.0, "output_throughput": pytest.approx(1.0), "decode_throughput": 1.0}
 
 
-def test_routed_requests_are_told_by_their_hops() -> None:
+def test_routed_requests_report_the_time_of_each_hop() -> None:
     answers = [Answer(0.0, (1.0, 4.0)), Answer(10.0, (10.5, 12.5)), Answer(20.0, (21.0, 22.0))]
     assert figures(Work(8, kind="routed"), Done(answers)) == {"request_ms": 2500.0, "hop_1_ms": 1000, "hop_2_ms": 2000}
 

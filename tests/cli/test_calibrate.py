@@ -54,7 +54,7 @@ def test_a_recording_becomes_prices_that_a_simulation_takes(
     assert replay.cost.constant_ps == file["constant_ps"]
 
 
-def test_an_engine_that_is_not_there_is_told_with_those_that_are(
+def test_an_unknown_engine_is_rejected_with_the_recorded_ones(
     recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["calibrate", str(recording), "--engine", "3"]) == 2
@@ -69,7 +69,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("lockstep: error: ")
 
 
-def test_a_file_that_cannot_be_written_is_said(
+def test_an_output_file_that_cannot_be_written_is_reported(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["calibrate", str(recording), "-o", str(tmp_path)]) == 2

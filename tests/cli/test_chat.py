@@ -89,7 +89,7 @@ def test_ctrl_c_stops_the_answer_and_the_servers_generation(url: str, behaviour:
         (("--extra-body", "x"), {}, "--extra-body is 'x'; it must be a JSON object"),
     ],
 )
-def test_an_error_is_one_line_that_says_what_would_be_right(
+def test_an_error_is_one_line_with_its_cause(
     arguments: tuple[str, ...],
     behaves: dict[str, object],
     message: str,
@@ -105,13 +105,13 @@ def test_an_error_is_one_line_that_says_what_would_be_right(
     assert printed.count("\n") == 1
 
 
-def test_the_right_key_opens_the_door(url: str, behaviour: Behaviour, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_right_key_is_accepted(url: str, behaviour: Behaviour, capsys: pytest.CaptureFixture[str]) -> None:
     behaviour.api_key = "secret"
     assert invoke(["chat", "--base-url", url, "-p", "x", "--max-tokens", "1", "--api-key", "secret"]) == 0
     assert capsys.readouterr().out == "word0 \n"
 
 
-def test_nobody_listening_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_connection_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["chat", "--base-url", "http://127.0.0.1:9", "-p", "x"]) == 2
     printed = capsys.readouterr().err
     assert "cannot connect to http://127.0.0.1:9" in printed

@@ -40,7 +40,7 @@ def test_text_is_one_fact_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("  total_bytes: ") for line in lines)
 
 
-def test_secrets_are_masked_and_strangers_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_redacted_and_unrelated_variables_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ann")
     environ = {
         "LOCKSTEP_API_KEY": "sk-1",

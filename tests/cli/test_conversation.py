@@ -73,7 +73,7 @@ def test_what_is_wrong_is_one_line(
 
 @pytest.mark.parametrize("verb", [("run", "stub://a"), ("chat", "--base-url", "http://127.0.0.1:9", "--model", "m")])
 @pytest.mark.parametrize(("flag", "what"), [("-p", "the prompt"), ("--system", "--system")])
-def test_bytes_that_are_no_text_are_said_in_a_line(
+def test_text_that_is_not_utf_8_is_rejected_with_its_position(
     verb: tuple[str, ...], flag: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As an argument holds a byte that was not UTF-8."""
@@ -81,7 +81,7 @@ def test_bytes_that_are_no_text_are_said_in_a_line(
     assert f"{what} is not UTF-8 at character 1 ('\\udcff'); write it in UTF-8" in capsys.readouterr().err
 
 
-def test_a_template_that_cannot_be_read_is_told_at_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_chat_template_is_reported_at_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.jinja"
     path.write_text("{% for m in messages %}\n{{ m.content }}\n{% endif %}")
     assert invoke(["run", "stub://a", "--raw", "-p", "x", "--chat-template", str(path)]) == 2

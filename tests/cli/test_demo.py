@@ -29,7 +29,7 @@ def test_its_manifest_writes_down_the_personas_that_pocket_was_trained_to_take()
     assert served_by(bare, Backend.POCKET) == manifest
 
 
-def test_it_stays_up_when_it_is_asked_to_and_ends_its_server_with_itself() -> None:
+def test_keep_leaves_the_server_up_until_an_interrupt() -> None:
     command = [*DEMO, "--keep", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -31,12 +31,12 @@ def asked(**environment: str) -> str:
         ("lockstep completion ", 2, ["bash", "zsh", "fish"]),
     ],
 )
-def test_bash_is_told_what_comes_next(words: str, position: int, expected: list[str]) -> None:
+def test_bash_completes_the_next_word(words: str, position: int, expected: list[str]) -> None:
     answer = asked(**{COMPLETION_VARIABLE: "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)})
     assert answer.split() == expected
 
 
-def test_zsh_and_fish_are_told_with_help() -> None:
+def test_zsh_and_fish_completions_include_help() -> None:
     zsh = asked(**{COMPLETION_VARIABLE: "complete_zsh", "_TYPER_COMPLETE_ARGS": "lockstep col"})
     assert '"collect-env":"Print versions' in zsh
     fish = asked(

@@ -105,7 +105,7 @@ hosts:
 """
 
 
-def test_hosts_are_told_with_the_replicas_of_each_model(check: Check) -> None:
+def test_hosts_are_printed_with_the_replicas_of_each_model(check: Check) -> None:
     code, out, err = check(HOSTED)
     assert (code, err) == (0, "")
     assert out.splitlines()[-2:] == [
@@ -126,7 +126,7 @@ def test_hosts_are_told_with_the_replicas_of_each_model(check: Check) -> None:
     assert facts(check, EXAMPLES / "customer-support.yaml", "--backend", "stub")["hosts"] is None
 
 
-def test_models_that_come_to_share_replicas_are_told_of_other_demands(check: Check) -> None:
+def test_different_replica_counts_for_one_artifact_give_a_warning(check: Check) -> None:
     _, _, err = check(HOSTED, "--backend", "pocket")
     assert "warning: router: has 3 replicas, not 2, as models of one artifact share them" in err
 
@@ -222,7 +222,7 @@ def test_what_its_load_would_refuse_is_a_refusal(check: Check, key: str, words: 
         assert check(text, "--backend", "stub")[0] == 0, "a stub's pool is a fiction"
 
 
-def test_a_budget_above_the_machine_is_cut_and_said(check: Check) -> None:
+def test_a_budget_above_the_machine_is_cut_with_a_warning(check: Check) -> None:
     text = "cluster: x\nresources: {gpu_budget: 900TB, ram_budget: 100TB}\nmodels: {a: {source: 'pocket://'}}\n"
     told = facts(check, text)
     gpu, ram = told["budgets"]

@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["tiny-llama.gguf", "tiny-qwen3.gguf", "tiny-llama", "tiny-qwen3"])
-def test_run_answers_from_every_format_and_says_the_same_twice(run: Run, models: Path, name: str) -> None:
+def test_run_answers_from_every_format_and_repeats_the_same_text(run: Run, models: Path, name: str) -> None:
     arguments = ("run", str(models / name), "-p", "hello world", "--json", *SHORT)
     code, out, err = run(*arguments)
     assert (code, err) == (0, "")

@@ -19,7 +19,7 @@ class Watch:
         return self.now_s
 
 
-def test_every_stage_is_a_line_and_one_that_lasts_is_told_again() -> None:
+def test_each_loading_stage_prints_a_line_and_a_reminder_when_it_lasts() -> None:
     said, watch = list[str](), Watch()
     tell = LoadingLines(said.append, watch)
 

@@ -68,12 +68,12 @@ def test_what_cannot_be_recorded_is_a_warning_and_the_server_is_ready_all_the_sa
     assert capsys.readouterr().out.splitlines()[-1] == f"warning: {warning}"
 
 
-def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["ps", "--base-url", "http://127.0.0.1:9"]) == 2
     assert "cannot connect to http://127.0.0.1:9" in capsys.readouterr().err
 
 
-def test_a_budget_that_was_cut_says_so() -> None:
+def test_a_budget_that_was_cut_shows_its_declared_size() -> None:
     shown = text_of(Managed().snapshot())
     assert "gpu_budget: 40 B of 80 B in use, cut from 100 B to what the machine has" in shown
     assert "counted: requests_total 3" in shown
@@ -109,7 +109,7 @@ def test_hosts_and_where_each_replica_is_are_shown_and_why_one_is_not() -> None:
     assert "org/legal#0 is waiting: no host has 4 CPU free: a has 1 CPU; b has 0 CPU" in lines
 
 
-def test_without_hosts_nothing_is_said_of_any() -> None:
+def test_without_hosts_no_hosts_or_replicas_are_listed() -> None:
     shown = text_of(Managed().snapshot())
     assert "HOST" not in shown
     assert "REPLICA" not in shown
@@ -147,7 +147,7 @@ def test_what_has_not_left_in_time_is_named_and_seen_by_the_exit_code(capsys: py
         assert [(place["models"], place["number"]) for place in told["places"]] == [(["router"], 1)]
 
 
-def test_a_host_that_nobody_knows_is_said_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_host_is_rejected_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     with hosted(Hosted()) as server:
         for flag in ("--drain", "--undrain"):
             assert invoke(["ps", flag, "gon", "--base-url", server.url]) == 2

@@ -79,7 +79,7 @@ def test_replicas_that_refuse_every_request_fail(trace: str, capsys: pytest.Capt
     assert invoke(["replay", trace, "--replicas", "2"]) == 0
 
 
-def test_what_is_asked_for_counts(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_applies_the_given_options(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cost = tmp_path / "cost.json"
     cost.write_text(json.dumps({**COST, "made_by": "hand"}))
     arguments = [
@@ -148,7 +148,9 @@ def test_a_price_below_zero_is_refused(trace: str, tmp_path: Path, capsys: pytes
     assert "decode_seq_ps is -1; no step takes negative time" in capsys.readouterr().err
 
 
-def test_the_bench_says_that_both_ways_decide_the_same(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_replay_decides_the_same_with_run_lengths_and_single_steps(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert invoke(["bench", "replay", trace, "--rounds", "1", "--set", "max_num_seqs=3", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     counted, single = result["run_lengths"], result["single_steps"]
@@ -160,7 +162,7 @@ def test_the_bench_says_that_both_ways_decide_the_same(trace: str, capsys: pytes
     assert "peak memory" in capsys.readouterr().out
 
 
-def test_a_replay_beyond_what_was_calibrated_says_so(
+def test_a_replay_beyond_the_calibrated_range_warns_of_extrapolation(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a report and in a sweep, where it is some of the configs."""
@@ -197,7 +199,7 @@ def test_every_tick_is_in_the_report_by_the_names_of_the_file(tmp_path: Path) ->
     assert replayed(load, tmp_path, "--no-ticks")["ticks"] is None
 
 
-def test_ticks_of_a_long_replay_are_there_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_ticks_of_a_long_replay_need_the_ticks_flag(tmp_path: Path) -> None:
     def idle_for(num_ticks: int) -> dict[str, Any]:
         requests = [
             {"id": str(arrival), "prompt_tokens": 4, "max_output_tokens": 1, "arrival_tick": arrival}

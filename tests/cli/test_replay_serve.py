@@ -116,7 +116,7 @@ def test_a_request_that_is_not_streamed_gets_the_same_answer(
     assert whole.usage.model_dump() == before.usage
 
 
-def test_an_answer_says_which_recorded_request_it_is_and_a_longer_prompt_gets_that_of_its_beginning(
+def test_an_answer_names_its_recorded_request_and_a_longer_prompt_matches_by_prefix(
     recorded: tuple[Path, list[Told]], again: ServerProcess
 ) -> None:
     body = BODIES[1]
@@ -132,7 +132,9 @@ def test_an_answer_says_which_recorded_request_it_is_and_a_longer_prompt_gets_th
     assert prefix.json()["usage"]["prompt_tokens"] > exact.json()["usage"]["prompt_tokens"]
 
 
-def test_other_doors_find_the_same_recorded_prompt(recorded: tuple[Path, list[Told]], again: ServerProcess) -> None:
+def test_the_anthropic_and_ollama_apis_match_the_same_recorded_prompt(
+    recorded: tuple[Path, list[Told]], again: ServerProcess
+) -> None:
     body = {"model": "pocket", "messages": BODIES[1]["messages"]}
     with again.client() as client:
         message = client.post("/v1/messages", json={**body, "max_tokens": 24})
@@ -142,7 +144,7 @@ def test_other_doors_find_the_same_recorded_prompt(recorded: tuple[Path, list[To
     assert message.headers["x-lockstep-recorded"] == chat.headers["x-lockstep-recorded"]
 
 
-def test_what_nobody_asked_is_not_found_and_the_error_says_what_is(again: ServerProcess) -> None:
+def test_an_unrecorded_prompt_returns_not_recorded_with_the_number_of_recorded_prompts(again: ServerProcess) -> None:
     with client_of(again) as client, pytest.raises(openai.NotFoundError) as refused:
         client.chat.completions.create(**asked("what nobody asked"))
     assert refused.value.code == "not_recorded"
@@ -161,7 +163,7 @@ def test_log_probabilities_and_embeddings_are_refused_since_no_recording_has_the
             client.embeddings.create(model="pocket", input="a text")
 
 
-def test_the_models_are_those_that_were_asked_and_the_server_is_ready(again: ServerProcess) -> None:
+def test_models_lists_the_recorded_models_and_the_server_is_ready(again: ServerProcess) -> None:
     with again.client() as client:
         [model] = client.get("/v1/models").json()["data"]
         assert client.get("/health/ready").status_code == 200
@@ -169,7 +171,7 @@ def test_the_models_are_those_that_were_asked_and_the_server_is_ready(again: Ser
     assert (model["id"], model["max_model_len"] > 0) == ("pocket", True)
 
 
-def test_strict_answers_recorded_requests_alone_and_a_key_is_asked_for_as_by_any_server(
+def test_strict_accepts_recorded_requests_only_and_the_api_key_is_required(
     recorded: tuple[Path, list[Told]],
 ) -> None:
     flags = ("--speed", "0", "--strict", "--api-key", "sesame", "--served-model-name", "mine")
@@ -285,7 +287,7 @@ def test_a_cluster_is_served_again_by_its_manifest_hops_and_personas_included(tm
         (("replay", "--verify", "{content}", "--strict"), "--strict"),
     ],
 )
-def test_a_wrong_word_is_answered_with_a_line_that_says_what_would_be_right(
+def test_a_wrong_argument_is_rejected_with_an_error_that_names_it(
     words: tuple[str, ...],
     said: str,
     recorded: tuple[Path, list[Told]],
@@ -349,7 +351,7 @@ def lived(server: ServerProcess, day: list[tuple[float, dict[str, Any]]], speed:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("speed", [1.0, 10.0])
-def test_a_day_of_a_thousand_requests_is_told_again_as_it_was(speed: float, tmp_path: Path) -> None:
+def test_a_day_of_a_thousand_requests_is_replayed_exactly(speed: float, tmp_path: Path) -> None:
     day = a_day(random.Random(18))
     with serve("pocket://", "--trace", str(tmp_path), *RECORDED) as server:
         before = lived(server, day, 1.0)

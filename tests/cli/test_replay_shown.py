@@ -32,14 +32,14 @@ def test_a_pipe_gets_markdown(workload: str, capsys: pytest.CaptureFixture[str])
     assert "| completed |" in text
 
 
-def test_pages_and_traces_are_written_where_asked(workload: str, tmp_path: Path) -> None:
+def test_pages_and_traces_are_written_to_the_given_paths(workload: str, tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "steps.json"
     assert invoke(["replay", workload, "--html", str(page), "--perfetto", str(trace)]) == 0
     assert "request-3" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_a_comparison_is_one_page_and_says_what_was_set(
+def test_a_comparison_is_one_page_with_the_settings_that_differ(
     workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"

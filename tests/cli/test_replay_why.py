@@ -80,7 +80,7 @@ def test_diff_tells_the_step_the_reason_and_a_reproducer_that_reproduces(
     assert "waits: 5 of 5 sequences run" in again
 
 
-def test_diff_of_configs_that_decide_the_same_says_so(call: Call, file: Path) -> None:
+def test_diff_of_configs_with_equal_decisions_reports_identical(call: Call, file: Path) -> None:
     code, out, _ = call("diff", file, "--set-b", "max_num_seqs=40", "--set", "max_num_seqs=41")
 
     assert code == 0
@@ -126,7 +126,7 @@ def test_diff_of_two_workloads(call: Call, file: Path, tmp_path: Path) -> None:
         ("a: [", "is not YAML"),
     ],
 )
-def test_a_faulty_config_file_is_told_in_one_line(
+def test_an_invalid_config_file_is_reported_in_one_line(
     call: Call, file: Path, tmp_path: Path, text: str, message: str
 ) -> None:
     faulty, empty = tmp_path / "a.yaml", tmp_path / "b.yaml"
@@ -152,7 +152,7 @@ def test_a_faulty_config_file_is_told_in_one_line(
         (("sweep", "w.json", "--grid", "max_num_seqs=1", "--objective", "ttft"), "no report has a metric 'ttft'"),
     ],
 )
-def test_a_wrong_command_line_says_what_would_be_right(
+def test_a_wrong_command_line_is_rejected_with_a_hint(
     call: Call, file: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(file.parent)
@@ -258,7 +258,7 @@ def test_a_sweep_that_is_killed_leaves_no_process_behind(long_sweep: subprocess.
     assert not alive
 
 
-def test_a_sweep_says_that_one_of_its_processes_was_ended_from_outside(long_sweep: subprocess.Popen[str]) -> None:
+def test_a_sweep_reports_a_process_that_was_killed(long_sweep: subprocess.Popen[str]) -> None:
     children = family(long_sweep, 3)
     worker = next(each for each in children if "spawn_main" in "".join(each.cmdline()))
 

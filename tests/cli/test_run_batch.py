@@ -87,7 +87,7 @@ def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
         (jsonl([line(0, model="gpt-4o")]), "line 1: model is 'gpt-4o', and it is 'pocket' here"),
     ],
 )
-def test_a_fault_of_the_input_is_told_before_the_model_is_loaded(
+def test_invalid_input_is_rejected_before_the_model_is_loaded(
     content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -119,7 +119,7 @@ def test_arguments_are_flags_as_well() -> None:
         (("in.jsonl", "in.jsonl"), "the output cannot be written there"),
     ],
 )
-def test_what_cannot_be_run_is_told(
+def test_files_that_cannot_be_read_or_written_are_rejected(
     arguments: tuple[str, ...],
     message: str,
     tmp_path: Path,

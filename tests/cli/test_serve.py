@@ -80,7 +80,7 @@ def flagged(config: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def test_the_file_gives_what_nobody_else_does(flagged: ServerProcess) -> None:
+def test_the_file_sets_flags_that_are_given_nowhere_else(flagged: ServerProcess) -> None:
     assert models_of(flagged) == {"from-file": 100, "alias": 100}
 
 
@@ -91,7 +91,7 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(config: Pat
         assert models_of(server) == {"from-environment": 300}
 
 
-def test_without_a_model_pocket_answers_and_the_log_says_so() -> None:
+def test_without_a_model_pocket_is_served_with_a_warning() -> None:
     with serve(*IN_THREAD) as server, server.client() as client:
         assert list(models_of(server)) == ["pocket"]
         command = first_request(server.base_url, has_key=False)  # as a terminal is shown it
@@ -105,7 +105,7 @@ def test_a_second_port_is_the_one_of_addr(flagged: ServerProcess) -> None:
     assert flagged.base_url.startswith("http://127.0.0.1:")
 
 
-def test_flags_without_effect_are_said_once(flagged: ServerProcess) -> None:
+def test_flags_without_effect_are_logged_once(flagged: ServerProcess) -> None:
     warnings = [line for line in flagged.stderr.splitlines() if " WARNING " in line]
     assert len(warnings) == 2
     assert "--gpu-memory-utilization has no effect: no GPU memory is reserved" in warnings[0]
@@ -233,7 +233,7 @@ def test_what_is_known_to_be_wrong_opens_no_port(
     assert printed.err.count("\n") == 1
 
 
-def test_what_only_loading_tells_is_said_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_block_size_is_reported_when_the_model_loads(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["serve", STUB, *IN_THREAD, "--port", "0", "--block-size", "7"]) == 2
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1, "where it listens; that it is ready is not said"
@@ -241,7 +241,7 @@ def test_what_only_loading_tells_is_said_then(capsys: pytest.CaptureFixture[str]
     assert printed.err.count("\n") == 1
 
 
-def test_at_ready_a_server_says_what_it_is() -> None:
+def test_a_ready_server_logs_its_configuration() -> None:
     flags = ("--max-num-seqs", "7", "--threads", "1", "--kv-cache-memory-bytes", "40000000", "--api-key", "k")
     with serve("pocket://", "--served-model-name", "alpha", *flags, *IN_THREAD) as server:
         told, url = server.stderr, server.base_url
@@ -263,7 +263,7 @@ def test_at_ready_a_server_says_what_it_is() -> None:
     assert told.index("alpha: ready after") < told.index("alpha: context of")
 
 
-def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert invoke(["serve", STUB, *IN_THREAD, "--port", str(port)]) == 2
@@ -286,7 +286,7 @@ def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         ("port: {", "is not YAML"),
     ],
 )
-def test_a_fault_of_the_file_is_told_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+def test_a_fault_of_the_file_reports_its_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     with pytest.raises(FaultyTextError) as caught:

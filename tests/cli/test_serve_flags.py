@@ -120,13 +120,13 @@ def test_the_help_of_a_flag_is_the_sentence_under_its_field() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_flag_says_what_its_field_is(name: str) -> None:
+def test_a_flag_sets_its_field(name: str) -> None:
     assert getattr(config_of(*said(name, SAMPLES[name])), name) == SAMPLES[name]
     if name in VLLM_NAMES:
         assert getattr(config_of(*said(name, SAMPLES[name], VLLM_NAMES[name])), name) == SAMPLES[name]
 
 
-def test_what_no_flag_says_is_the_default() -> None:
+def test_a_flag_left_out_gives_the_default_of_its_field() -> None:
     """But for the pool, which follows from the memory, and the context, which is the model's."""
     made = config_of()
     for f in fields(SchedulerConfig):
@@ -184,7 +184,7 @@ def test_a_file_has_flags_by_any_of_their_names(tmp_path: Path) -> None:
     assert (config["order"], config["max_chunk_tokens"]) == ("priority", 7)
 
 
-def test_a_file_that_says_a_flag_under_two_names_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_with_two_names_of_one_flag_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("order: fcfs\nscheduling_policy: fair\n")
     assert invoke(["serve", STUB, "--config", str(path)]) == 2

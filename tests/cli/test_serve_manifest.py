@@ -83,7 +83,7 @@ def test_the_embedded_model_has_its_personas_by_either_of_its_names() -> None:
         assert cluster_of(server)["backend"] == "pocket"
 
 
-def test_one_stub_behind_every_name_still_routes_by_what_is_said() -> None:
+def test_one_stub_behind_every_name_still_routes_by_prompt() -> None:
     flags = ("--manifest", str(EXAMPLES / "customer-support.yaml"), "--backend", "stub://all?step_ms=1")
     with serve(*flags, *IN_THREAD) as server, server.client() as client:
         for words, model in (("a clause of my contract", "legal"), ("hello", "fallback")):
@@ -139,7 +139,7 @@ def test_every_example_boots_with_its_models_in_their_tiers_and_its_bytes(
     assert warmed == (8 if example == "warming-heavy" else 0)
 
 
-def test_budgets_beyond_the_machine_are_cut_and_said_in_a_line_each(tmp_path: Path) -> None:
+def test_budgets_beyond_the_machine_are_cut_with_one_warning_each(tmp_path: Path) -> None:
     text = "cluster: c\nresources: {gpu_budget: 80TB, ram_budget: 20TB}\nmodels:\n  m: {source: 'pocket://'}\n"
     with serve("--manifest", str(written(tmp_path, text)), *IN_THREAD) as server:
         lines = [line for line in server.stderr.splitlines() if "is cut from" in line]

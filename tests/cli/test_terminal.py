@@ -206,7 +206,7 @@ def test_a_pipe_is_read_by_lines_and_ends_at_its_first_error() -> None:
     assert "never ends" in unended.stderr
 
 
-def test_what_a_model_without_roles_cannot_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_need_a_chat_template_are_rejected_without_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["run", "stub://alpha", "--raw", "--system", "x", "-p", "y"]) == 2
     assert "--system needs a chat template" in capsys.readouterr().err
     for command, message in (("/system x", "needs a chat template"), ("/save x", "no conversation to save")):

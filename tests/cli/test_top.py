@@ -138,7 +138,7 @@ def test_one_frame_goes_into_a_pipe_as_plain_lines(server: ServerProcess) -> Non
     assert any("tier_changed  alpha loading → resident" in line for line in lines)
 
 
-def test_where_there_is_no_terminal_it_says_what_would_do() -> None:
+def test_top_without_a_terminal_suggests_once() -> None:
     done = run("top")
     assert done.returncode == 2
     assert done.stderr == (
@@ -226,7 +226,7 @@ def test_an_output_without_unicode_is_ascii(server: ServerProcess) -> None:
     assert done.stdout.isascii()
 
 
-def test_a_server_that_goes_away_is_said_and_found_again() -> None:
+def test_a_lost_server_is_shown_and_reconnected() -> None:
     with serve("stub://alpha", *IN_THREAD) as server:
         url = server.base_url
         terminal = Terminal("--base-url", url, *QUICK)

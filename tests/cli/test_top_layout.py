@@ -43,7 +43,7 @@ def test_a_section_counts_what_has_no_place() -> None:
     assert section.fit(1) == section.fit(0) == []
 
 
-def test_a_section_that_was_scrolled_says_what_is_above_and_below() -> None:
+def test_a_scrolled_section_counts_the_lines_above_and_below() -> None:
     section = Section(Text("HEAD"), rows(*"abcdefgh"), offset=3)
     assert [line.plain for line in section.fit(4)] == ["HEAD", "d", "e", "… 3 above, 3 below"]
     assert [line.plain for line in section._replace(offset=99).fit(4)][1:] == ["g", "h", "… 6 above, 0 below"]

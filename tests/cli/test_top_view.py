@@ -56,7 +56,7 @@ def test_what_others_wrote_is_one_line_of_text() -> None:
     assert any("[bold]" in line for line in lines_of(crowded()))
 
 
-def test_the_head_says_who_it_is_and_how_it_is() -> None:
+def test_the_head_shows_the_name_status_and_rates() -> None:
     first, second, *_ = lines_of(view_of(snapshot_of(), uptime_s=180.0))
     assert first == f"lockstep top  small  ready  up 3 min  1.2.3  {URL}"
     assert second.startswith("running 1  waiting 0  tokens/s -  requests/s -  sessions 1  requests 3")
@@ -185,7 +185,7 @@ def test_sessions_and_requests_and_events_stand_newest_first() -> None:
     assert "REQUEST " not in "\n".join(lines_of(view_of(snapshot_of()))), "a server that does not list them"
 
 
-def test_a_server_that_is_gone_and_models_that_cannot_answer_are_said() -> None:
+def test_a_lost_server_and_failed_models_are_shown() -> None:
     cluster = snapshot_of()
     failed = changed(cluster, models=(changed(cluster.models[0], state="failed", reason="the file is gone"),))
     lines = lines_of(view_of(failed, trouble="cannot connect to it", status="not ready"))
@@ -194,7 +194,7 @@ def test_a_server_that_is_gone_and_models_that_cannot_answer_are_said() -> None:
     assert "not ready" in lines[0]
 
 
-def test_a_request_says_why_it_waited_and_the_newest_how_it_is_replayed() -> None:
+def test_a_request_shows_why_it_waited_and_the_newest_shows_its_replay_command() -> None:
     places = tuple(RequestReplay(at, 40 + at, f"lockstep replay --verify /trace{HOSTILE}") for at in range(2))
     waits = (RequestWait("1 place for a sequence, which is taken"), RequestWait(HOSTILE))
     requests = (

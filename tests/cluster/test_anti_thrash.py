@@ -103,7 +103,7 @@ def test_what_waits_is_served_by_model_and_every_model_is_loaded_once(arrivals: 
 
 
 @pytest.mark.parametrize("gap_s", [0.02, 0.05, 0.14, 0.5])
-def test_a_stream_that_alternates_is_grouped_and_nobody_waits_longer_than_two_turns(gap_s: float) -> None:
+def test_an_alternating_stream_is_grouped_and_no_request_waits_longer_than_two_turns(gap_s: float) -> None:
     """Loads are bounded by time, not by requests: a turn lasts at least a load and the wait that ends it."""
     policy = PlanPolicy(max_wait_s=2.0)
     simulation = Simulation("AB", budget=4, policy=policy)

@@ -101,7 +101,7 @@ async def test_stubs_of_a_manifest_route_by_the_words_of_a_request(
         assert (counters.router_hits, counters.dispatch_hits) == (20, 20 - num_fallbacks)
 
 
-def test_a_stub_that_is_to_route_is_told_what_its_source_does_not_say() -> None:
+def test_a_routing_stub_gets_the_field_and_ids_that_its_source_leaves_out() -> None:
     """The rule's field, and its words; under every backend that has stubs."""
     said = {
         "stub://r": "stub://r?field=intent&ids=billing,technical,legal",

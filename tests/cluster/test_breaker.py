@@ -34,7 +34,7 @@ def test_failures_open_it_only_in_a_row() -> None:
     assert breaker.wait_s(0.0) == 0.0
 
 
-def test_an_open_one_lets_nobody_in_until_its_rest_is_over_and_then_one() -> None:
+def test_an_open_breaker_admits_no_call_until_its_rest_is_over_and_then_one() -> None:
     breaker = opened()
     assert breaker.admit(0.99) is None
     assert breaker.wait_s(0.25) == 0.75

@@ -138,7 +138,7 @@ class TestCheck:
 
 
 class TestText:
-    def test_the_table_says_who_needs_what_of_which_budget(self) -> None:
+    def test_the_table_lists_the_need_of_each_model_by_budget(self) -> None:
         needs = [
             stub("router", Tier.RESIDENT),
             stub("billing", Tier.RESIDENT, "router"),
@@ -156,7 +156,7 @@ class TestText:
             "memory for standby models: 2.4 MB needed, no limit set",
         ]
 
-    def test_a_refusal_says_which_budget_and_what_would_help(self) -> None:
+    def test_a_refusal_names_the_budget_and_the_remedy(self) -> None:
         both = check([stub("a", Tier.RESIDENT), stub("b", Tier.STANDBY)], bounds(500 * MB, 500 * MB))
         assert refusal(both) == (
             "the models need more than gpu_budget (800 MB of 500 MB) and ram_budget (800 MB of 500 MB): "

@@ -97,14 +97,14 @@ NAMES = [(None, True), ("customer-support-agent", True), ("router", True), ("bil
 
 
 @pytest.mark.parametrize(("name", "is_routed"), NAMES)
-async def test_a_name_says_whether_a_request_is_routed(name: str | None, is_routed: bool) -> None:
+async def test_the_model_name_decides_whether_a_request_is_routed(name: str | None, is_routed: bool) -> None:
     async with clustered(SUPPORT, "stub") as cluster:
         said = await say(cluster, "my login fails", name)
         assert bool(said.hops) == is_routed
         assert said.model == ("technical" if is_routed else name)
 
 
-async def test_what_nobody_is_called_is_not_found() -> None:
+async def test_unknown_models_and_token_ids_without_a_model_are_rejected() -> None:
     async with clustered(SUPPORT, "stub") as cluster:
         with pytest.raises(ModelNotFoundError, match="`nobody`"):
             await say(cluster, "hello", "nobody")
@@ -185,7 +185,7 @@ async def test_aborting_all_ends_every_call_with_the_error(gate: Gate) -> None:
         gate.open()
 
 
-async def test_what_is_too_long_for_the_router_alone_is_told_so() -> None:
+async def test_a_prompt_too_long_for_the_router_is_rejected_unless_it_names_a_model() -> None:
     text = """
 cluster: c
 models:

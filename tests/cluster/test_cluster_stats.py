@@ -104,7 +104,7 @@ def test_times_to_first_token_are_those_of_the_window() -> None:
     assert engine.ttft_p50_s == pytest.approx(0.05)
 
 
-def test_who_waits_in_an_engine_is_told_also_without_rates() -> None:
+def test_waiting_requests_of_an_engine_are_reported_without_rates() -> None:
     gauges = {"num_requests_waiting": 3.0, "kv_cache_usage_perc": 0.5}
     watch = Watch()
     for at_s in (0.0, 1.0):
@@ -114,7 +114,7 @@ def test_who_waits_in_an_engine_is_told_also_without_rates() -> None:
         assert (engine.num_waiting, engine.kv_share, engine.num_blocks, engine.ttft_p50_s) == (3, 0.5, None, None)
 
 
-def test_tiers_of_the_store_are_told_by_name() -> None:
+def test_tiers_of_the_store_are_reported_by_name() -> None:
     [tier] = stats_of(History(), {}, {"host": TierStats(1, 2, 3, 4, 5, 6, 7)}, 0, 30.0).tiers
     assert (tier.name, tier.num_blocks, tier.num_bytes, tier.budget_bytes) == ("host", 1, 2, 3)
     assert (tier.num_evicted, tier.num_loaded, tier.num_rejected, tier.num_checked) == (4, 5, 6, 7)

@@ -59,7 +59,7 @@ def test_the_smallest_budget_holds_and_none_bounds_nothing() -> None:
     assert found == [None, 100, 70, None]
 
 
-def test_a_group_idles_as_long_as_the_most_patient_gateway_says() -> None:
+def test_a_group_idles_for_the_longest_limit_of_its_gateways() -> None:
     limits = [(1.0, 2.0), (None, 2.0)]
     reports = [[report(0, seen("a", idle_limit_s=x)), report(0, seen("a", idle_limit_s=y))] for x, y in limits]
     assert [merged_view({}, each, 0).replicas[0].idle_limit_s for each in reports] == [2.0, None]
@@ -99,7 +99,7 @@ def test_while_replicas_are_lost_a_gateway_keeps_its_links() -> None:
     assert actions_for(word, Observed((seen("a", Phase.RESIDENT),), None)) == ()
 
 
-def test_who_waits_for_a_group_that_cannot_be_had_is_told_why() -> None:
+def test_requests_for_a_group_that_cannot_be_placed_are_refused_with_the_reason() -> None:
     word = ControllerState(1, refusals={"a": "no host has 2 CPU free"})
     asked = (seen("a", num_waiting=1, waiting_since_s=0.0), seen("b"))
     assert actions_for(word, Observed(asked, None)) == (Refuse("a", "no host has 2 CPU free"),)

@@ -125,7 +125,7 @@ def test_a_word_is_read_from_every_form_of_answer(field_name: str, word: str, fo
 
 
 @given(st.lists(WORDS, unique=True, max_size=6), st.data())
-def test_every_word_that_the_entry_may_say_leads_to_a_known_model_and_none_to_nobody(
+def test_each_constraint_word_leads_to_a_known_model_and_none_leads_to_no_model(
     ids: list[str], data: st.DataObject
 ) -> None:
     literal = data.draw(st.dictionaries(WORDS, st.sampled_from(ids), max_size=4)) if ids else {}
@@ -142,11 +142,11 @@ def test_every_word_that_the_entry_may_say_leads_to_a_known_model_and_none_to_no
 
 
 @given(st.text(max_size=40), st.sampled_from([BY_FIELD, TO_ONE, LITERAL]))
-def test_any_answer_leads_to_a_known_model_or_to_nobody(answer: str, rule: DispatchRule) -> None:
+def test_any_answer_leads_to_a_known_model_or_to_none(answer: str, rule: DispatchRule) -> None:
     assert rule.target_of(rule.read(answer), IDS) in (*IDS, None)
 
 
-def test_unknown_values_lead_to_nobody_and_case_does_not_matter() -> None:
+def test_unknown_values_lead_to_no_model_and_case_does_not_matter() -> None:
     assert BY_FIELD.target_of("sales", IDS) is None
     assert BY_FIELD.target_of(None, IDS) is None
     assert BY_FIELD.target_of("NONE", IDS) is None

@@ -43,7 +43,7 @@ async def test_a_watcher_that_was_away_goes_on_where_it_was() -> None:
     assert [event.fields["model"] for event in await first(log, 2, after_id=1)] == ["b", "c"]
 
 
-async def test_a_watcher_that_is_too_slow_is_told_how_much_it_lost() -> None:
+async def test_a_slow_subscriber_receives_the_number_of_lost_events() -> None:
     log = EventLog()
     async with aclosing(log.subscribe(0)) as stream:
         warm(log, "first")

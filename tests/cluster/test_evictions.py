@@ -64,7 +64,7 @@ def test_no_more_goes_than_the_room_needs() -> None:
     assert planned(wanted("a", 8), cheap, large, budget=9) == (Unload("c", UnloadReason.ROOM, "a"),)
 
 
-def test_nobody_goes_when_it_would_not_suffice() -> None:
+def test_no_model_is_evicted_when_that_would_not_suffice() -> None:
     assert planned(wanted("a", 8), resident("b"), resident("c", num_busy=1), budget=8) == ()
 
 
@@ -79,7 +79,7 @@ def test_what_was_freed_for_one_is_not_taken_by_a_later_one() -> None:
     assert planned(wanted("a"), second, going, resident("d"), budget=8) == (Unload("d", UnloadReason.ROOM, "c"),)
 
 
-def test_nobody_is_evicted_for_two() -> None:
+def test_each_eviction_makes_room_for_one_model_only() -> None:
     both = wanted("a"), wanted("c", since_s=NOW_S - 0.1)
     assert planned(*both, resident("b"), resident("d"), budget=8) == (
         Unload("b", UnloadReason.ROOM, "c"),

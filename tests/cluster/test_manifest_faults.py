@@ -27,7 +27,7 @@ def test_what_the_cases_change_is_right_before() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_is_told_where_it_is(name: str) -> None:
+def test_a_fault_reports_its_line_and_field(name: str) -> None:
     """Each gives exactly one problem: no fault brings others along."""
     old, new, line, where, words = CASES[name]
     assert BASE.count(old) == 1
@@ -42,7 +42,7 @@ def test_faults_have_messages_of_their_own() -> None:
     assert len(set(messages)) == len(messages)
 
 
-def test_all_faults_of_a_text_are_told_at_once_in_the_order_of_lines() -> None:
+def test_all_faults_are_reported_at_once_in_the_order_of_lines() -> None:
     text = """\
 cluster: [shop]
 resources:
@@ -143,7 +143,7 @@ def test_a_character_that_is_not_what_it_looks_like_is_named(
     assert any(all(word in problem.message for word in words) for problem in told), told
 
 
-def test_letters_of_a_language_are_nobodys_disguise() -> None:
+def test_accented_letters_are_not_reported_as_lookalikes() -> None:
     (problem,) = problems_of(BASE.replace("tier: standby", "tier: r\u00e9serve"))
     assert "U+" not in problem.message
 

@@ -248,7 +248,7 @@ def test_the_environment_is_what_was_passed_in_and_nothing_else(monkeypatch: pyt
     assert parse(FULL, environment={"HOST": "a.b"}).entry("cloud").source == "https://a.b/v1"
 
 
-def test_what_comes_over_the_network_is_told_that_it_reads_no_variables() -> None:
+def test_a_manifest_over_http_that_names_a_variable_is_rejected() -> None:
     with pytest.raises(
         ManifestError, match=r"names \$\{HOST\}, but a manifest that comes over HTTP reads no variables"
     ):

@@ -156,7 +156,9 @@ def test_a_key_names_no_private_server_but_one_that_the_file_names(keyed: Machin
     assert problem == {"line": 4, "where": "models.m.remote.base_url", "message": ADDRESS_REFUSED}
 
 
-def test_what_a_name_leads_to_is_known_when_it_is_asked(keyed: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_that_resolves_to_a_private_address_is_rejected_at_the_request(
+    keyed: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The name is one of a public server while it is put, and leads here when it is called."""
     leads_to(monkeypatch, "rebound.example", "127.0.0.1")
     text = "cluster: c\nmodels:\n  a: {source: 'stub://a'}\n  m: {remote: {base_url: 'http://rebound.example:1/v1'}}\n"
@@ -177,7 +179,9 @@ def test_what_a_name_leads_to_is_known_when_it_is_asked(keyed: Machine, monkeypa
     ],
     ids=["nobody has keys", "an admin's", "flags"],
 )
-def test_who_has_the_power_is_told_what_is_wrong(tmp_path: Path, options: ServerOptions, key: str) -> None:
+def test_a_permitted_key_gets_detailed_errors_and_private_remotes(
+    tmp_path: Path, options: ServerOptions, key: str
+) -> None:
     with machine(tmp_path, options) as served:
         assert served.put_source(str(served.folder / "link.gguf"), key).status_code == 200
         missed = served.put_source(str(served.outside / "modle.gguf"), key)
@@ -187,7 +191,7 @@ def test_who_has_the_power_is_told_what_is_wrong(tmp_path: Path, options: Server
         assert served.put(text, key).status_code == 200
 
 
-def test_powers_are_an_admins_or_everybodys_where_only_this_machine_can_call() -> None:
+def test_permissions_are_for_admins_or_for_every_caller_of_a_server_without_remote_access() -> None:
     def powers(tenant: str, **options: Any) -> tuple[bool, bool]:
         found = powers_of(tenant, ServerOptions(**options))
         return found.any_source, found.private_remotes
@@ -226,7 +230,7 @@ def test_a_model_that_turns_out_to_be_none_was_never_there() -> None:
         (Hosts(tls_ca="/a", tls_cert="/c"), "hosts:\n  tls: {ca: /a, cert: /c, key: /k}", 4, "hosts.tls.key"),
     ],
 )
-def test_links_between_hosts_are_the_operators_whoever_asks(
+def test_links_between_hosts_are_rejected_over_http_with_any_permission(
     served: Hosts | None, block: str, line: int, where: str
 ) -> None:
     vouchers = OperatorNames(Manifest("c", (), hosts=served), None, lambda path: None, opens_sources=True)
@@ -235,7 +239,7 @@ def test_links_between_hosts_are_the_operators_whoever_asks(
     assert [(p.line, p.where, p.message) for p in caught.value.problems] == [(line, where, HOSTS_REFUSED)]
 
 
-def test_how_many_replicas_there_are_may_be_said_over_http() -> None:
+def test_replica_counts_may_be_set_over_http() -> None:
     served = Hosts(secret="/etc/secret", tls_ca="/a", tls_cert="/c", allows_plain=True)
     vouchers = OperatorNames(Manifest("c", (), hosts=served), None, lambda path: None, opens_sources=True)
     text = (

@@ -223,7 +223,7 @@ async def test_a_step_that_fails_ends_its_requests_with_the_reason(kind: Kind) -
         await settled(model)
 
 
-async def test_metrics_are_told_while_a_step_runs_that_has_no_end() -> None:
+async def test_metrics_are_reported_while_an_endless_step_runs() -> None:
     async with served(f"stub://alpha?step_ms={ENDLESS_MS}", "process") as model:
         task = asyncio.create_task(answer(model, call("x", SamplingParams(max_tokens=1))))
         await running(model, 1)
@@ -235,7 +235,7 @@ async def test_metrics_are_told_while_a_step_runs_that_has_no_end() -> None:
 
 
 @shares_a_model
-async def test_what_is_known_of_the_model_is_told(stub: Cluster) -> None:
+async def test_the_card_of_a_model_has_its_names_source_and_limits(stub: Cluster) -> None:
     (card,) = stub.cards()
     assert (card.name, card.aliases, card.root, card.tier) == (NAME, ("alias",), "stub://alpha?step_ms=2", "resident")
     assert card.max_model_len == 8192
@@ -248,7 +248,7 @@ async def test_what_is_known_of_the_model_is_told(stub: Cluster) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_while_it_loads_a_model_says_that_it_is_not_there(kind: Kind, gate: Gate) -> None:
+async def test_requests_to_a_loading_model_are_unavailable(kind: Kind, gate: Gate) -> None:
     model = model_of(f"stub://alpha?load_ms={ENDLESS_MS}", kind)
     starting = asyncio.create_task(model.start())
     with pytest.raises(UnavailableError, match="loading"):
@@ -271,7 +271,7 @@ async def test_while_it_loads_a_model_says_that_it_is_not_there(kind: Kind, gate
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_after_its_life_a_model_says_that_it_is_not_there(kind: Kind) -> None:
+async def test_requests_to_a_closed_model_are_unavailable(kind: Kind) -> None:
     model = model_of("stub://alpha?step_ms=20", kind)
     await model.start()
     open_call = asyncio.create_task(answer(model, call("x", ENDLESS)))

@@ -74,7 +74,7 @@ class TestLoading:
         fake.advance(10.0)
         assert fake.actions == []
 
-    def test_a_load_under_way_finishes_though_nobody_waits_and_leaves_no_count(self) -> None:
+    def test_a_load_under_way_finishes_without_waiting_requests_and_leaves_no_count(self) -> None:
         fake = shell(absent("a"), budget=4)
         fake.leave(fake.arrive("a"))
         fake.loaded("a")
@@ -97,7 +97,7 @@ class TestLoading:
         fake.unload("a")
         assert set(fake.refused) == calls
 
-    def test_who_is_declared_resident_is_loaded_though_nobody_waits(self) -> None:
+    def test_a_resident_model_is_loaded_without_waiting_requests(self) -> None:
         assert planned(absent("a", is_pinned=True), budget=4) == (Load("a", LoadReason.RESIDENT),)
 
     def test_disjoint_loads_run_in_parallel_up_to_the_bound(self) -> None:
@@ -154,7 +154,7 @@ class TestNeverFits:
         both = absent("a", 3, is_pinned=True), absent("b", 3, is_pinned=True)
         assert planned(*both, budget=4) == (Load("a", LoadReason.RESIDENT),)
 
-    def test_an_overshoot_is_told_in_bytes(self) -> None:
+    def test_an_overshoot_is_reported_in_bytes(self) -> None:
         loading = Replica("a", Phase.LOADING, 30_000_000)
         observed = Observed((loading, resident("b", 20_000_000)), 60_000_000)
         assert overshoot(observed, "a", 40_000_000) == ""
@@ -175,7 +175,7 @@ class TestNeverFits:
 
 
 class TestDraining:
-    def test_others_are_served_until_somebody_waited_too_long(self) -> None:
+    def test_a_resident_model_serves_requests_until_another_request_waited_too_long(self) -> None:
         fake = shell(resident("a"), absent("b"), budget=4)
         fake.arrive("a")
         fake.arrive("b")
@@ -209,7 +209,7 @@ class TestDraining:
         fake.loaded("a")
         assert fake.models["a"].busy == {late}
 
-    def test_a_drained_model_opens_again_when_nobody_waits_for_its_room(self) -> None:
+    def test_a_drained_model_opens_again_when_no_request_waits_for_its_memory(self) -> None:
         fake = shell(resident("a"), absent("b"), budget=4)
         fake.arrive("a")
         other = fake.arrive("b")
@@ -234,7 +234,7 @@ class TestDraining:
         older = resident("a", num_busy=1, num_waiting=1, waiting_since_s=NOW_S - 9)
         assert planned(older, wanted("b", since_s=NOW_S - 5), budget=4) == ()
 
-    def test_while_somebody_waits_too_long_nobody_younger_takes_room(self) -> None:
+    def test_a_long_wait_blocks_younger_loads_until_a_model_drains_for_it(self) -> None:
         waits = wanted("b", 8, since_s=NOW_S - 5)
         assert planned(Replica("a", Phase.LOADING, 4), waits, wanted("c", 2), budget=10) == ()
         assert planned(resident("a", num_busy=1), waits, wanted("c", 2), budget=10) == (
@@ -271,10 +271,10 @@ class TestWarming:
     def test_who_is_needed_is_not_warmed_as_well(self) -> None:
         assert planned(wanted("a", wants_warm=True), budget=8) == (Load("a", LoadReason.REQUEST),)
 
-    def test_warming_evicts_nobody(self) -> None:
+    def test_warming_evicts_no_model(self) -> None:
         assert planned(absent("a", wants_warm=True), resident("b"), budget=4) == ()
 
-    def test_nothing_is_warmed_while_somebody_waits_for_room(self) -> None:
+    def test_nothing_is_warmed_while_a_request_waits_for_memory(self) -> None:
         waits, busy = wanted("a", 4), resident("b", 4, num_busy=1)
         assert planned(waits, busy, absent("c", 1, wants_warm=True), budget=6) == ()
 

@@ -152,7 +152,7 @@ async def test_a_session_of_a_model_that_is_gone_is_given_up() -> None:
         await until(lambda: cluster.sessions()[0].state == "dropped")
 
 
-async def test_what_comes_over_http_sends_nobody_a_variable_that_the_file_does_not_send_there(
+async def test_a_manifest_over_http_cannot_name_another_key_variable_or_send_it_elsewhere(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     text = OLD + "fallback: {remote: {base_url: 'http://127.0.0.1:9/v1', api_key_env: CLOUD_KEY}}\n"
@@ -183,7 +183,7 @@ async def test_a_session_stays_with_a_model_whose_replica_stays() -> None:
         await until(lambda: model_of(cluster, "billing").num_sessions == 0)
 
 
-async def test_a_model_that_a_replacement_adds_can_be_asked_before_it_was_ever_loaded() -> None:
+async def test_a_model_added_by_a_replacement_is_usable_before_its_first_load() -> None:
     async with clustered(OLD) as cluster:
         added = "    - {id: late, source: stub://late, tier: standby}\nrouting:"
         assert (await cluster.replace(OLD.replace("routing:", added))).added == ("late",)

@@ -113,7 +113,7 @@ async def test_silence_is_not_waited_out_and_counts(name: str) -> None:
         (429, {"message": "slow down"}, UnavailableError),
     ],
 )
-async def test_refusals_are_told_and_say_nothing_against_the_server(
+async def test_refusals_are_reported_and_leave_the_breaker_closed(
     status: int, error: dict[str, str], kind: type[LockstepError]
 ) -> None:
     async with crooked(refuses(status, {"error": error})) as server, remote(server.url, num_failures=1) as model:
@@ -178,7 +178,7 @@ async def test_a_call_whose_time_is_up_may_be_ended_in_the_same_moment() -> None
         await waiting
 
 
-async def test_nobody_listens() -> None:
+async def test_a_refused_connection_is_an_error_with_a_retry_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     async with remote(f"http://127.0.0.1:{port}/v1", max_attempts=3) as model:
@@ -278,7 +278,7 @@ async def test_deadlines_are_the_calls_and_say_nothing_against_the_server() -> N
         assert model.state is BreakerState.CLOSED
 
 
-async def test_what_is_sent_is_what_was_asked_with_the_key() -> None:
+async def test_the_remote_request_has_the_callers_parameters_and_the_key() -> None:
     async with crooked(says(whole("Once ", "upon"))) as server, remote(server.url) as model:
         outputs = tokens_of(await events_of(model, call(params=SamplingParams(temperature=0.0, stop=("x",)))))
         [(head, body)] = server.requests
@@ -321,7 +321,7 @@ def endless(*pieces: bytes) -> Reply:
     return reply
 
 
-async def test_what_never_ends_is_cut_at_the_tokens_that_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_endless_answer_is_cut_at_max_tokens(caplog: pytest.LogCaptureFixture) -> None:
     more = [chunk({"content": " upon"}, index=index) for index in range(2)]
     async with crooked(endless(*more)) as server, remote(server.url) as model:
         answer = answer_of(await events_of(model, call(params=SamplingParams(max_tokens=4, n=2))))

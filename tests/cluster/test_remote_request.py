@@ -48,7 +48,7 @@ def sent(params: SamplingParams | None = None, kwargs: dict[str, Any] | None = N
     return body
 
 
-def test_what_was_not_said_is_not_sent() -> None:
+def test_unset_parameters_are_not_sent() -> None:
     assert sent() == SAID
 
 
@@ -62,7 +62,7 @@ def test_every_parameter_is_sent_under_its_name() -> None:
     assert body["logit_bias"] == {"7": 1.5}
 
 
-def test_zero_is_something_that_was_said() -> None:
+def test_zero_values_are_sent() -> None:
     assert sent(SamplingParams(temperature=0.0, seed=0)) == {**SAID, "temperature": 0.0, "seed": 0}
 
 
@@ -124,13 +124,13 @@ def test_what_cannot_be_sent_is_refused_by_name(call: GenerationRequest, param: 
     assert caught.value.param == param
 
 
-def test_no_thinking_is_said_by_the_effort_alone() -> None:
+def test_reasoning_effort_none_replaces_enable_thinking() -> None:
     assert sent(kwargs={"reasoning_effort": "none", "enable_thinking": False}) == {**SAID, "reasoning_effort": "none"}
     body = sent(kwargs={"verbosity": "low", "enable_thinking": False})
     assert (body["verbosity"], body["chat_template_kwargs"]) == ("low", {"enable_thinking": False})
 
 
-def test_how_the_prompt_ends_is_said_where_it_is_not_the_usual_way() -> None:
+def test_flags_for_the_end_of_the_prompt_are_sent_when_not_the_default() -> None:
     for prompt, told in (
         (Conversation(SAID["messages"], continue_final=True), (False, True)),
         (Conversation(SAID["messages"], add_generation_prompt=False), (False, False)),

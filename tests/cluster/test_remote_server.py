@@ -116,7 +116,7 @@ async def test_what_needs_the_models_tokens_is_refused_by_name(more: dict[str, A
     assert answer.json()["error"]["param"] == param
 
 
-async def test_tokens_are_not_told() -> None:
+async def test_tokenize_and_detokenize_are_rejected_for_a_remote_model() -> None:
     async with client_of(says(whole("Once"))) as (client, _):
         answer = await client.post("/tokenize", json={"model": "far", "prompt": "Hello"})
         back = await client.post("/detokenize", json={"model": "far", "tokens": []})

@@ -131,7 +131,7 @@ async def test_one_who_leaves_in_the_moment_of_admission_leaves_no_count() -> No
         assert (held.num_busy, len(held.waiting), held.phase) == (0, 0, Phase.RESIDENT)
 
 
-async def test_a_defect_over_a_load_is_told_to_those_who_wait_and_leaves_nothing_loaded() -> None:
+async def test_a_defect_while_loading_fails_the_waiting_requests_and_leaves_nothing_loaded() -> None:
     def broken(loaded: object) -> int:
         raise KeyError("a defect")
 

@@ -82,7 +82,7 @@ def test_pools_share_the_budget_for_kv() -> None:
     assert opened(text).specs["b"].options.engine.num_blocks == STUB_BLOCKS
 
 
-def test_a_replica_without_company_and_budget_decides_at_its_load() -> None:
+def test_a_single_replica_without_a_budget_sizes_its_kv_when_it_loads() -> None:
     """Also for several models that share it; its pool is not known before, and nothing is cut to the machine."""
     alone = "cluster: c\nmodels:\n  a: {source: 'pocket://'}\n"
     for text in (alone, alone + "  b: {source: 'pocket://', system_prompt: hello}\n"):
@@ -98,7 +98,7 @@ def test_a_replica_without_company_and_budget_decides_at_its_load() -> None:
         assert opened(text).table.budgets.gpu.effective_bytes is not None
 
 
-def test_a_source_that_is_not_there_is_told() -> None:
+def test_a_missing_source_is_rejected() -> None:
     with pytest.raises(ArtifactNotFoundError, match="nowhere"):
         opened("cluster: c\nmodels:\n  m: {source: /nowhere.gguf}\n")
 

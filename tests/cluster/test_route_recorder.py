@@ -94,7 +94,7 @@ def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(
     assert verdict.is_in_order(allows_gaps=False), "a gap is nobody's fault"
 
 
-def test_balancers_that_know_too_much_are_not_recorded_and_this_is_said(
+def test_balancers_with_too_many_contents_are_not_recorded_and_a_warning_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(route_recorder, "MAX_CONTENTS", 2)

@@ -35,7 +35,7 @@ def messages_of(call: GenerationRequest) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in call.prompt.messages]
 
 
-def test_the_entry_is_asked_for_a_word_that_the_rule_knows() -> None:
+def test_the_entry_prompt_is_constrained_to_words_of_the_rule() -> None:
     question = router_of(MANIFEST).question(ASKED)
     params = question.params
     assert (question.model, params.n, params.logprobs, params.temperature) == ("router", 1, None, 0.0)
@@ -62,7 +62,7 @@ def test_an_answer_decides_who_is_next(answer: str) -> None:
     assert router_of(MANIFEST).decide(answer) == DECISIONS[answer]
 
 
-def test_without_a_fallback_nobody_is_next() -> None:
+def test_without_a_fallback_an_unmatched_answer_has_no_target() -> None:
     router = router_of(replace(MANIFEST, fallback=None))
     assert router.decide("none") == Decision("none", None)
     assert router.decide("legal") == Decision("legal", "legal")
@@ -114,7 +114,7 @@ def test_every_model_is_the_embedded_one_with_its_persona() -> None:
     assert served_by(own, Backend.POCKET).entry("router").system_prompt == "Mine."
 
 
-def test_a_literal_map_changes_what_the_stub_says() -> None:
+def test_a_literal_map_sets_the_words_of_the_stub() -> None:
     text = SUPPORT.replace("routing:\n", "routing:\n  literal: refund=billing\n")
     served = served_by(parse(text), Backend.STUB)
     assert served.entries[0].source == "stub://router?field=intent&ids=refund,technical,legal"

@@ -19,7 +19,7 @@ def session_in(cluster: Cluster) -> SessionSnapshot:
     return session
 
 
-async def test_a_session_of_two_models_is_told_with_the_tokens_of_both() -> None:
+async def test_a_session_of_two_models_reports_the_tokens_of_both() -> None:
     async with clustered(TWO) as cluster:
         await say(cluster, LONG, "m", session="s")
         await cluster.locate_sessions()
@@ -39,7 +39,7 @@ async def test_many_who_want_to_know_at_once_share_the_questions() -> None:
         assert session_in(cluster).num_tokens > 0
 
 
-async def test_without_sessions_nobody_is_asked() -> None:
+async def test_without_sessions_locate_sessions_sends_no_request() -> None:
     async with clustered(TWO) as cluster:
         first = worker_of(cluster)._open.next_id()
         await cluster.locate_sessions()
@@ -59,7 +59,7 @@ async def test_who_leaves_does_not_end_the_question_of_others() -> None:
         assert session_in(cluster).num_tokens > 0, "what is remembered stays"
 
 
-def test_a_worker_that_said_only_how_many_tokens_it_keeps_has_not_said_where() -> None:
+def test_stored_tokens_without_tier_counts_have_no_location() -> None:
     """As one that began anew does for each model that it loads: they are not nowhere."""
     sessions = Sessions()
     sessions.store("s", "m", StoredTokens(96, 0, 0), now_s=1.0)

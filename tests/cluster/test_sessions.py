@@ -111,7 +111,7 @@ async def test_a_greater_limit_lets_in_who_waits() -> None:
     assert held.num_active == 2
 
 
-async def test_without_a_limit_nobody_waits_and_what_is_idle_is_still_bounded() -> None:
+async def test_without_a_limit_no_session_waits_and_idle_ones_are_bounded() -> None:
     swept: list[str] = []
     held = ModelSessions(None, swept.append)
     for number in range(MAX_SESSIONS + 2):
@@ -178,7 +178,7 @@ async def test_a_models_sessions_are_bounded_and_the_rest_wait() -> None:
         assert states == ["dropped"] * 4 + ["idle"] * 2
 
 
-async def test_sessions_are_listed_swept_and_ended() -> None:
+async def test_sessions_are_listed_evicted_and_ended() -> None:
     text = ONE + "sessions: {idle_threshold: 50ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"
     async with clustered(text) as cluster:
         await say(cluster, "hello", session="s")
@@ -192,7 +192,7 @@ async def test_sessions_are_listed_swept_and_ended() -> None:
             await cluster.end_session("s")
 
 
-async def test_idle_sessions_of_low_models_are_swept_first_and_of_critical_ones_last() -> None:
+async def test_idle_sessions_of_low_models_are_evicted_first_and_of_critical_ones_last() -> None:
     """Within a class, the least recently used one."""
     text = (
         "cluster: c\nmodels:\n  extra:\n"
@@ -276,7 +276,7 @@ async def test_a_session_of_several_models_is_evicted_once_until_it_comes_back()
         assert cluster.snapshot().counters.lru_evictions == 4
 
 
-async def test_what_goes_with_its_model_or_ends_is_told_and_is_no_eviction_of_the_least_recently_used() -> None:
+async def test_sessions_of_unloaded_models_and_ended_sessions_are_no_lru_evictions() -> None:
     """The model made room for another one, which is counted as that."""
     text = "cluster: c\nresources: {gpu_budget: 1GB}\nmodels:\n  extra:\n" + "".join(
         f"    - {{id: {name}, source: 'stub://{name}', tier: standby}}\n" for name in "ab"
@@ -291,7 +291,7 @@ async def test_what_goes_with_its_model_or_ends_is_told_and_is_no_eviction_of_th
         assert (counters.model_evictions, counters.lru_evictions) == (1, 0)
 
 
-async def test_what_a_session_said_stays_when_others_fill_the_cache_until_it_is_ended() -> None:
+async def test_kv_of_a_session_stays_cached_under_load_until_the_session_ends() -> None:
     story = "I was charged twice for my subscription last week and would like to have my money back. " * 5
     text = "cluster: c\nmodels:\n  m: {source: 'pocket://', engine: {num_blocks: 24, max_num_seqs: 4}}\n"
 
@@ -309,7 +309,7 @@ async def test_what_a_session_said_stays_when_others_fill_the_cache_until_it_is_
         assert (await say(cluster, story, max_tokens=4)).output.num_cached_tokens == 0
 
 
-async def test_a_lost_worker_loses_the_sessions_and_says_so() -> None:
+async def test_a_lost_worker_evicts_its_sessions_and_publishes_events() -> None:
     async with clustered(ONE, kind="process") as cluster:
         await say(cluster, "hello", session="s")
         begin, pid = cluster.events.last_id, cluster.worker_pid
@@ -333,7 +333,7 @@ async def test_a_defect_over_one_sweep_does_not_end_those_that_follow(caplog: py
         await until(lambda: cluster.sessions()[0].state == "dropped")
 
 
-async def test_steps_are_told_while_somebody_watches() -> None:
+async def test_step_events_are_published_to_a_subscriber() -> None:
     async with clustered(ONE) as cluster, aclosing(cluster.events.subscribe()) as events:
         reading = asyncio.create_task(anext(events))
         while not reading.done() or reading.result().type != "step":
@@ -345,7 +345,7 @@ async def test_steps_are_told_while_somebody_watches() -> None:
         assert step["replica"] == cluster.snapshot().replicas[0].key
 
 
-async def test_less_host_memory_than_was_said_is_told_and_served() -> None:
+async def test_a_host_kv_budget_above_the_available_memory_gives_a_warning() -> None:
     """A container's shared memory is often small; KV that finds no room there is computed again."""
     budget = "resources: {host_kv_budget: 256MB}\n"
     usage = shutil.disk_usage("/")._replace(total=64 << 20, free=60 << 20)

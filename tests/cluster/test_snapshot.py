@@ -64,7 +64,7 @@ def test_a_replica_shows_its_place_and_what_this_gateway_counted() -> None:
     assert PlaceSnapshot.of(place).name == "router-q8#1", "a group whose models are gone has its key"
 
 
-def test_a_replica_that_is_ready_and_not_reached_says_so() -> None:
+def test_a_ready_replica_that_cannot_be_reached_reports_the_reason() -> None:
     ready = PlaceSnapshot.of(ReplicaStatus("k", 0, ReplicaPhase.READY))
     assert ready.sentence == ""
     cut = msgspec.structs.replace(ready, reason="the link was cut")
@@ -105,7 +105,7 @@ def test_a_host_is_found_by_its_name_or_by_an_address_that_is_its_own(text: str,
         ("10.0.0.1", "10.0.0.1 is the address of rack-1 and rack-2; name one of them"),
     ],
 )
-def test_a_host_that_is_not_found_is_said_with_those_that_there_are(text: str, message: str) -> None:
+def test_an_unknown_host_is_rejected_with_the_known_ones(text: str, message: str) -> None:
     with pytest.raises(HostNotFoundError) as refused:
         host_named(HOSTS, text)
     assert (str(refused.value), refused.value.param) == (message, "name")

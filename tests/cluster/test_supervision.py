@@ -102,7 +102,7 @@ async def test_a_worker_comes_back_when_there_are_files_to_open_again(caplog: py
     assert "no worker process can be started: [Errno 24] Too many open files" in caplog.text
 
 
-async def test_where_the_next_worker_comes_late_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_do_not_wait_for_a_worker_that_restarts_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", HANG_S)
     monkeypatch.setattr("lockstep.worker.health.MAX_DELAY_S", HANG_S)
     async with served("stub://alpha", "process") as model:
@@ -119,7 +119,7 @@ async def test_where_the_next_worker_comes_late_nobody_waits_for_it(monkeypatch:
             await waiting
 
 
-async def test_a_session_is_not_ended_while_nobody_knows_what_is_kept_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_cannot_be_ended_while_its_stored_kv_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would stay in the store, which the next worker has again."""
     monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", HANG_S)
     monkeypatch.setattr("lockstep.worker.health.MAX_DELAY_S", HANG_S)
@@ -234,7 +234,7 @@ async def test_a_worker_that_hangs_is_killed_and_replaced(caplog: pytest.LogCapt
     assert "it has alpha loaded" in told
 
 
-async def test_a_worker_that_says_nothing_from_its_start_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_that_reports_nothing_after_its_start_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     async with served("stub://alpha", "process") as model:
         first = pid_of(model)
         os.kill(first, signal.SIGKILL)
@@ -257,7 +257,7 @@ async def test_a_worker_that_dies_over_its_first_load_is_a_failed_start() -> Non
     assert not is_alive(pid)
 
 
-async def test_what_cannot_be_loaded_again_is_said_and_tried_again(tmp_path: Path) -> None:
+async def test_a_failed_reload_is_reported_and_retried(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(pocket_path(), path)
     load = LoadOptions(EngineOptions(num_blocks=256), cache_dir=tmp_path / "cache")

@@ -51,7 +51,7 @@ class _BookError(Exception):
 
 
 @pytest.mark.parametrize("benched", [False, True])
-async def test_an_error_keeps_nothing_of_the_work_when_it_is_told(benched: bool) -> None:
+async def test_a_raised_error_is_freed_without_garbage_collection(benched: bool) -> None:
     """Its frames hold what they worked on; a cycle would leave that to the next full collection."""
     told: list[weakref.ref[_BookError]] = []
 
@@ -141,14 +141,14 @@ async def test_who_leaves_keeps_the_place_until_the_work_ends_and_who_left_befor
     assert not unborn.has_begun.is_set()
 
 
-async def test_a_fault_of_the_work_is_told_and_gives_the_place_back() -> None:
+async def test_an_error_of_the_work_is_raised_and_its_slot_released() -> None:
     bench = Workbench(LONG_BYTES)
     for _ in range(3):
         with pytest.raises(ConfigError, match="wrong"):
             await bench.do(_faulty, 2 * LONG_BYTES)
 
 
-async def test_work_that_panics_is_told_and_gives_the_place_back() -> None:
+async def test_a_panic_of_the_work_is_raised_and_its_slot_released() -> None:
     """As the libraries in Rust do: what they raise then is no `Exception`."""
 
     class PanicException(BaseException):
@@ -164,7 +164,7 @@ async def test_work_that_panics_is_told_and_gives_the_place_back() -> None:
                 await bench.do(panic, 2 * LONG_BYTES)
 
 
-async def test_a_fault_that_nobody_waits_for_any_more_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_of_cancelled_work_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     bench, may_end = Workbench(LONG_BYTES), threading.Event()
 
     def work() -> None:
@@ -182,5 +182,5 @@ async def test_a_fault_that_nobody_waits_for_any_more_is_not_logged(caplog: pyte
     assert not caplog.records
 
 
-def test_memory_is_given_back_where_the_system_knows_how() -> None:
+def test_memory_is_given_back_where_the_system_supports_it() -> None:
     give_back_memory()

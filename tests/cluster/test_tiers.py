@@ -165,7 +165,7 @@ async def test_a_hint_promotes_before_the_routers_hop_has_ended() -> None:
         assert order == ["legal", "specialists.legal", "specialists.billing", "billing"]
 
 
-async def test_a_routed_call_says_who_answers_before_that_model_is_there() -> None:
+async def test_a_routed_call_reports_its_model_before_that_model_is_loaded() -> None:
     """Only where it must wait: one that is there accepts the call itself."""
     async with clustered(ROUTED) as cluster:
         async with aclosing(cluster.stream(asking("a billing question"))) as cold:
@@ -195,7 +195,7 @@ async def test_what_bounds_sessions_on_the_device_bounds_no_calls_of_another_ser
             await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_a_routed_call_says_that_another_server_answers_before_it_does() -> None:
+async def test_a_routed_call_reports_a_remote_model_before_it_answers() -> None:
     """That server never answers."""
     async with crooked(says(HANG_S)) as far:
         fallback = f"fallback: {{remote: {{base_url: '{far.url}'}}}}\n"
@@ -207,7 +207,7 @@ async def test_a_routed_call_says_that_another_server_answers_before_it_does() -
                 await asyncio.wait_for(anext(events), 0.1)
 
 
-async def test_a_model_is_demoted_when_nobody_has_used_it_for_its_time() -> None:
+async def test_a_model_is_demoted_after_its_keep_alive_without_requests() -> None:
     text = TWO_THAT_DO_NOT_FIT.replace("id: a,", "id: a, keep_alive: 50ms,")
     async with clustered(text) as cluster:
         await say(cluster, "hello", "a")

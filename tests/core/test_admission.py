@@ -115,7 +115,7 @@ def test_not_asking_again_who_cannot_fit_changes_nothing(seed: int) -> None:
 
 
 @needs_interpreted
-def test_nobody_is_asked_again_until_something_is_free() -> None:
+def test_waiting_requests_are_considered_again_only_after_a_change() -> None:
     core = scheduler(num_blocks=10)
     core.add(prompt([1] * 20, 9))
     core.add(prompt([2] * 30, 2))
@@ -138,7 +138,7 @@ def test_nobody_is_asked_again_until_something_is_free() -> None:
     assert step(core).admitted == (1,)
 
 
-def test_who_lacked_budget_is_asked_again() -> None:
+def test_a_request_that_lacked_budget_is_considered_in_the_next_step() -> None:
     core = scheduler(max_num_prefill_tokens=6, max_chunk_tokens=6)
     core.add(Request(12, 30))
     step(core)
@@ -146,14 +146,14 @@ def test_who_lacked_budget_is_asked_again() -> None:
     assert [step(core).admitted for _ in range(2)] == [(), (1,)]
 
 
-def test_a_sibling_is_asked_again_though_nothing_became_free() -> None:
+def test_a_sibling_is_considered_again_without_freed_blocks() -> None:
     core = scheduler(max_chunk_tokens=6)
     first = core.add(Request(12, 30))
     core.add(Request(12, 30, sibling_of=first))
     assert [step(core).admitted for _ in range(3)] == [(0,), (), (1,)]
 
 
-def test_who_comes_first_in_another_order_is_asked_though_nothing_became_free() -> None:
+def test_a_new_first_of_the_queue_is_considered_without_freed_blocks() -> None:
     core = scheduler(num_blocks=20, max_skips=0, order="fair")
     core.add(Request(20, 20, tenant="a"))
     core.add(Request(4, 40, tenant="b"))

@@ -120,7 +120,7 @@ def test_it_chooses_as_one_that_counts_and_searches(
     policy=st.sampled_from(RoutingPolicy),
     max_imbalance=st.integers(0, 6),
 )
-def test_nobody_starves_and_nobody_is_chosen_beyond_the_guard(
+def test_no_replica_starves_and_none_is_chosen_beyond_the_imbalance_limit(
     seed: int, num_replicas: int, policy: RoutingPolicy, max_imbalance: int
 ) -> None:
     """However much everybody prefers the same replica."""

@@ -75,7 +75,7 @@ def test_a_cached_block_can_be_held_again_from_the_middle() -> None:
     assert pool.free_order() == (5, 4, 2, 1, 3)
 
 
-def test_releasing_what_nobody_holds_is_a_bug() -> None:
+def test_releasing_a_block_without_a_holder_fails() -> None:
     with pytest.raises(AssertionError, match="nobody holds"):
         BlockPool(2).release([1], [None] * 3, ())
 

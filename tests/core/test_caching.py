@@ -221,7 +221,7 @@ def test_lookups_count_once_per_request_in_tokens() -> None:
     assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (34, 8)
 
 
-def test_evictions_are_told_deepest_first_and_only_when_nothing_else_is_free() -> None:
+def test_blocks_are_evicted_deepest_first_and_only_when_no_other_is_free() -> None:
     core = scheduler(num_blocks=5)
     core.add(prompt(12, 1))
     run(core)
@@ -341,7 +341,7 @@ def test_a_chain_that_comes_back_evicts_others_first_and_never_itself() -> None:
     assert len(plan.evicted) == 2 + 1, "the contents of both others, told with the next step, and a block for this one"
 
 
-def test_a_chain_gets_as_many_blocks_as_nobody_holds() -> None:
+def test_fill_uses_only_blocks_without_a_holder() -> None:
     core = scheduler(num_blocks=4)
     core.add(prompt([9] * 9, 4))
     step(core)

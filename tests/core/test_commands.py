@@ -40,7 +40,7 @@ class Heard:
         self.all.append(("reset", *command))
 
 
-def test_each_command_is_told_with_the_step_before_which_it_takes_effect() -> None:
+def test_each_command_is_reported_with_the_step_before_which_it_takes_effect() -> None:
     heard = Heard()
     core = Scheduler(config(), heard)
     request = prompt(list(range(9)))
@@ -67,7 +67,7 @@ def test_each_command_is_told_with_the_step_before_which_it_takes_effect() -> No
     ]
 
 
-def test_names_of_an_answer_are_told_in_a_step_and_between_two() -> None:
+def test_names_of_an_answer_are_reported_during_a_step_and_between_steps() -> None:
     heard = Heard()
     core = Scheduler(config(), heard)
     core.add(prompt(list(range(9))))
@@ -82,7 +82,7 @@ def test_names_of_an_answer_are_told_in_a_step_and_between_two() -> None:
     assert heard.all == [("named", 0, hashes, 1, False), ("named", 0, hashes, 2, True)]
 
 
-def test_what_is_refused_or_means_nothing_is_not_told() -> None:
+def test_rejected_and_empty_commands_are_not_reported() -> None:
     heard = Heard()
     core = Scheduler(config(max_model_len=8), heard)
     with pytest.raises(PromptTooLongError):
@@ -94,7 +94,7 @@ def test_what_is_refused_or_means_nothing_is_not_told() -> None:
     assert heard.all == []
 
 
-def test_a_request_is_told_as_it_came_whatever_the_scheduler_makes_of_its_hashes() -> None:
+def test_a_request_is_reported_with_its_hashes_when_caching_is_off() -> None:
     """So that what was recorded without a cache can be replayed with one."""
     heard = Heard()
     core = Scheduler(config(enable_prefix_caching=False), heard)

@@ -148,7 +148,7 @@ def test_a_run_ends_where_the_pool_does() -> None:
 
 
 @needs_interpreted
-def test_a_run_begins_behind_the_step_that_ended_somebody() -> None:
+def test_a_run_begins_after_the_step_that_ended_a_sequence() -> None:
     """Who is left repeats at once, and again when the next one ends at its limit or before; nothing is planned anew."""
     core, planned = scheduler(block_size=16), scheduler(block_size=16)
     planner = core._planner

@@ -38,7 +38,7 @@ def one(core: Scheduler, seq_id: int) -> Reason:
         ({"max_chunk_tokens": 20}, Reason(2, Limit.CHUNK, 20, 20)),
     ],
 )
-def test_each_limit_is_told_with_what_is_used_of_it(limits: dict[str, Any], reason: Reason) -> None:
+def test_each_limit_is_reported_with_its_usage(limits: dict[str, Any], reason: Reason) -> None:
     core = scheduler(**limits)
     for length in (9, 9, 33) if "max_num_prefill_tokens" in limits else (33, 33, 33):
         core.add(Request(length, 4))
@@ -55,7 +55,7 @@ def test_a_sibling_waits_for_the_prompt_of_the_first() -> None:
     assert one(core, 1) == Reason(1, Limit.SIBLING)
 
 
-def test_who_lets_nobody_pass_any_more_is_named() -> None:
+def test_sequences_that_may_not_be_overtaken_again_are_named() -> None:
     core = scheduler(num_blocks=12, max_model_len=48, max_skips=1)
     for length in (30, 30, 4, 4):
         core.add(Request(length, 4))
@@ -65,14 +65,14 @@ def test_who_lets_nobody_pass_any_more_is_named() -> None:
     assert Reason(4, Limit.OVERTAKEN, 0, 1, others=(1, 3)) in told(core)
 
 
-def test_of_many_that_do_not_fit_the_rest_is_told_who_they_are() -> None:
+def test_a_sequence_that_does_not_fit_is_named_to_those_behind_it() -> None:
     core = scheduler(num_blocks=12, max_model_len=48, max_skips=0)
     for length in (30, 30, 4):
         core.add(Request(length, 4))
     assert one(core, 2) == Reason(2, Limit.OVERTAKEN, 0, 0, others=(1,))
 
 
-def test_a_queue_that_cannot_be_served_tells_it_again_when_it_is_asked() -> None:
+def test_a_blocked_queue_reports_its_reason_at_every_step() -> None:
     core = scheduler(num_blocks=12, max_model_len=48)
     core.add(Request(30, 16))
     core.add(Request(30, 16))
@@ -118,7 +118,7 @@ LIMITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-def test_asking_decides_nothing_and_whoever_has_no_row_is_told_why(limits: dict[str, Any]) -> None:
+def test_explaining_changes_no_decision_and_gives_each_unscheduled_sequence_a_reason(limits: dict[str, Any]) -> None:
     seen = set()
     for seed in range(12):
         settings = config(**{"max_model_len": 36, "max_num_batched_tokens": 40, "max_num_seqs": 6, **limits})

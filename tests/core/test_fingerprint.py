@@ -211,7 +211,7 @@ def test_only_a_plain_step_repeats() -> None:
         seen.repeat(1)
 
 
-def test_what_the_next_record_is_told_against_follows_repeats() -> None:
+def test_the_state_before_the_next_record_follows_repeats() -> None:
     """Observed or skipped, repeats move the step before; its record says how many there were."""
     seen = Fingerprint()
     assert (seen.step_before, seen.num_open_steps, seen.open_record) == (None, 0, None)

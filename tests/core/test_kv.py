@@ -139,5 +139,5 @@ def test_shared_blocks_are_released_when_there_is_no_other_way() -> None:
     assert tails([(1, 2), (1, 2, 3)], 4) is None
 
 
-def test_what_somebody_else_holds_too_frees_nothing() -> None:
+def test_tails_shared_with_another_sequence_free_nothing() -> None:
     assert choose_tails([(1, 2)], lambda _: 2, 1) is None

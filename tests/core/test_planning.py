@@ -135,7 +135,7 @@ def test_slots_bound_who_runs() -> None:
     assert step(core).seq_ids == (2,)
 
 
-def test_decode_width_takes_turns_and_starves_nobody() -> None:
+def test_decode_width_rotates_and_starves_no_sequence() -> None:
     core = scheduler(max_num_seqs=5, max_num_decode_seqs=2)
     for _ in range(5):
         core.add(Request(4, 4))
@@ -265,7 +265,7 @@ def test_without_chunking_a_prompt_is_admitted_and_waits_for_its_turn_to_sample(
     assert [rows(plan) for plan in run(core)] == [[(0, 0, 5)], [(1, 0, 5)], [(0, 5, 1)], [(1, 5, 1)]]
 
 
-def test_who_waits_for_its_turn_keeps_nobody_out() -> None:
+def test_a_sequence_that_waits_for_its_turn_blocks_no_admission() -> None:
     core = scheduler(chunking=False, max_num_seqs=4, max_num_decode_seqs=1)
     for _ in range(3):
         core.add(Request(5, 9))

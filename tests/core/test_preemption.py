@@ -167,7 +167,7 @@ def test_who_grows_and_is_the_worst_waits_and_keeps_its_blocks() -> None:
     assert rows(step(core)) == [(1, 8, 1)]
 
 
-def test_nobody_new_is_admitted_while_a_running_one_lacks_blocks() -> None:
+def test_no_new_sequence_is_admitted_while_a_running_one_lacks_blocks() -> None:
     core = scheduler(num_blocks=8, max_forced_tokens=16)
     core.add(Request(12, 4))
     core.add(Request(8, 20))
@@ -178,7 +178,7 @@ def test_nobody_new_is_admitted_while_a_running_one_lacks_blocks() -> None:
     assert core.num_waiting == 1
 
 
-def test_nobody_comes_back_while_a_running_one_lacks_blocks() -> None:
+def test_no_preempted_sequence_resumes_while_a_running_one_lacks_blocks() -> None:
     """1 needs four blocks for its segment, and two are free: as many as 3 lost, which would let 1 wait for ever."""
     core = scheduler(num_blocks=6)
     for length, output in ((4, 20), (4, 21), (8, 9), (4, 2)):

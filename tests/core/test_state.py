@@ -226,7 +226,7 @@ TestRotations.settings = settings(max_examples=50, stateful_step_count=30, deran
 
 
 @needs_interpreted
-def test_every_attribute_of_the_core_is_in_the_state_or_said_not_to_be() -> None:
+def test_every_attribute_of_the_core_is_in_the_state_or_listed_as_left_out() -> None:
     """So that nothing that decides is forgotten."""
     core = scheduler(order="fair", num_host_blocks=4)
     core.add(prompt(9))
@@ -251,7 +251,7 @@ def test_the_declared_state_has_the_version_that_is_written_beside_it() -> None:
 
 
 @needs_interpreted
-def test_asking_for_a_step_where_nobody_is_unfinished_changes_nothing() -> None:
+def test_scheduling_without_unfinished_sequences_changes_nothing() -> None:
     core = scheduler()
     core.add(prompt(9, 2))
     step(core)

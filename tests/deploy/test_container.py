@@ -95,7 +95,7 @@ def test_every_variable_is_a_flag_of_serve(name: str, flag_variables: set[str]) 
     assert named - NOT_FLAGS <= flag_variables
 
 
-def test_the_image_runs_as_nobody_of_importance_and_says_when_it_is_ready() -> None:
+def test_the_image_runs_unprivileged_and_checks_readiness() -> None:
     final = DOCKERFILE[DOCKERFILE.rindex("\nFROM") :]
     assert "\nUSER lockstep" in final
     assert final.index("\nUSER lockstep") < final.index("\nENTRYPOINT")

@@ -37,7 +37,9 @@ def test_the_newest_section_of_the_changelog_is_of_this_version() -> None:
         (f"## 0.1.0 (unreleased)\n\n- again\n\n{OLD}", "0.1.0", None, "has 0.1.0 among the older versions"),
     ],
 )
-def test_what_cannot_be_released_is_said(changelog: str, version: str, tag: str | None, fault: str) -> None:
+def test_a_version_that_cannot_be_released_is_reported(
+    changelog: str, version: str, tag: str | None, fault: str
+) -> None:
     [told] = faults(changelog, version, tag)
     assert fault in told
 
@@ -97,7 +99,7 @@ def test_files_and_modules_that_its_commands_name_are_here() -> None:
     assert re.search(r"^dist:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-def test_it_says_of_each_job_what_could_not_be_run() -> None:
+def test_the_header_of_the_workflow_lists_every_job() -> None:
     head = WORKFLOW.partition("\nname: release")[0].partition("# What was run")[2]
     assert set(re.findall(r"^#   (\w+) ", head, re.MULTILINE)) == set(JOBS)
 

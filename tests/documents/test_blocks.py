@@ -55,7 +55,7 @@ def test_a_mark_means_the_block_below_it_or_the_commands_that_it_names() -> None
         ((f"{FENCE}klingon", FENCE), "p:2: nobody knows how to run 'klingon'"),
     ],
 )
-def test_what_nobody_can_act_on_is_refused_with_its_place(lines: tuple[str, ...], message: str) -> None:
+def test_blocks_that_cannot_be_run_are_rejected_with_their_line(lines: tuple[str, ...], message: str) -> None:
     with pytest.raises(PageError, match=re.escape(message)):
         blocks_of("p", page(*lines))
 
@@ -66,7 +66,7 @@ def test_what_is_shown_is_what_is_printed() -> None:
         compare(["a", "b"], "b\na\n")
 
 
-def test_programs_and_shells_are_told_from_arguments() -> None:
+def test_programs_and_shell_operators_are_distinguished_from_arguments() -> None:
     assert programs_of("curl -s 'localhost:9000/v1/events?a&b' | jq -c '.x'  # and && more") == ["curl", "jq"]
     assert programs_of("openssl rand > secret && chmod 600 secret") == ["openssl", "chmod"]
     assert programs_of('lockstep bench peers --peers "" --no-grid') == ["lockstep"]
@@ -83,7 +83,7 @@ def test_files_that_are_named_exist(name: str) -> None:
     ] == []
 
 
-def test_what_is_told_of_engines_is_there() -> None:
+def test_documented_counts_and_commands_of_engines_exist() -> None:
     """Each name of the table of counts and commands."""
     from lockstep import Engine
 

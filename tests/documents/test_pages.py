@@ -52,7 +52,7 @@ def walk(tmp_path: Path, home: Path, hub: StandIn, shared_url: Callable[[], str]
 
 
 @pytest.mark.parametrize("page", BLOCKS)
-def test_a_page_does_what_it_says(page: str, walk: Walk, record_property: Callable[[str, object], None]) -> None:
+def test_the_examples_of_a_page_work(page: str, walk: Walk, record_property: Callable[[str, object], None]) -> None:
     faults = walk.page(BLOCKS[page])
     record_property("documents", asdict(walk.tally))
     assert not faults, "\n\n".join(faults)
@@ -76,7 +76,7 @@ FENCE = "```"
         (("<!-- run: prints -->", f"{FENCE}text", "nothing", FENCE), "p:3\n.*the page shows 'nothing'"),
     ],
 )
-def test_what_fails_is_told_with_its_place_and_the_rest_is_tried(
+def test_a_failed_example_is_reported_with_its_line_and_the_rest_is_tried(
     block: tuple[str, ...], fault: str, walk: Walk
 ) -> None:
     rest = (f"{FENCE}json", "{}", FENCE)
@@ -94,7 +94,7 @@ def test_a_command_whose_program_is_not_here_is_counted(walk: Walk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SLOW)
-def test_a_page_does_what_it_says_where_that_takes_long(page: str, walk: Walk) -> None:
+def test_the_slow_examples_of_a_page_work(page: str, walk: Walk) -> None:
     walk.is_slow = True
     faults = walk.page(BLOCKS[page])
     assert not faults, "\n\n".join(faults)

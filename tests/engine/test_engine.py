@@ -236,7 +236,7 @@ def test_a_full_queue_refuses_by_name_and_serves_the_rest(make_engine: MakeEngin
     assert [type(output.error) for output in outputs] == [type(None), type(None), QueueFullError]
 
 
-def test_a_refused_request_whose_callback_raises_disturbs_nobody(make_engine: MakeEngine) -> None:
+def test_a_rejected_request_whose_callback_raises_affects_no_other_request(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_queued_reqs=1)
 
     def explode(output: TokenOutput) -> None:

@@ -58,7 +58,7 @@ def test_the_next_turn_finds_the_answer_too(make_engine: MakeEngine, session: st
     assert found == [0, *expected[:-1]]
 
 
-def test_a_session_keeps_the_blocks_of_its_answer_and_says_so(make_engine: MakeEngine) -> None:
+def test_a_session_keeps_and_reports_the_blocks_of_its_answer(make_engine: MakeEngine) -> None:
     engine = make_engine(STUB)
     output = answer(engine, ask((1,) * 70, "s", 50))
     (report,) = engine.session_reports()

@@ -68,7 +68,7 @@ def test_forced_tokens_come_in_segments_and_are_published_with_the_sampled_one(m
     assert all(bytes(output.token_ids).decode() == output.text for output in outputs)
 
 
-def test_the_scheduler_is_told_how_many_tokens_there_were(make_engine: MakeEngine) -> None:
+def test_the_scheduler_receives_the_number_of_tokens_of_each_step(make_engine: MakeEngine) -> None:
     seen: list[tuple[StepPlan, StepResult, StepEvents]] = []
     engine = make_engine(max_forced_tokens=10)
     engine._observer = lambda plan, result, events: seen.append((plan, result, events))

@@ -176,7 +176,7 @@ def test_a_callback_may_stop_it(make_engine: MakeEngine) -> None:
     assert engine.num_open == 0
 
 
-def test_whoever_submits_while_it_is_stopped_is_refused_or_told(make_engine: MakeEngine) -> None:
+def test_each_request_submitted_during_a_stop_is_rejected_or_finished(make_engine: MakeEngine) -> None:
     """Nobody is taken and forgotten."""
     for _ in range(20):
         engine = make_engine()
@@ -205,9 +205,7 @@ def test_whoever_submits_while_it_is_stopped_is_refused_or_told(make_engine: Mak
         assert (engine.num_open, engine.has_work) == (0, False)
 
 
-def test_what_breaks_the_loop_is_told_to_all_and_comes_out(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_loop_fails_all_requests_and_raises(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(SLOW)
     outputs = ask(engine, "hello", ENDLESS)
     kept = engine.submit(GenerationRequest("hello", ENDLESS))

@@ -37,7 +37,7 @@ def test_what_came_back_as_it_was_is_checked_and_kept(pocket: Pocket, open_store
     assert tiers_of(store) == (2, 0)
 
 
-def test_what_is_not_what_is_computed_is_told_and_its_model_s_blocks_removed(
+def test_a_block_that_differs_from_the_computed_one_is_reported_and_the_models_blocks_removed(
     pocket: Pocket, open_store: OpenStore, faults: list[str]
 ) -> None:
     """A block that was written wrong has a right checksum."""
@@ -62,7 +62,7 @@ def test_what_is_not_what_is_computed_is_told_and_its_model_s_blocks_removed(
     assert come(engine, 0) == (first, 0), "computed again, on the device too"
 
 
-def test_every_so_manieth_chain_is_checked_and_nobody_rolls_dice(pocket: Pocket, open_store: OpenStore) -> None:
+def test_every_nth_chain_is_checked_without_randomness(pocket: Pocket, open_store: OpenStore) -> None:
     store = open_store(check_share=0.25)
     engine = Engine(*pocket, store=store)
     counts = []
@@ -74,7 +74,7 @@ def test_every_so_manieth_chain_is_checked_and_nobody_rolls_dice(pocket: Pocket,
     assert counts == [0, 0, 0, 1, 1, 1, 1, 2]
 
 
-def test_nothing_is_checked_while_somebody_is_served(pocket: Pocket, open_store: OpenStore) -> None:
+def test_nothing_is_checked_while_a_request_runs(pocket: Pocket, open_store: OpenStore) -> None:
     store = open_store(check_share=1.0)
     engine = Engine(*pocket, store=store)
     come(engine, 0)

@@ -94,7 +94,7 @@ def test_bytes_that_wait_to_be_written_are_counted_right_by_many_threads(open_st
 # -- who waits is woken -----------------------------------------------------------------------------------------------
 
 
-def test_whoever_waits_when_the_store_is_closed_is_told(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_store_ends_waiting_loads(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store()
     save(store, *range(8))
     assert store.flush(10.0)
@@ -158,7 +158,7 @@ def test_a_store_that_cannot_have_one_folder_keeps_none(open_store: OpenStore, t
 # -- whose blocks go first --------------------------------------------------------------------------------------------
 
 
-def test_what_nobody_has_asked_for_since_the_start_gives_way_to_everybody(open_store: OpenStore) -> None:
+def test_blocks_unused_since_the_start_are_evicted_first(open_store: OpenStore) -> None:
     """A disk full of an artifact's blocks that is served no more must not keep a low model from keeping its own."""
     store = open_store(host_bytes=4 * PAGES)
     save(store, 0, 1, 2, 3, environment=OTHER)
@@ -319,7 +319,7 @@ def test_tiers_come_with_their_budgets_and_go_empty(open_store: OpenStore, tmp_p
     assert known == {"0", "1", "2", "9"}
 
 
-def test_a_tier_that_cannot_be_had_later_is_told_and_costs_nothing_else(
+def test_a_tier_that_cannot_be_added_later_is_reported_and_the_others_work(
     open_store: OpenStore, tmp_path: Path, faults: list[str]
 ) -> None:
     elsewhere = BlockFiles(tmp_path / "disk", 1 << 20)

@@ -91,7 +91,7 @@ def test_a_damaged_block_cuts_the_chain_and_the_rest_is_computed(
     assert answer(engine, ask(prompt(1), "s")).num_cached_tokens == 4 * BLOCK, "computed again, it was kept again"
 
 
-def test_another_environment_finds_nothing_and_says_so_once(
+def test_another_environment_finds_nothing_and_warns_once(
     pocket: Pocket, open_store: OpenStore, faults: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store()
@@ -125,7 +125,7 @@ def test_requests_without_a_session_find_what_sessions_left(pocket: Pocket, open
     assert answer(engine, ask((*prompt(1)[:100], *prompt(3)))).num_cached_tokens == 3 * BLOCK
 
 
-def test_a_session_that_is_ended_leaves_no_block_that_nobody_shares(
+def test_ending_a_session_removes_every_block_that_no_other_session_shares(
     pocket: Pocket, open_store: OpenStore, tmp_path: Path
 ) -> None:
     """Also where its blocks were not written yet, or were swept before."""
@@ -273,7 +273,7 @@ def test_an_engine_that_is_abandoned_wants_nothing_more(pocket: Pocket, open_sto
     assert (kv_of(engine).num_waiting, engine.num_open) == (0, 0)
 
 
-def test_what_is_said_to_be_stored_is_still_there(pocket: Pocket, open_store: OpenStore) -> None:
+def test_the_number_of_stored_tokens_excludes_removed_blocks(pocket: Pocket, open_store: OpenStore) -> None:
     """Blocks may have been given up since the session's last request."""
     engine = Engine(*pocket, store=open_store())
     answer(engine, ask(prompt(1), "s"))

@@ -117,7 +117,7 @@ async def test_a_stream_raises_what_ended_it() -> None:
                 pass
 
 
-async def test_a_broken_loop_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broken_loop_fails_every_waiting_call(monkeypatch: pytest.MonkeyPatch) -> None:
     async with AsyncEngine("stub://alpha?step_ms=20", OPTIONS) as engine:
         task = await _endless(engine)
 

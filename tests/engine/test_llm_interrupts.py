@@ -143,7 +143,7 @@ def test_an_interrupt_of_a_callers_code_comes_out_when_the_step_is_over(who: str
     holds_nothing(engine)
 
 
-def test_an_interrupt_out_of_the_executor_reaches_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_out_of_the_executor_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM("stub://alpha", OPTIONS) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(llm.model.executor, "execute", raising(KeyboardInterrupt()))

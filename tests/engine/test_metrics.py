@@ -77,7 +77,7 @@ def test_a_recomputed_prompt_is_no_cache_hit(make_engine: MakeEngine) -> None:
     assert by_label(snapshot, "prompt_tokens_by_source")[1] == {"local_compute": 720, "local_cache_hit": 0}
 
 
-def test_what_was_asked_for_is_counted_once_per_request(make_engine: MakeEngine) -> None:
+def test_request_parameters_are_counted_once_per_request(make_engine: MakeEngine) -> None:
     engine = make_engine()
     submit(engine, "hello", 7, n=3, ignore_eos=True)
     submit(engine, "hello", 2)
@@ -125,7 +125,7 @@ def test_refusals_of_full_queues_and_faulty_rows_are_counted(
     assert counters["corrupted_requests"] == 1
 
 
-def test_a_snapshot_crosses_processes_and_says_what_the_cache_is(make_engine: MakeEngine) -> None:
+def test_a_snapshot_crosses_processes_and_has_the_cache_config(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=77)
     submit(engine, "hello")
     engine.run_until_idle()

@@ -20,7 +20,7 @@ def test_by_default_the_pool_holds_all_contexts_or_its_share_of_memory() -> None
     assert (scarce.num_blocks, scarce.num_host_blocks) == (30, 15)
 
 
-def test_what_the_user_says_wins() -> None:
+def test_explicit_options_override_computed_ones() -> None:
     options = EngineOptions(max_model_len=100, kv_cache_memory_bytes=5500, host_kv_memory_bytes=2000, max_num_seqs=3)
     config = plan_config(options, GEOMETRY, PLENTY)
     assert (config.max_model_len, config.num_blocks, config.num_host_blocks, config.max_num_seqs) == (100, 5, 2, 3)

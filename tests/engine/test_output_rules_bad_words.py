@@ -67,7 +67,7 @@ def test_a_word_that_a_model_wants_does_not_come(make_engine: MakeEngine, word: 
     assert text.startswith(REPLY[: REPLY.index(word) + len(word) - 1])
 
 
-def test_words_of_the_prompt_are_nobodys_fault(make_engine: MakeEngine) -> None:
+def test_a_bad_word_that_begins_in_the_prompt_is_not_blocked(make_engine: MakeEngine) -> None:
     engine = make_engine()
     params = SamplingParams(max_tokens=3, temperature=0.0, bad_words=("o[",))
     request_id = engine.submit(GenerationRequest("hello", params))

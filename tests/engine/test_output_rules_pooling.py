@@ -38,7 +38,7 @@ def test_mean_and_last_are_what_they_say() -> None:
     assert np.array_equal(last.vector(), STATES[-1])
 
 
-def test_only_the_last_state_is_asked_for_where_only_it_counts() -> None:
+def test_last_pooling_reads_only_the_last_row() -> None:
     pooler = Pooler("last", LENGTH)
     assert list(pooler.rows_of(0, 10)) == []
     assert list(pooler.rows_of(10, 13)) == [12]

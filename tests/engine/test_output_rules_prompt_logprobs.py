@@ -170,7 +170,7 @@ def test_a_warm_cache_is_not_read_but_siblings_share(llm: LLM) -> None:
     assert engine.metrics().counters["prefix_cache_hits"] > 0
 
 
-def test_nobody_else_pays_for_rows(llm: LLM) -> None:
+def test_requests_without_prompt_logprobs_compute_no_extra_rows(llm: LLM) -> None:
     watched = Watched(llm.model.executor)
     output = ask(engine_of(llm, watched), wanted(prompt_logprobs=None))
     assert output.prompt_logprobs is None

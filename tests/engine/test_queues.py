@@ -54,7 +54,7 @@ def test_it_is_bounded_and_counts_whom_it_refuses(lives: list[LiveRequest], monk
     assert inbox.num_rejected == 1
 
 
-def test_a_closed_one_takes_nothing_and_says_why(lives: list[LiveRequest]) -> None:
+def test_a_closed_inbox_rejects_requests_with_its_first_reason(lives: list[LiveRequest]) -> None:
     """What was in it is still to be taken, and an abort may come."""
     inbox = Inbox()
     inbox.put(lives[0])

@@ -87,7 +87,7 @@ def test_rules_of_the_request_that_asks_end_an_answer_before_its_tokens_do() -> 
     assert (short.text, short.completions[0].finish_reason) == ("[stu", FinishReason.LENGTH)
 
 
-def test_a_wish_that_no_engine_takes_is_refused(pocket: LLM) -> None:
+def test_a_request_that_no_engine_accepts_is_rejected(pocket: LLM) -> None:
     with pytest.raises(InvalidParameterError, match="temperature"):
         TokenReplay(pocket.model.tokenizer, GenerationRequest((1,), SamplingParams(temperature=-1.0)), MAX_LEN, 0.0)
     with pytest.raises(InvalidParameterError, match="prompt is empty"):

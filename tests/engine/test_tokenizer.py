@@ -124,7 +124,7 @@ def test_text_parts_are_joined_by_newlines() -> None:
     assert chat(CHATML).render_chat(user(parts_)) == chat(CHATML).render_chat(user("a\nb"))
 
 
-def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
+def test_a_developer_message_is_a_system_message_where_the_template_has_no_developer() -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert "<|im_start|>system\nx" in chat(CHATML).render_chat(messages)
     assert "developer" in chat(CHATML + "{# developer #}").render_chat(messages)
@@ -188,7 +188,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_template_that_fails_says_so(name: str) -> None:
+def test_a_failing_template_raises_an_error_with_the_reason(name: str) -> None:
     template, message = FAILING[name]
     with pytest.raises(ChatTemplateError, match=message):
         chat(template).encode_chat(user("x" * 1_000))
@@ -254,7 +254,7 @@ def test_encoding_adds_the_artifacts_tokens_on_request() -> None:
     assert not tokenizer.has_chat_template
 
 
-def test_plain_encoding_knows_no_special_tokens() -> None:
+def test_plain_encoding_yields_no_special_tokens() -> None:
     tokenizer = chat(None)
     (ids,) = tokenizer.encode_plain(["a<|im_end|>"])
     assert tokenizer.special_token_ids.isdisjoint(ids)
@@ -262,7 +262,7 @@ def test_plain_encoding_knows_no_special_tokens() -> None:
     assert not tokenizer.special_token_ids.isdisjoint(tokenizer.encode("a<|im_end|>"))
 
 
-def test_what_the_artifact_says_is_passed_on() -> None:
+def test_end_tokens_and_vocabulary_of_the_artifact_are_passed_on() -> None:
     tokenizer = chat(CHATML)
     assert tokenizer.end_token_ids == (byte_level().token_to_id("<|im_end|>"),)
     assert tokenizer.vocab_size == byte_level().get_vocab_size()

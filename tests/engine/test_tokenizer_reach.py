@@ -68,7 +68,7 @@ TEXTS = st.text(
 
 
 @given(TEXTS, st.integers(1, 40))
-def test_what_is_said_to_exceed_does(text: str, repeats: int) -> None:
+def test_text_within_the_limit_does_not_exceed_it(text: str, repeats: int) -> None:
     text = text * repeats
     for name, library in told().items():
         num_tokens = len(library.encode(text, add_special_tokens=False).ids)
@@ -83,7 +83,7 @@ def test_a_text_that_is_far_too_long_is_known_by_its_length(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*untold()])
-def test_nothing_is_said_where_a_token_may_swallow_any_text(name: str) -> None:
+def test_no_text_exceeds_where_a_token_may_absorb_any_text(name: str) -> None:
     assert not TokenReach(untold()[name]).exceeds(["x" * 100_000], 1)
 
 

@@ -30,7 +30,7 @@ def ask(num_prompt: int, num_output: int = 24, **more: object) -> GenerationRequ
     return GenerationRequest([65] * num_prompt, params, **more)  # type: ignore[arg-type]  # fields by name
 
 
-def test_nobody_is_asked_about_where_nobody_waits(make_engine: MakeEngine, clock: ManualClock) -> None:
+def test_no_wait_reason_is_reported_without_waiting_requests(make_engine: MakeEngine, clock: ManualClock) -> None:
     engine = make_engine()
     engine.submit(ask(20))
     while engine.has_work:
@@ -39,7 +39,7 @@ def test_nobody_is_asked_about_where_nobody_waits(make_engine: MakeEngine, clock
         assert engine.take().waits == []
 
 
-def test_who_waits_is_told_why_as_often_as_is_due(make_engine: MakeEngine, clock: ManualClock) -> None:
+def test_wait_reasons_are_reported_at_the_minimum_interval(make_engine: MakeEngine, clock: ManualClock) -> None:
     engine = make_engine(max_num_seqs=1, order="priority")
     engine.submit(ask(8))
     engine.step()
@@ -79,7 +79,7 @@ def test_a_running_request_is_behind_higher_priorities_only_under_strict_priorit
     assert PRIORITY in found[queued]
 
 
-def test_a_request_begins_once_and_says_how_long_it_waited(make_engine: MakeEngine, clock: ManualClock) -> None:
+def test_a_request_starts_once_and_reports_its_queue_time(make_engine: MakeEngine, clock: ManualClock) -> None:
     engine = make_engine(max_num_seqs=1, max_num_batched_tokens=16)
     request_id = engine.submit(ask(50))
     clock.advance(0.25)

@@ -93,7 +93,7 @@ class TestAChoiceThatIsAskedForAgain:
         (grammar,) = compiler.build(choice)
         pick(grammar, "none")
 
-    def test_needs_no_parser_where_somebody_was_before_and_remembers_so_many_states(
+    def test_needs_no_parser_for_known_states_and_keeps_a_limited_number_of_them(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))

@@ -97,7 +97,7 @@ def test_membership_of_a_nucleus_is_decided_exactly(
     st.floats(0.05, 0.95),
     st.sampled_from([0.05, 0.2, 0.5]),
 )
-def test_what_the_head_says_for_certain_is_so(
+def test_tokens_that_the_head_marks_as_certain_are_in_the_kept_set(
     seed: int, size: int, levels: int | None, top_p: float, temperature: float
 ) -> None:
     row = rows(seed, size, levels)
@@ -170,7 +170,7 @@ CASES = {
 
 @pytest.mark.parametrize("size", [150, 4_133])
 @pytest.mark.parametrize("name", CASES)
-def test_draws_are_distributed_as_the_reference_says(name: str, size: int) -> None:
+def test_draws_follow_the_reference_distribution(name: str, size: int) -> None:
     sampling, seed = CASES[name], 20_261
     print(f"seed {seed}")
     row = rows(seed, size, None)

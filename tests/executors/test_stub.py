@@ -64,7 +64,7 @@ def test_a_keyword_whose_specialist_does_not_exist_is_passed_over() -> None:
         ("who knows", "none"),
     ],
 )
-def test_of_ids_that_a_text_names_a_whole_word_and_the_longest_is_meant(text: str, intent: str) -> None:
+def test_a_whole_word_id_wins_over_a_partial_one_and_a_longer_over_a_shorter(text: str, intent: str) -> None:
     options = StubOptions.parse("stub://r?field=intent&ids=spec,specialist-1,specialist-12")
     assert reply_of(options, [USER_ID, *text.encode()], 99) == f"intent={intent}".encode()
 
@@ -142,7 +142,7 @@ def _batch(step: int) -> StepBatch:
     return StepBatch(plan, np.array([1, 2, 1, 2]), np.array([1, 3]))
 
 
-def test_faults_come_when_asked_for() -> None:
+def test_configured_failures_occur() -> None:
     executor = StubExecutor(StubOptions.parse("stub://x?fail_every=2&nan_every=2"))
     assert isinstance(executor, SequenceObserver)
     _is_executor: Executor = executor

@@ -53,7 +53,7 @@ async def test_the_cluster_is_the_one_that_was_named_or_joined_or_our_own(
             await choose_address(wrong)
 
 
-def test_rays_are_told_to_tell_nobody_and_to_let_in_who_has_the_token(tmp_path: Path) -> None:
+def test_ray_runs_without_usage_statistics_and_with_token_authentication(tmp_path: Path) -> None:
     prepare_environment("10.0.0.1:6379")
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     assert os.environ["RAY_AUTH_MODE"] == "token"
@@ -86,7 +86,7 @@ def test_what_a_user_of_ray_has_set_stays(tmp_path: Path) -> None:
     assert not (tmp_path / ".config").exists()
 
 
-async def test_calls_that_never_return_hold_up_nobody_and_are_no_more_than_may_be(
+async def test_hanging_calls_to_ray_time_out_and_are_limited_in_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray_connection, "MAX_CALLS", 2)
@@ -111,7 +111,7 @@ async def test_calls_that_never_return_hold_up_nobody_and_are_no_more_than_may_b
         await calls.do("it fails", lambda: int("no"))
 
 
-async def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_ray_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(PlacingError, match=r"pip install 'lockstep-llm\[ray\]'"):
         await Connection("127.0.0.1:1").open()

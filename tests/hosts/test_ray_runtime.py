@@ -117,7 +117,7 @@ async def test_replicas_go_where_their_resources_are_or_on_as_many_hosts_as_ther
     assert await runtime.found() == [ReplicaName(*name) for name in names]
 
 
-async def test_the_owner_is_told_of_every_replica_and_is_found_by_all(runtime: RayRuntime) -> None:
+async def test_the_controller_receives_every_replica_and_is_found_by_name(runtime: RayRuntime) -> None:
     owner = await runtime.named(CONTROLLER, Listener, "hello", runtime)
     again = await runtime.named(CONTROLLER, Listener, "goodbye", runtime)
     assert await owner.greet("you") == await again.greet("you")
@@ -169,7 +169,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-async def test_what_finds_no_room_waits_and_says_for_what(runtime: RayRuntime) -> None:
+async def test_a_replica_that_finds_no_resources_waits_and_reports_what_is_missing(runtime: RayRuntime) -> None:
     wanted = demand(resources={"CPU": 64, "host_c": 1})
     await runtime.place(wanted, 0)
     assert await runtime.ask(ReplicaName("a", 0)) is None

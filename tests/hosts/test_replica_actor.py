@@ -72,7 +72,7 @@ async def test_a_killed_worker_has_a_successor_that_listens_elsewhere_and_has_th
         assert (lost.port, lost.pid) == (0, 0)
 
 
-async def test_a_worker_that_nobody_could_come_to_has_failed_until_its_host_is_mended(
+async def test_a_worker_with_an_unreadable_secret_has_failed_until_the_file_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_actor, "FIRST_BACKOFF_S", 0.01)
@@ -97,7 +97,7 @@ async def test_a_model_that_cannot_be_loaded_is_tried_again(tmp_path: Path, monk
         assert failed.reason.startswith(f"{source}: nothing is there")
 
 
-async def test_the_newest_place_is_told_again_until_it_is_heard(
+async def test_the_newest_status_is_reported_again_until_it_is_received(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_actor, "FIRST_TELL_AGAIN_S", 0.01)

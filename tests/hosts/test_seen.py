@@ -142,7 +142,7 @@ async def test_a_host_that_still_answers_is_not_empty_in_time(
             assert await ps(url, "--drain", "b") == 0
 
 
-async def test_requests_are_told_by_replica_and_reason_and_a_lost_one_by_its_absence(tmp_path: Path) -> None:
+async def test_requests_are_counted_by_replica_and_reason_and_losses_by_replica(tmp_path: Path) -> None:
     async with deployed(tmp_path, a=5.0, b=5.0) as deployment:
         cluster = await deployment.gateway()
         await until(lambda: num_ready(cluster, "billing") == 3)

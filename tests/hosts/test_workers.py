@@ -388,7 +388,7 @@ async def test_a_replica_that_leaves_ends_what_it_has_and_gets_nothing_more(secr
         assert gateway.routes.replicas == [0, 1, 1, 1]
 
 
-async def test_a_replica_of_another_artifact_gets_nothing_and_says_why(secret: str) -> None:
+async def test_a_replica_of_another_artifact_gets_no_requests_and_reports_the_reason(secret: str) -> None:
     async with hosts(secret, "stub://alpha", "stub://beta") as several:
         gateway = await several.gateway(RoutingPolicy.ROUND_ROBIN, num_there=1)
         answers = [await gateway.ask(f"question {number}") for number in range(4)]
@@ -446,7 +446,7 @@ async def test_a_link_that_stalls_counts_as_lost_and_what_arrives_late_is_droppe
         assert (await gateway.ask("one more")).num_output_tokens > 0
 
 
-async def test_a_gateway_with_another_secret_reaches_nobody_and_says_why(secret: str, tmp_path: Path) -> None:
+async def test_a_gateway_with_another_secret_is_rejected_and_reports_the_reason(secret: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("another secret of more than sixteen bytes\n")
     async with hosts(secret, "stub://alpha") as several:

@@ -81,7 +81,7 @@ def test_a_tool_call_is_its_name_and_arguments_in_any_dialect(text: str) -> None
     assert field_of(text, "tool_call") == '[["route",{"id":3,"why":"late"}]]'
 
 
-def test_calls_are_told_apart_by_number_order_name_and_arguments() -> None:
+def test_calls_are_distinguished_by_number_order_name_and_arguments() -> None:
     other = {"name": "route", "arguments": {"id": 4}}
     texts = [
         json.dumps(calls)

@@ -63,11 +63,13 @@ def first_of(tmp_path: Path, policy: dict[str, Any] | None = None, **changes: An
         ({"first": 199.0, "gap": 0.1}, "ttft", "buffering"),
     ],
 )
-def test_late_answers_are_told_apart(changes: dict[str, Any], signal: str, cause: str, tmp_path: Path) -> None:
+def test_causes_of_late_answers_are_distinguished(
+    changes: dict[str, Any], signal: str, cause: str, tmp_path: Path
+) -> None:
     assert first_of(tmp_path, **changes) == (signal, cause)
 
 
-def test_a_slow_prefill_that_makes_others_wait_is_told_from_a_queue_by_who_found_none(tmp_path: Path) -> None:
+def test_a_slow_prefill_is_distinguished_from_a_queue_by_requests_that_found_no_queue(tmp_path: Path) -> None:
     pairs: list[Pair] = []
     for number in range(40):
         is_alone = number % 2 == 0
@@ -154,7 +156,7 @@ def test_owners_are_found_by_the_place_that_explains_a_signal(tmp_path: Path) ->
         ("xyz", "diverging"),
     ],
 )
-def test_unlike_answers_are_told_apart(candidate: str, kind: str) -> None:
+def test_kinds_of_differing_answers_are_distinguished(candidate: str, kind: str) -> None:
     assert kind_of_difference("abcde", candidate) == kind
 
 
@@ -172,7 +174,7 @@ def test_an_answer_with_one_of_its_tokens_doubled_is_longer_or_doubled(answer: l
     assert kind_of_difference(answer, doubled) in ("longer-answers", "doubled-tokens")
 
 
-def test_the_verdict_says_the_cause_and_the_figures_that_tell_it(tmp_path: Path) -> None:
+def test_the_verdict_has_the_cause_with_its_evidence_and_an_action(tmp_path: Path) -> None:
     pairs: list[Pair] = [
         {"baseline": observation(number), "candidate": observation(number, first=900.0, queue_depth=9)}
         for number in range(40)

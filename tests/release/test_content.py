@@ -37,7 +37,7 @@ def looked_at(tmp_path: Path, data: bytes, name: str = "input") -> Content:
         (b"request_id,latency_ms\na,1\n", "csv"),
     ],
 )
-def test_text_is_told_by_how_it_begins(tmp_path: Path, data: bytes, kind: str) -> None:
+def test_the_kind_of_a_text_is_detected_by_its_beginning(tmp_path: Path, data: bytes, kind: str) -> None:
     assert looked_at(tmp_path, data, "names.do.not.count.parquet").kind == kind
 
 
@@ -53,7 +53,7 @@ def test_several_frames_of_zstd_are_one_file(tmp_path: Path) -> None:
     assert found.path.read_bytes() == LINES
 
 
-def test_parquet_is_told_by_its_magic_also_when_packed(tmp_path: Path) -> None:
+def test_parquet_is_detected_by_its_magic_also_when_compressed(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     duckdb.execute(f"COPY (SELECT 'a' AS request_id, 1.5::DOUBLE AS latency_ms) TO '{path}'")
     found = looked_at(tmp_path, gzip.compress(path.read_bytes()))

@@ -70,7 +70,7 @@ def test_the_prediction_is_what_the_candidate_then_does(
     assert figures["ttft_p95_ms"]["change"] > 1, "two at a time is another server than five at a time"
 
 
-def test_the_first_step_that_differs_is_told_with_its_reason(
+def test_the_first_step_that_differs_is_reported_with_its_reason(
     baseline: tuple[Trace, dict[str, float]], candidate: tuple[Trace, dict[str, float]]
 ) -> None:
     difference = engine_of(decisions_of(baseline[0], candidate[0]))["difference"]
@@ -155,7 +155,7 @@ def test_what_a_bad_replay_would_predict_is_left_out_of_report_and_triage(
     assert prediction["trust"].endswith("output tokens/s): not predicted")
 
 
-def test_the_report_says_why_there_is_no_prediction(verdict: Verdict) -> None:
+def test_the_report_gives_the_reason_for_a_missing_prediction(verdict: Verdict) -> None:
     engine = {
         "engine": 0,
         "model": "m",

@@ -137,7 +137,7 @@ def test_vllm_bench_arrays_are_requests_in_seconds_by_index(tmp_path: Path) -> N
     ]
 
 
-def test_newer_vllm_bench_says_the_latency_itself(tmp_path: Path) -> None:
+def test_latencies_in_newer_vllm_bench_files_are_read(tmp_path: Path) -> None:
     run = {**VLLM_RUN, **BENCH_ARRAYS, "latencies": [0.1, 0.0, 0.0], "queue_times": [0, 0, 0]}
     found = by_index(observations(write_json(tmp_path / "run.json", run)))
     assert found[0]["latency_ms"] == pytest.approx(100.0)

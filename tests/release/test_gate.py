@@ -59,7 +59,7 @@ def test_vectors_within_their_rule_are_tolerated_and_beyond_it_roll_back(tmp_pat
 
 
 @pytest.mark.parametrize("field", ["artifact", "precision"])
-def test_other_weights_need_a_policy_that_says_what_sameness_is(tmp_path: Path, field: str) -> None:
+def test_different_weights_need_an_outputs_policy(tmp_path: Path, field: str) -> None:
     """Whether answers are equal is then not the question, so those that differ do not roll back."""
     sides: Any = with_tokens(20, **{field: "a"}), with_tokens(20, **{field: "b"}, token_ids=other_tokens(3))
     unsaid = judged(tmp_path, *sides)
@@ -123,7 +123,7 @@ def test_probabilities_of_the_same_tokens_may_be_so_far_apart(tmp_path: Path) ->
     assert named(verdict) == {"logprob-gap": "rollback"}
 
 
-def test_equality_says_which_side_promised_it(tmp_path: Path) -> None:
+def test_the_evidence_names_the_side_that_promises_equal_answers(tmp_path: Path) -> None:
     promise: Any = {"artifact": "a", "deterministic": True}
     both = judged(tmp_path, with_tokens(20, **promise), with_tokens(20, **promise))
     assert both.evidence.startswith("equality")
@@ -133,7 +133,7 @@ def test_equality_says_which_side_promised_it(tmp_path: Path) -> None:
     assert one.evidence.endswith("only the baseline promises equal answers in any company")
 
 
-def test_of_equal_weights_on_deterministic_engines_no_mismatch_is_borne(tmp_path: Path) -> None:
+def test_no_mismatch_is_accepted_for_equal_weights_on_deterministic_engines(tmp_path: Path) -> None:
     promise: Any = {"artifact": "a", "deterministic": True}
     candidate = with_tokens(20, token_ids=other_tokens(4), **promise)
     verdict = judged(tmp_path, with_tokens(20, **promise), candidate, max_mismatch_rate=0.5)
@@ -172,7 +172,7 @@ def test_failures_of_one_side_are_errors_and_of_both_sides_are_no_difference(tmp
     assert judged(tmp_path, with_tokens(20, ok=failing(1)), with_tokens(20)).decision is Decision.PROMOTE
 
 
-def test_an_increase_of_errors_may_be_borne(tmp_path: Path) -> None:
+def test_an_increase_of_errors_within_the_limit_is_accepted(tmp_path: Path) -> None:
     sides: Any = with_tokens(20), with_tokens(20, ok=failing(1))
     assert judged(tmp_path, *sides, max_error_rate_increase=5.0).decision is Decision.PROMOTE
     assert judged(tmp_path, *sides, max_error_rate_increase=4.9).decision is Decision.ROLLBACK
@@ -327,7 +327,7 @@ def test_the_verdict_has_digests_of_what_was_judged_and_by_which_policy(tmp_path
 SEQUENTIAL: Any = {"mode": "sequential", "warmup_pairs": 0}
 
 
-def test_sequential_evidence_says_which_guarantee_holds(tmp_path: Path) -> None:
+def test_sequential_evidence_states_its_guarantee(tmp_path: Path) -> None:
     candidate = with_tokens(1_000, latency_ms=lambda number: 115.0 + number % 7)
     verdict = judged(
         tmp_path, with_tokens(1_000, latency_ms=lambda number: 100.0 + number % 5), candidate, policy=SEQUENTIAL
@@ -370,7 +370,7 @@ def test_a_mismatch_is_proof_where_equality_is_promised_and_holds_where_it_is_no
     assert found.examples == ("r130",)
 
 
-def test_a_rate_of_mismatches_that_is_borne_is_estimated_on_engines_that_promise_equal_answers(tmp_path: Path) -> None:
+def test_an_accepted_mismatch_rate_is_estimated_on_engines_that_promise_equal_answers(tmp_path: Path) -> None:
     promise: Any = {"deterministic": True}
     candidate = with_tokens(2_000, token_ids=other_tokens(*range(0, 2_000, 100)), **promise)
     for rate, state in ((0.1, "within"), (0.01, "undecided"), (0.001, "outside")):
@@ -380,7 +380,7 @@ def test_a_rate_of_mismatches_that_is_borne_is_estimated_on_engines_that_promise
         assert ("output-mismatch" in named(verdict)) == (state == "outside")
 
 
-def test_what_sameness_is_has_to_be_said_before_mismatches_are_estimated(tmp_path: Path) -> None:
+def test_mismatches_are_not_estimated_without_an_outputs_policy(tmp_path: Path) -> None:
     baseline = with_tokens(300, artifact="a", deterministic=True)
     candidate = with_tokens(300, artifact="b", deterministic=True, token_ids=other_tokens(*range(0, 300, 2)))
     verdict = judged(tmp_path, baseline, candidate, policy=SEQUENTIAL, max_mismatch_rate=0.1)

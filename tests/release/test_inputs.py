@@ -127,7 +127,7 @@ def test_the_seed_of_hashes_changes_no_byte(tmp_path: Path) -> None:
         (("BASELINE", "CANDIDATE", "--html", "BASELINE/page"), "BASELINE is no directory"),
     ],
 )
-def test_what_is_no_verdict_exits_3_and_says_why(
+def test_invalid_arguments_and_unusable_files_exit_3_with_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -163,7 +163,7 @@ def test_the_other_verbs_of_the_gate_exit_3_too(
     assert "internal error" not in told
 
 
-def test_a_fault_that_nobody_reads_is_no_rollback() -> None:
+def test_an_error_with_closed_standard_error_exits_3() -> None:
     """Exit code 1, which Python has for a broken pipe, would be one."""
     process = subprocess.Popen([*GATE, "/nothing"], stderr=subprocess.PIPE)
     assert process.stderr is not None

@@ -69,14 +69,14 @@ changes = st.one_of(
 
 @settings(max_examples=4)
 @given(st.lists(changes, min_size=1, max_size=4))
-def test_whatever_becomes_of_a_file_it_says_what_the_gate_says_of_its_whole_lines(history: list[Change]) -> None:
+def test_the_live_gate_agrees_with_the_gate_on_whole_lines_after_any_change_of_its_file(history: list[Change]) -> None:
     check_history(history)
 
 
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(changes, min_size=1, max_size=8))
-def test_whatever_becomes_of_a_file_for_long_it_says_what_the_gate_says(history: list[Change]) -> None:
+def test_the_live_gate_agrees_with_the_gate_after_long_histories_of_changes(history: list[Change]) -> None:
     check_history(history)
 
 
@@ -118,7 +118,7 @@ def test_another_file_that_ends_alike_is_read_anew_also_after_a_while_without_on
             check(gate, path)
 
 
-def test_in_sequential_mode_it_says_what_the_gate_says_too(tmp_path: Path) -> None:
+def test_the_live_gate_agrees_with_the_gate_in_sequential_mode(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     gate = gate_on(path, tmp_path, SEQUENTIAL)
     decisions = []

@@ -205,7 +205,7 @@ def test_a_failed_answer_is_no_evidence_of_outputs(tmp_path: Path) -> None:
     assert set(compared(tmp_path, [*one_side, *both, *((c, b) for b, c in one_side)])[0]) == {FAILED}
 
 
-def test_an_answer_is_one_unless_it_is_said_to_have_failed(tmp_path: Path) -> None:
+def test_an_answer_counts_unless_its_record_marks_a_failure(tmp_path: Path) -> None:
     states: list[Record] = [{"health": "ready"}, {"health": "degraded"}, {"error": ""}, {"ok": True}]
     assert compared(tmp_path, [({**TOKENS, **state}, TOKENS) for state in states])[0] == [SAME] * 4
 

@@ -59,7 +59,7 @@ def test_rules_for_vectors_are_read() -> None:
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_an_invalid_policy_is_rejected_with_the_name_of_the_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(EvidenceError, match=re.escape(message)):
         policy_of(Layer("there", fields))
 

@@ -164,7 +164,7 @@ def test_the_policy_of_lines_stands_in_a_line_of_its_own(tmp_path: Path) -> None
         assert read(store, path, None)[1] == {"min_pairs": 3}
 
 
-def test_other_members_are_told_and_not_read(tmp_path: Path) -> None:
+def test_unknown_members_are_reported_and_not_read(tmp_path: Path) -> None:
     with open_store() as store:
         source, _ = read(store, write_lines(tmp_path / "input", [{**SPARSE, "weather": 1}, SPARSE]), "baseline")
     assert source.unread == ("weather",)

@@ -109,7 +109,7 @@ def test_one_bit_of_the_file_is_flipped(flipped: tuple[Path, Path]) -> None:
 # -- equality ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_weights_answer_the_same_under_other_settings_and_in_other_company(
+def test_equal_weights_answer_the_same_under_other_settings_and_batch_compositions(
     settings: tuple[Path, Path],
 ) -> None:
     verdict = judged(*settings)
@@ -294,7 +294,7 @@ def test_each_request_of_one_name_has_a_number_and_each_sibling_its_seed(tmp_pat
     assert observations(path, path, "seed")[0] == [("one", 3), ("one#2", 3), ("one#2.1", 4), ("one#3", 3)]
 
 
-def test_a_request_that_only_its_server_has_named_is_told_by_what_it_asks(tmp_path: Path, key: str) -> None:
+def test_requests_with_only_a_server_id_are_joined_by_content(tmp_path: Path, key: str) -> None:
     sides = [
         recorded_in_process(tmp_path / side, [replace(ASKED, external_id=f"req-{side * 32}")] * 2, key_file=key)
         for side in "ab"

@@ -22,6 +22,6 @@ def test_every_table_is_in_one_of_the_pages() -> None:
     assert [name for name in TABLES if told.count(f"<!-- {name} -->") != 1] == []
 
 
-def test_the_fingerprint_that_is_told_is_ours() -> None:
+def test_the_documented_fingerprint_is_correct() -> None:
     told = "".join(page.read_text() for page in PAGES)
     assert f"The tokens 1, 2, 3 have `{fingerprints_of([([1, 2, 3], None)])[0]}`" in told

@@ -52,7 +52,7 @@ def test_a_page_asks_for_nothing_and_fits_a_telephone(page: Path, visit: Visit) 
     assert min(sizes) >= 9, "words of plots are not shrunk to nothing"
 
 
-def test_both_sides_are_told_apart_without_colour(page: Path, visit: Visit) -> None:
+def test_both_sides_are_distinguishable_without_colour(page: Path, visit: Visit) -> None:
     tab = visit.open(page)
     dashes = "element => getComputedStyle(element).strokeDasharray"
     for place in ("#distributions polyline", "#distributions .key line"):
@@ -70,7 +70,7 @@ def test_each_series_is_plotted_against_its_bound(page: Path, visit: Visit) -> N
         assert "bound +" in str(plots.nth(number).locator("svg[role=img]").text_content())
 
 
-def test_what_is_outside_is_said_with_its_place_its_owner_and_what_to_do(
+def test_a_finding_outside_its_limit_is_printed_with_its_owner_and_action(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = ["--set", "min_pairs=5", "--set", "owners={latency: '@anna'}"]
@@ -82,7 +82,7 @@ def test_what_is_outside_is_said_with_its_place_its_owner_and_what_to_do(
     assert f"{PAIRS} pairs, {PAIRS} of them answered by both sides; answers: {PAIRS} same" in lines
 
 
-def test_where_only_times_are_outside_it_is_said_that_they_may_be_noise(
+def test_findings_on_times_alone_are_marked_as_possible_noise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(pairs(tmp_path / "pairs.jsonl"))

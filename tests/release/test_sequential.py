@@ -80,7 +80,7 @@ def test_a_promotion_needs_every_series_at_the_last_look() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(100, 2_000), st.floats(-0.1, 0.2), st.floats(0, 0.05))
-def test_what_is_said_of_n_pairs_does_not_depend_on_the_later_ones(
+def test_the_decision_after_n_pairs_is_independent_of_later_pairs(
     seed: int, num: int, mean: float, rate: float
 ) -> None:
     """A later batch has the looks of an earlier one but its end, and says the same at each of them."""
@@ -257,7 +257,7 @@ def small(table: str) -> list[Scenario]:
 @pytest.mark.parametrize(
     "scenario", [each for name in SMALL if name != "family" for each in small(name)], ids=lambda each: each.name
 )
-def test_wrong_decisions_are_as_rare_as_they_are_said_to_be(scenario: Scenario) -> None:
+def test_rates_of_wrong_decisions_stay_within_alpha(scenario: Scenario) -> None:
     """A small, seeded version of docs/gate-error-rates.md: 200 canaries of 6,000 pairs, at 60 looks."""
     num = 20 if scenario.table == "missing" else 200
     found = run(Scenario(scenario.table, scenario.name, scenario.job, Size(6_000, 60)), num, seed=3)

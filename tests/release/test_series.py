@@ -61,7 +61,7 @@ def test_tokens_that_a_client_read_at_once_say_nothing_of_the_gaps_between_them(
     assert list(alone.places) == [0, 1, 2, 3], "a first token may be as early"
 
 
-def test_metrics_that_nobody_has_are_no_series() -> None:
+def test_metrics_without_values_give_no_series() -> None:
     found = series_of(Policy(), pairs_of(10))
     assert {each.signal for each in found} == {"latency", "errors", "missing-pairs"}
 

@@ -41,7 +41,7 @@ def test_causes_are_ranked_before_what_follows_from_them() -> None:
     assert ranks == sorted(ranks)
 
 
-def test_the_last_pattern_that_fits_says_who_looks() -> None:
+def test_the_last_matching_pattern_sets_the_owner() -> None:
     owners = {"*": "all", "latency*": "speed", "latency/billing*": "billing", "errors": "nobody"}
     assert owner_of("latency", "billing, vllm -> vllm", owners) == "billing"
     assert owner_of("latency-tail", "all", owners) == "speed"

@@ -40,7 +40,7 @@ def test_the_schema_in_the_documentation_is_that_of_the_code() -> None:
     assert SCHEMA.read_text() == text, "`make surface` writes it"
 
 
-def test_every_member_says_what_it_is() -> None:
+def test_every_member_of_the_schema_has_a_description() -> None:
     for part in schema()["$defs"].values():
         for name, member in part.get("properties", {}).items():
             assert len(member["description"]) > 10, (part["title"], name)

@@ -53,7 +53,7 @@ def answer_to(found: RecordedAnswers, request: GenerationRequest) -> RecordedAns
     return None if match is None else match.answer
 
 
-def test_every_answer_has_the_tokens_ends_and_counts_that_its_caller_was_told(tmp_path: Path) -> None:
+def test_every_answer_read_has_the_tokens_ends_and_counts_of_its_output(tmp_path: Path) -> None:
     outputs = recorded(tmp_path)
     found = read_answers(open_trace(tmp_path))
     assert (found.num_answers, found.num_unended, list(found.by_name)) == (len(outputs), 0, ["a", "b"])

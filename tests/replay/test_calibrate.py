@@ -61,7 +61,7 @@ def test_noise_and_stalls_do_not_bend_the_prices() -> None:
     assert prices_us(file)[:3] == pytest.approx(TRUTH_US[:3], rel=0.12)
 
 
-def test_the_interval_contains_what_it_says() -> None:
+def test_the_interval_has_its_stated_coverage() -> None:
     file = calibrate(synthetic(20_000, noise=0.2), MADE_ON)
     assert file.interval.low < 1 < file.interval.high
     assert file.interval.level == 0.9
@@ -99,7 +99,7 @@ def test_recordings_that_cannot_say_it_are_refused(steps: list[LiveStep], messag
         calibrate(steps, MADE_ON)
 
 
-def test_what_cannot_be_told_apart_is_said() -> None:
+def test_features_that_cannot_be_separated_are_reported() -> None:
     steps = [
         step._replace(num_context_tokens=step.num_prefill_tokens + 7 * step.num_decode_seqs) for step in synthetic(300)
     ]
@@ -156,7 +156,7 @@ def test_broken_files_are_refused_in_one_sentence(content: bytes, message: str, 
         read_priced(path)
 
 
-def test_a_missing_file_is_said(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match="the cost model cannot be read: No such file"):
         read_priced(tmp_path / "absent.json")
 

@@ -10,7 +10,7 @@ A = config(max_num_seqs=8, max_num_batched_tokens=512, num_blocks=100, max_skips
 B = config(max_num_seqs=2, max_num_batched_tokens=256, num_blocks=50, max_skips=3)
 
 
-def test_one_field_alone_is_found_and_both_ways_of_taking_it_over_are_told() -> None:
+def test_a_single_field_is_found_as_the_cause_with_its_effect_alone_and_left_out() -> None:
     found = bisect_fields(A, B, lambda each: 100.0 / each.max_num_seqs + each.max_skips / 1000)
 
     assert found.cause.alone == ("max_num_seqs",)
@@ -42,7 +42,7 @@ def test_a_metric_that_is_the_same_needs_no_explanation() -> None:
     assert found.share(7.0) is None
 
 
-def test_a_config_that_cannot_work_is_told_as_such() -> None:
+def test_a_field_that_makes_a_config_invalid_has_no_effect_alone() -> None:
     """A budget of 20 tokens is too small for the 64 sequences of the other side."""
     a, b = config(max_num_seqs=64), config(max_num_seqs=2, max_num_batched_tokens=20)
 

@@ -20,7 +20,7 @@ def test_a_trace_that_names_no_limits_has_a_pool_of_a_million_tokens() -> None:
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_chunk_tokens) == (256, 8192, 8192)
 
 
-def test_blocks_are_as_large_as_contents_unless_told_otherwise() -> None:
+def test_blocks_have_the_size_of_contents_unless_overridden() -> None:
     config = config_for(replace(PLAIN, content_size=512))
     assert (config.block_size, config.num_blocks) == (512, 2048)
     config = config_for(replace(PLAIN, content_size=512), {"block_size": "32"})
@@ -88,7 +88,7 @@ def test_values_are_read_as_the_type_of_their_field() -> None:
         ("order=random", "order is 'random'; it must be fcfs, priority or fair"),
     ],
 )
-def test_a_wrong_override_says_what_would_be_right(pair: str, complaint: str) -> None:
+def test_a_wrong_override_is_rejected_with_a_hint(pair: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         config_for(PLAIN, parse_overrides([pair]))
 

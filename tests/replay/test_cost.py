@@ -21,7 +21,7 @@ def test_what_was_measured_needs_no_note() -> None:
     assert note_of({}) == ""
 
 
-def test_each_feature_beyond_is_told_with_both_figures() -> None:
+def test_each_extrapolated_feature_is_listed_with_both_values() -> None:
     ranges = {"prefill tokens": (0, 30), "decoding sequences": (0, 1), "context tokens": (1, 58)}
     assert note_of(ranges) == (
         "times are extrapolated for 100.0% of the steps, which compute up to 40 prefill tokens (measured: 30), up to 2 "

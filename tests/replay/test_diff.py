@@ -151,7 +151,7 @@ limits = st.fixed_dictionaries(
 
 @settings(max_examples=60)
 @given(requests_of, limits, limits, st.sampled_from(list(ArrivalUnit)))
-def test_whatever_differs_is_told_and_shown_by_its_reproducer(
+def test_every_difference_is_described_and_shown_by_its_reproducer(
     rows: list[tuple[int, int, int, str]], limits_a: dict[str, Any], limits_b: dict[str, Any], unit: ArrivalUnit
 ) -> None:
     """Random workloads and configs: the words hold for every situation, and the reproducer shows the same kind."""

@@ -40,7 +40,7 @@ def test_the_first_request_that_differs(a: list[WorkloadRequest], b: list[Worklo
     assert bool(found) == bool(told)
 
 
-def test_times_are_told_in_milliseconds() -> None:
+def test_times_are_given_in_milliseconds() -> None:
     later = request("a", 10, arrival=3 * PS_PER_MS)
     assert "at 0.000 ms in A, and at 3.000 ms in B" in differing_request([A], [later], ArrivalUnit.PS)
 

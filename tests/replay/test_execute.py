@@ -72,7 +72,7 @@ def test_answers_that_were_found_again_are_found_again(folder: Path) -> None:
     assert execution.diverged is None, list(describe(execution))
 
 
-def test_a_name_that_is_not_computed_again_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_name_that_is_not_reproduced_is_reported(folder: Path, tmp_path: Path) -> None:
     """Blocks of an answer are missing in the recording, and nothing else: it is another engine's."""
     [path] = files_of(folder)
     copied = tmp_path / path.name

@@ -79,7 +79,7 @@ def test_each_replica_decides_as_if_it_had_been_given_its_requests_alone(
 
 @settings(max_examples=60)
 @given(work=works, policy=st.sampled_from(RoutingPolicy), num_replicas=st.integers(1, 7))
-def test_in_the_end_the_balancer_knows_what_every_replica_holds(
+def test_after_a_run_the_balancer_has_the_contents_of_every_replica(
     work: Workload, policy: RoutingPolicy, num_replicas: int
 ) -> None:
     fleet = Fleet(work, CONFIG, Balancer(num_replicas, policy), COST)

@@ -198,6 +198,6 @@ def test_a_run_that_breaks_off_is_read_as_far_as_it_came(tmp_path: Path) -> None
     assert verification.tally.num_steps > 0
 
 
-def test_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:
+def test_a_recording_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the recording cannot be written there"):
         RunRecording(tmp_path / "absent" / "run.lstrace", crowd(), LIMITS, COST)

@@ -80,7 +80,7 @@ def test_a_run_gives_what_its_ticks_give() -> None:
     assert at_once.buckets == one_by_one.buckets
 
 
-def test_a_report_is_markdown_where_nobody_looks() -> None:
+def test_a_report_is_markdown_without_a_terminal() -> None:
     out = io.StringIO()
     _, report = crowded()
     show(report_document(report), out)
@@ -223,6 +223,6 @@ def test_hostile_names_stay_json(tmp_path: Path) -> None:
     assert set(HOSTILE_NAMES) <= names
 
 
-def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the trace cannot be written there"):
         PerfettoWriter(tmp_path / "absent" / "trace.json", "few.json")

@@ -61,7 +61,7 @@ def account_of(folder: Path, name: str) -> RequestTimeline:
     return account
 
 
-def test_every_request_is_told_as_it_was_recorded(folder: Path) -> None:
+def test_every_request_has_the_timeline_that_was_recorded(folder: Path) -> None:
     trace = open_trace(folder)
     assert len(trace.files) > 1
     entries = list(trace.entries())
@@ -117,7 +117,9 @@ def test_times_are_those_of_its_steps(folder: Path) -> None:
         assert told.end_ms == (ends_us[key] - arrivals_us[key]) / 1e3
 
 
-def test_the_command_tells_one_request_and_knows_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_one_request_and_rejects_unknown_ones(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert invoke(["replay", "--verify", str(folder), "--request=request-7"]) == 0
     verdict, head, first, *rest = capsys.readouterr().out.splitlines()
     assert verdict.endswith("identical")

@@ -41,7 +41,7 @@ def rotate(folder: Path, seed: int, num_rotations: int) -> tuple[Counter[str], l
 
 
 @pytest.mark.parametrize("num_rotations", [NUM_ROTATIONS, pytest.param(NUM_ROTATIONS_SLOW, marks=pytest.mark.slow)])
-def test_whoever_left_or_pressed_stop_before_a_rotation_it_goes_on_as_it_was(
+def test_recordings_verify_when_requests_left_or_stopped_before_a_rotation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rotations: int
 ) -> None:
     many_files(monkeypatch)

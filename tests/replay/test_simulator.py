@@ -142,7 +142,7 @@ def test_equal_contents_are_hit() -> None:
     assert (report.prompt_tokens, report.prefill_tokens) == (160, 80)
 
 
-def test_contents_that_do_not_fall_into_blocks_are_dropped_and_said_to_be() -> None:
+def test_contents_that_do_not_fit_into_blocks_are_dropped_with_a_note() -> None:
     pair = workload(*(request(name, 48, 2, contents=(7, 8)) for name in "ab"), content_size=24)
     replay = Simulation(pair, config()).run()
     assert replay.stats.prefix_queries_tokens == 0
@@ -205,7 +205,7 @@ def test_ticks_follow_each_other() -> None:
     assert max(tick.num_ticks for tick in ticks) > 3
 
 
-def test_a_workload_without_a_config_has_defaults_that_refuse_nobody() -> None:
+def test_the_defaults_for_a_workload_without_a_config_reject_no_request() -> None:
     big = workload(request("a", 500_000, 1), *(request(str(i), 10, 1) for i in range(2000)), unit=ArrivalUnit.PS)
     replay = Simulation(big, config_for(big)).run()
     assert not any(each.refusal for each in replay.outcomes)

@@ -58,7 +58,7 @@ def test_the_last_axis_changes_fastest() -> None:
         ([f"max_num_seqs={','.join(map(str, range(MAX_CONFIGS + 1)))}"], "1,025 combinations"),
     ],
 )
-def test_a_grid_that_says_nothing_or_too_much_is_refused(axes: list[str], message: str) -> None:
+def test_an_invalid_grid_is_rejected(axes: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         combinations(parse_grid(axes))
 

@@ -66,7 +66,7 @@ def test_other_bytes_in_a_frame_are_no_recording(path: Path) -> None:
     assert "no entry of a recording" in faulty(path)
 
 
-def test_a_directory_without_recordings_says_what_it_looks_for(tmp_path: Path) -> None:
+def test_a_directory_without_recordings_is_rejected_with_the_expected_extension(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"\.lstrace"):
         open_trace(tmp_path)
     assert invoke(["replay", "--verify", str(tmp_path)]) == 2
@@ -85,7 +85,7 @@ def test_a_cut_file_is_read_as_far_as_it_goes(path: Path, whole: bytes, share: f
     assert found is None or found.is_identical
 
 
-def test_a_damaged_frame_is_told_with_its_offset(path: Path, whole: bytes) -> None:
+def test_a_damaged_frame_is_reported_with_its_offset(path: Path, whole: bytes) -> None:
     damaged = bytearray(whole)
     damaged[len(whole) // 2] ^= 0x10
     path.write_bytes(damaged)
@@ -93,7 +93,7 @@ def test_a_damaged_frame_is_told_with_its_offset(path: Path, whole: bytes) -> No
     assert "the frame at byte 0 is damaged" in message
 
 
-def test_what_never_was_a_recording_is_told_so(path: Path) -> None:
+def test_a_file_that_is_no_recording_is_rejected(path: Path) -> None:
     path.write_text('{"requests": []}')
     assert "it is no recording" in faulty(path)
 
@@ -124,7 +124,7 @@ def test_entries_that_cannot_be_are_refused(path: Path, damage: bytes) -> None:
         verify(open_trace(path))
 
 
-def test_an_unknown_engine_is_told_with_those_that_are_there(path: Path) -> None:
+def test_an_unknown_engine_is_rejected_with_the_recorded_ones(path: Path) -> None:
     with pytest.raises(TraceError, match="no engine 7; it has 0, 1"):
         workload_of(open_trace(path), 7)
 

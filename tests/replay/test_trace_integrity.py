@@ -102,7 +102,7 @@ HOLES = {"missing", "empty", "cut"}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_not_as_it_was_recorded_is_told_and_is_no_success(
+def test_a_damaged_recording_is_reported_and_fails_verification(
     folder: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     do, expected = DAMAGE[damage]
@@ -135,7 +135,7 @@ def test_the_command_lines_say_it(folder: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.count("note: ") == 2
 
 
-def test_oldest_files_that_somebody_deleted_are_missing_and_allowed_as_gaps(folder: Path) -> None:
+def test_deleted_oldest_files_are_missing_and_allowed_as_gaps(folder: Path) -> None:
     """Those that the recorder deletes are listed as deleted; see tests/worker/flight."""
     assert kinds(folder) == []
     for path in files_of(folder)[:-1]:
@@ -152,7 +152,7 @@ def test_a_file_by_itself_is_verified_by_itself_whatever_it_is_called(folder: Pa
 
 
 @pytest.mark.parametrize("gone", [[2], [2, 3], [1, 4]])
-def test_how_much_is_missing_is_told_to_the_step(folder: Path, gone: list[int], whole: dict[str, bytes]) -> None:
+def test_the_number_of_missing_steps_is_exact(folder: Path, gone: list[int], whole: dict[str, bytes]) -> None:
     paths = files_of(folder)
     alone = {index: verify(open_trace(paths[index])) for index in gone}
     for index in gone:
@@ -162,7 +162,7 @@ def test_how_much_is_missing_is_told_to_the_step(folder: Path, gone: list[int], 
     assert sum(loss.num_turns for loss in losses if loss) == sum(each.tally.num_turns for each in alone.values())
 
 
-def test_a_cut_is_told_with_its_byte_and_what_is_missing_until_the_next(folder: Path) -> None:
+def test_a_cut_file_is_reported_with_its_byte_and_the_missing_steps(folder: Path) -> None:
     path = files_of(folder)[2]
     all_steps = verify(open_trace(folder)).tally.num_steps
     size = cut(path, path.stat().st_size - 100).stat().st_size

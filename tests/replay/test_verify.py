@@ -56,7 +56,7 @@ def test_a_recording_is_identical_whatever_happened_in_it(trace: Trace) -> None:
         assert seen[what] > 0, what
 
 
-def test_the_command_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_identical(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["replay", "--verify", str(folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("replay: ")

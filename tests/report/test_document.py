@@ -38,7 +38,7 @@ from lockstep.shown import printable
         (0.1 + 0.2, Style.GENERAL, "0.3"),
     ],
 )
-def test_a_style_says_how_many_digits_mean_something(value: float, style: Style, text: str) -> None:
+def test_a_style_sets_the_number_of_digits(value: float, style: Style, text: str) -> None:
     assert format_number(value, style) == text
 
 

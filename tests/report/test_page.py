@@ -112,7 +112,7 @@ def test_sections_without_content_are_left_out(visit: Visit, tmp_path: Path) -> 
     assert page.locator("table").count() == 0
 
 
-def test_a_folded_table_opens_when_asked(visit: Visit, tmp_path: Path) -> None:
+def test_a_folded_table_opens_on_click(visit: Visit, tmp_path: Path) -> None:
     table = Table("Inside", (*words("a"), *numbers("b")), [("x", "1")], id="inside")
     page = opened(visit, tmp_path, document_of(Folded("More", table), Folded("At once", table, is_open=True)))
     tables = page.locator("#inside")

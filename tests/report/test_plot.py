@@ -33,7 +33,7 @@ def test_ticks_are_few_round_numbers_within_their_range(low: float, width: float
     ("low", "high", "expected"),
     [(1, 1000, [1, 10, 100, 1000]), (30, 300, [50, 100, 200]), (0.2, 4, [0.2, 0.5, 1, 2])],
 )
-def test_a_logarithmic_axis_has_powers_of_ten_and_more_where_there_are_few(
+def test_a_logarithmic_axis_has_a_tick_at_each_decade_and_more_where_there_are_few(
     low: float, high: float, expected: list[float]
 ) -> None:
     assert decades(low, high) == pytest.approx(expected)

@@ -71,7 +71,7 @@ def test_a_row_that_ends_in_a_remark_is_as_long_as_the_others() -> None:
     assert [cells_of(line)[0] for line in lines[2:]] == ["*", "*", ""]
 
 
-def test_a_finding_is_told_in_its_order() -> None:
+def test_a_finding_is_printed_in_order() -> None:
     table = Table("", words("who"), [("it",)])
     finding = Finding("found", ("because", "and so"), ("state",), table, "only on pages", ("rest",))
     out = io.StringIO()
@@ -120,7 +120,7 @@ def test_no_text_steers_a_terminal_or_breaks_a_table(out: io.StringIO) -> None:
     assert all(line.endswith("|") for line in rows)
 
 
-def test_nobody_needs_to_say_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_printed_to_standard_output_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     show(Document("Only a title", [Section("", ())]))
     show_block(Paragraph("words"))
     assert capsys.readouterr().out == "Only a title\nwords\n"

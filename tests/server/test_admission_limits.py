@@ -50,13 +50,13 @@ def test_a_bucket_lets_no_more_through_than_it_promises(per_minute: int, pauses_
     assert taken <= per_minute + now_s * per_minute / 60 + 1e-6
 
 
-def test_nobody_saves_more_than_a_minutes_worth() -> None:
+def test_a_bucket_saves_no_more_than_a_minutes_worth() -> None:
     bucket = TokenBucket(10, 0.0)
     bucket.take(10, 3_600.0)
     assert bucket.wait_s(3_600.0) > 0, "an hour without requests is worth no more than a minute"
 
 
-def test_waiting_as_long_as_told_is_enough() -> None:
+def test_a_request_is_admitted_after_the_retry_time() -> None:
     limits = RateLimits(requests_per_minute=2, tokens_per_minute=None)
     assert [limits.admit("a", 0.0) for _ in range(2)] == [None, None]
     refusal = limits.admit("a", 0.0)
@@ -77,7 +77,7 @@ def test_tokens_are_charged_when_they_are_known() -> None:
     assert limits.admit("a", 31.0) is None
 
 
-async def test_a_key_that_asks_too_often_is_told_when_to_come_back() -> None:
+async def test_a_key_over_its_request_rate_gets_429_with_a_retry_time() -> None:
     options = ServerOptions(api_keys=("k1", "k2"), requests_per_minute=2)
     async with client_of(options=options, headers={"X-Api-Key": "k1"}) as client:
         answers = [await client.post("/tokenize", json={"prompt": "a"}) for _ in range(3)]
@@ -161,7 +161,7 @@ def test_headers_within_the_limit_pass_and_connections_are_kept(narrow: ServerPr
             assert client.post("/tokenize", json={"prompt": "a" * 3_000}).status_code == 200
 
 
-def test_what_is_no_http_is_told_so(narrow: ServerProcess) -> None:
+def test_bytes_that_are_not_http_return_invalid_http(narrow: ServerProcess) -> None:
     answer = exchange(narrow.base_url, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"

@@ -116,7 +116,7 @@ def allowed(client: httpx2.Client, path: str, origin: str) -> str | None:
     return client.options(path, headers=headers).headers.get("access-control-allow-origin")
 
 
-def test_origins_are_told_apart_exactly(stub: Living) -> None:
+def test_allowed_origins_must_match_exactly(stub: Living) -> None:
     with stub.client() as client:
         for origin, may_ask in ORIGINS.items():
             for path in (
@@ -136,7 +136,7 @@ def test_pages_of_loopback_origins_can_be_refused_and_others_allowed() -> None:
             assert allowed(client, path, "https://a.example") == "https://a.example"
 
 
-def test_the_page_about_the_api_shows_all_of_it_and_asks_nobody_else(browser: Browser, stub: Living) -> None:
+def test_the_docs_page_shows_the_whole_api_without_external_requests(browser: Browser, stub: Living) -> None:
     page = browser.new_page()
     requests: list[str] = []
     complaints: list[str] = []

@@ -142,7 +142,7 @@ async def test_the_extension_tells_every_hop_with_its_usage() -> None:
     assert told["latency_ms"] >= last["latency_ms"]
 
 
-async def test_a_request_that_nobody_routed_tells_of_no_route() -> None:
+async def test_a_direct_request_has_no_routing_fields() -> None:
     async with client_of() as client:
         answer = (await client.post(CHAT, json=ASK)).json()
     assert "tool_calls" not in answer["choices"][0]["message"]

@@ -67,7 +67,7 @@ def unchunked(response: bytes) -> bytes:
     return body
 
 
-def test_a_stream_says_what_it_is(stub: Living) -> None:
+def test_a_stream_has_the_headers_of_an_event_stream(stub: Living) -> None:
     body = {"prompt": "x", "max_tokens": 3, "stream": True}
     answer = stub.post("/v1/completions", body)
     assert answer.status_code == 200
@@ -155,7 +155,7 @@ def test_a_slow_reader_gets_fewer_chunks_and_the_same_text(stub: Living) -> None
     assert len(events) < quick.json()["usage"]["completion_tokens"]
 
 
-def test_a_reader_that_is_too_slow_is_told_so_and_its_request_aborted() -> None:
+def test_a_slow_reader_gets_an_error_and_its_request_is_aborted() -> None:
     with living("stub://alpha", ServerOptions(max_pending_bytes=20_000)) as server:
         client = connect(server, {**LONG, "logprobs": 20, "max_tokens": 8000}, receive_buffer_bytes=4096)
         with client:

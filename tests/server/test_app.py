@@ -31,7 +31,7 @@ VALUES = st.recursive(
 )
 
 
-def test_the_home_says_what_it_is(server: ServerProcess) -> None:
+def test_the_home_page_names_the_server_and_no_model(server: ServerProcess) -> None:
     with server.client() as client:
         body = client.get("/").json()
     assert body["name"] == "lockstep"
@@ -70,7 +70,7 @@ def test_two_requests_have_two_ids(server: ServerProcess) -> None:
         ("BREW", "/tokenize", 405, "invalid_request_error"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_shape(
+def test_unknown_paths_and_methods_return_errors_of_one_shape(
     server: ServerProcess, method: str, path: str, status: int, kind: str
 ) -> None:
     request = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
@@ -226,7 +226,7 @@ def test_fields_are_named_as_clients_write_them(loc: tuple[int | str, ...], path
     assert field_path(loc) == path
 
 
-async def test_a_defect_is_told_without_details_and_logged_with_them(
+async def test_a_defect_is_returned_without_details_and_logged_with_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     router = APIRouter()
@@ -267,7 +267,7 @@ async def test_each_request_is_one_line_with_its_numbers(caplog: pytest.LogCaptu
     assert "nobody" not in json.dumps(lines)
 
 
-async def test_prompts_are_logged_where_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+async def test_prompts_are_logged_with_log_prompts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lockstep.request")
     async with client_of(options=ServerOptions(log_prompts=True)) as client:
         await client.post("/tokenize", json={"prompt": 'two "lines"\nhere'})

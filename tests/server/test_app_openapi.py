@@ -46,7 +46,7 @@ def check_operation(case: schemathesis.Case[Any], server: ServerProcess, session
             case.validate_response(response, excluded_checks=[positive_data_acceptance])
 
 
-def test_every_operation_does_what_the_document_says(server: ServerProcess, subtests: pytest.Subtests) -> None:
+def test_every_operation_conforms_to_the_openapi_document(server: ServerProcess, subtests: pytest.Subtests) -> None:
     """Its edge cases are generated where it runs: as tests of their own, whoever collects tests would generate them."""
     app = create_app(one_model("stub://alpha", (NAME,)), ServerOptions(enable_debug_endpoints=True))
     schema = schemathesis.openapi.from_dict(app.openapi())  # of an application like the server's; it needs no model

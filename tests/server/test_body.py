@@ -267,7 +267,7 @@ def test_the_bytes_of_long_bodies_are_bounded_and_given_back() -> None:
         assert set(answers) == {200}
 
 
-async def test_a_long_body_that_finds_no_place_to_be_parsed_is_told_to_come_again() -> None:
+async def test_a_long_body_is_rejected_with_queue_full_when_the_workbench_is_full() -> None:
     """It was checked already, and nothing is wrong with it."""
 
     class FullAfterOne:

@@ -226,7 +226,7 @@ def test_a_named_call_and_its_result_go_back_into_the_conversation(client: opena
     assert not answer.choices[0].message.tool_calls
 
 
-def test_the_record_has_what_was_asked_and_what_it_cost(pocket: Living) -> None:
+def test_the_request_record_has_labels_and_usage(pocket: Living) -> None:
     body = {"messages": ASK, "max_tokens": 3, "user": "u7", "metadata": {"run": "9"}}
     answer = pocket.post("/v1/chat/completions", body, headers={"x-request-id": "named-by-us"})
     assert answer.json()["lockstep"]["request_id"] == "named-by-us"

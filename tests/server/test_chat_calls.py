@@ -69,7 +69,7 @@ def test_sampling_parameters_arrive() -> None:
     assert (params.stop, params.stop_token_ids, params.ignore_eos, params.logprobs) == (("END",), (9,), True, 4)
 
 
-def test_nothing_said_is_nothing_asked() -> None:
+def test_absent_fields_leave_parameters_unset() -> None:
     params = chat().call.params
     assert (params.temperature, params.max_tokens, params.logprobs, params.constraint) == (None, None, None, None)
     assert complete().calls[0].params.max_tokens == 16
@@ -99,7 +99,7 @@ def test_the_other_fields_of_a_call_arrive() -> None:
     assert (call.truncate_prompt_tokens, call.prompt_logprobs) == (-1, 2)
 
 
-def test_what_the_operator_says_of_templates_holds_where_a_request_says_nothing() -> None:
+def test_template_options_of_the_server_apply_where_a_request_sets_none() -> None:
     options = ServerOptions(chat_template_kwargs={"messages_style": "short"}, reasoning="off")
     prompt = chat(options).call.prompt
     assert isinstance(prompt, Conversation)

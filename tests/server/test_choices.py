@@ -112,7 +112,7 @@ def test_thoughts_have_both_names_and_are_counted() -> None:
     assert deltas.index({"reasoning_content": "hm", "reasoning": "hm"}) < deltas.index({"content": "a"})
 
 
-def test_calls_are_told_from_content_and_change_the_ending() -> None:
+def test_tool_calls_are_separated_from_content_and_set_the_finish_reason() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     tool_use = tool_use_of(TOKENIZER, tools, "auto", True)
     said = 'Well. <tool_call>\n{"name": "f", "arguments": {"x": [1, 2]}}\n</tool_call>'
@@ -175,11 +175,11 @@ def traced(text: str, shown: str, stop_reason: int | str | None, step: int = 1) 
     return told
 
 
-def test_the_token_that_ends_the_answer_is_not_told() -> None:
+def test_the_end_token_has_no_logprobs_entry() -> None:
     assert traced("abc", "abc", END_ID) == ["a", "b", "c"]
 
 
-def test_tokens_behind_a_stop_string_are_not_told() -> None:
+def test_tokens_after_a_stop_string_have_no_logprobs_entry() -> None:
     assert traced("ab.STOP", "ab.", "STOP") == ["a", "b", "."]
 
 

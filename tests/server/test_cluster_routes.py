@@ -108,7 +108,7 @@ def test_the_hop_does_not_wait_for_the_model_that_it_names(gate: Gate) -> None:
         assert (text, told) == (warm["message"]["content"], warm["logprobs"]["content"])
 
 
-def test_models_that_are_unloaded_by_hand_under_load_come_back_and_nobody_is_refused() -> None:
+def test_models_unloaded_by_hand_under_load_come_back_and_no_request_fails() -> None:
     statuses: list[tuple[str, int]] = []
     is_over = threading.Event()
 
@@ -194,7 +194,7 @@ def test_the_official_client_reads_a_routed_answer(cluster: Living) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_model_that_is_asked_for_by_name_answers_itself(client: httpx2.Client) -> None:
+def test_a_model_named_by_the_request_answers_without_routing(client: httpx2.Client) -> None:
     told = client.post(CHAT, json={**BILLING, "model": "law"}).json()
     assert told["model"] == "legal"
     assert "hops" not in told["lockstep"]
@@ -271,7 +271,7 @@ def test_the_cluster_is_in_the_metrics(client: httpx2.Client) -> None:
         assert float(told[f"lockstep:cluster_model_sessions{labels}"]) == model["num_sessions"]
 
 
-def test_evictions_of_sessions_and_of_models_are_counted_apart_and_told() -> None:
+def test_evictions_of_sessions_and_of_models_are_counted_separately() -> None:
     """In the snapshot, in the metrics, and as events that say which session."""
     text = MANIFEST.replace("cluster: test", "cluster: test\nresources: {gpu_budget: 2400MB}")
     text = text.replace(f"stub://billing?step_ms={STEP_MS}", "stub://billing\n      max_active_sessions: 2")
@@ -324,7 +324,7 @@ def test_the_remote_tier_is_in_the_metrics(cluster: Living) -> None:
     assert (shown["gone"]["breaker"], shown["fallback"]["failures_total"]) == ("open", 0)
 
 
-def test_metrics_are_told_by_model(client: httpx2.Client) -> None:
+def test_metrics_are_labelled_by_model(client: httpx2.Client) -> None:
     client.post(CHAT, json=BILLING)
     told = client.get("/metrics").text
     for name in ("router", "billing"):

@@ -51,7 +51,7 @@ async def managing(options: ServerOptions | None = None) -> AsyncIterator[tuple[
 @pytest.mark.parametrize(
     ("method", "path"), [route for route in ROUTES if any(each in route[1] for each in ("manifest", "load", "hosts"))]
 )
-async def test_what_a_command_line_says_is_not_changed_over_http(method: str, path: str) -> None:
+async def test_manifest_load_and_host_routes_need_a_manifest(method: str, path: str) -> None:
     """The keys of a server of one model are those of its clients."""
     async with client_of() as client:
         response = await client.request(method, path)
@@ -139,7 +139,7 @@ def test_a_client_gets_the_form_that_it_likes_best(accept: str, kind: str) -> No
 @pytest.mark.parametrize(
     "words", ["caf\u00e9 \U0001f600", "\x7f", "a\x85b", "a\u2028 b\u2029", "\ufeff", "\\ud83d", "a\tb\n: #", "/"]
 )
-def test_a_text_in_json_says_what_it_says(words: str) -> None:
+def test_text_in_a_json_manifest_is_read_unchanged(words: str) -> None:
     """Whatever YAML would make of it; as compact JSON and as its escapes."""
     value = {"cluster": "c", "models": {"a": {"source": "stub://a", "tier": "resident", "system_prompt": words}}}
     for body in (msgspec.json.encode(value), json.dumps(value).encode()):
@@ -171,7 +171,7 @@ def test_the_lines_of_json_are_the_clients_where_they_can_be() -> None:
     assert manifest_text(text.encode(), "application/json; charset=utf-8") == text
 
 
-async def test_all_faults_are_told_at_once_and_nothing_changes() -> None:
+async def test_put_manifest_reports_all_faults_at_once_and_changes_nothing() -> None:
     async with managing() as (client, cluster):
         response = await client.put("/v1/manifest", content="bad: 1", headers=YAML)
     assert response.status_code == 400
@@ -182,7 +182,7 @@ async def test_all_faults_are_told_at_once_and_nothing_changes() -> None:
     assert cluster.text == MANIFEST
 
 
-async def test_what_does_not_fit_is_told_with_its_reason() -> None:
+async def test_put_manifest_reports_why_a_manifest_does_not_fit() -> None:
     async with managing() as (client, _):
         response = await client.put("/v1/manifest", content="big: 1", headers=YAML)
     assert response.status_code == 422
@@ -286,7 +286,7 @@ async def test_a_host_is_drained_and_takes_replicas_again(name: str) -> None:
     assert cluster.drained == {}
 
 
-async def test_a_host_that_nobody_knows_is_not_drained() -> None:
+async def test_draining_an_unknown_host_is_not_found() -> None:
     """And where everything runs on one machine, none is."""
     for cluster, message in ((Hosted(), "did you mean 'gone'?"), (Managed(), "the manifest has no `hosts:`")):
         transport = httpx2.ASGITransport(app=create_app(cluster))
@@ -327,7 +327,7 @@ def answers_of(document: dict[str, Any], path: str, method: str) -> dict[str, An
     return content
 
 
-def test_the_document_knows_the_shapes() -> None:
+def test_the_openapi_document_has_the_schemas_of_cluster_and_manifest() -> None:
     document = create_app(Managed()).openapi()
     schema = answers_of(document, "/v1/cluster", "get")["application/json"]["schema"]
     assert "$ref" not in json.dumps(schema)

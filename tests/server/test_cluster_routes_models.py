@@ -57,7 +57,7 @@ def test_a_loaded_server_is_ready(server: ServerProcess, path: str) -> None:
         assert client.post("/ping").status_code == 200
 
 
-def test_while_it_loads_it_says_so() -> None:
+def test_a_loading_server_is_unavailable_with_a_retry_time() -> None:
     """The port is open at once; what needs the model is told when to come back."""
     with ServerProcess(f"stub://alpha?load_ms={ENDLESS_MS}") as loading, loading_client(loading) as client:
         for path in READINESS:
@@ -77,7 +77,7 @@ def loading_client(server: ServerProcess) -> httpx2.Client:
     return server.client()
 
 
-async def test_the_debug_endpoints_are_off_unless_asked_for(server: ServerProcess) -> None:
+async def test_the_debug_endpoints_are_off_by_default(server: ServerProcess) -> None:
     with server.client() as client:
         assert client.get("/debug/check").json() == {"ok": True, "problem": ""}
         assert client.post("/reset_prefix_cache").json() == {"num_blocks": 0}

@@ -153,7 +153,7 @@ def test_a_prompt_that_is_too_long_can_be_cut_to_its_end(stub: Living) -> None:
     assert cut["choices"][0]["text"].startswith("yyz")
 
 
-def test_a_deadline_that_passes_is_told_and_never_a_short_answer(stub: Living) -> None:
+def test_an_exceeded_deadline_returns_an_error_and_never_a_short_answer(stub: Living) -> None:
     body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "deadline_ms": 30}
     late = stub.post("/v1/completions", body)
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")

@@ -380,7 +380,7 @@ def test_a_key_may_be_pasted_as_a_header_has_it(open_page: Open, pasted: str) ->
 
 
 @pytest.mark.slow
-def test_a_server_that_is_gone_is_said_to_be_and_found_again(open_page: Open) -> None:
+def test_a_lost_server_is_shown_and_reconnected(open_page: Open) -> None:
     with serve("stub://one", *IN_THREAD) as server:
         page = open_page(server)
         for _ in range(30):

@@ -75,7 +75,7 @@ def test_many_inputs_take_their_turns(client: openai.OpenAI, llm: LLM) -> None:
     assert np.array_equal(vectors(client, texts)[::50], llm.embed(texts[::50]))
 
 
-def test_long_inputs_are_refused_or_cut_as_asked(client: openai.OpenAI, llm: LLM) -> None:
+def test_long_inputs_are_rejected_unless_truncation_is_requested(client: openai.OpenAI, llm: LLM) -> None:
     ids = [7] * 3_000
     with pytest.raises(openai.BadRequestError, match=r"input: the prompt has 3000 tokens") as caught:
         vectors(client, ids)
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_named(served: ServerProcess, wrong: Mapping[str, objec
     assert answer.json()["error"]["param"] == param, answer.text
 
 
-def test_a_model_without_hidden_states_says_so(stub: Living) -> None:
+def test_a_model_without_hidden_states_rejects_embeddings(stub: Living) -> None:
     answer = stub.post("/v1/embeddings", {"input": ["a", "b"]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pooling")
 

@@ -120,7 +120,7 @@ def test_a_warning_holds_no_line_of_a_header(stub: Living) -> None:
     assert answer.headers["x-lockstep-warning"].isascii()
 
 
-def test_a_template_that_reads_a_wish_is_no_reason_to_warn() -> None:
+def test_a_reasoning_effort_that_the_template_supports_gives_no_warning() -> None:
     tokenizer = Tokenizer(text_models.parts(text_models.byte_level(), QWEN3))
     for body, warned in (
         ({"reasoning_effort": "none"}, 0),
@@ -219,7 +219,7 @@ def test_only_allowed_tools_are_called(client: Any, is_item: bool) -> None:
     assert set(names) == {"g"}
 
 
-def test_a_format_and_tools_are_asked_together(client: Any) -> None:
+def test_a_response_format_and_tools_can_be_combined(client: Any) -> None:
     schema = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
     strict = {**FUNCTION, "strict": True}
     formatted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}

@@ -54,7 +54,7 @@ def test_settings_of_the_cache_are_labels(samples: Samples) -> None:
     assert labels["block_size"] == "16"
 
 
-def test_requests_are_counted_by_what_they_asked_for(samples: Samples) -> None:
+def test_requests_are_counted_by_their_parameters(samples: Samples) -> None:
     assert samples["vllm:request_params_n_count", ()] == 2
     assert samples["vllm:request_params_max_tokens_sum", ()] == 8
     assert samples["vllm:request_prefill_kv_computed_tokens_sum", ()] == 104
@@ -86,7 +86,7 @@ def hosts_page(hosts: tuple[HostSnapshot, ...], places: tuple[PlaceSnapshot, ...
     return found
 
 
-def test_hosts_are_told_by_name_and_resource() -> None:
+def test_hosts_are_reported_by_name_and_resource() -> None:
     told = hosts_page((A, replace(A, name="b", is_there=False, is_drained=True, num_replicas=0, free={})), ())
     assert told["l:cluster_host_there host=a"] == told["l:cluster_host_drained host=b"] == 1
     assert told["l:cluster_host_there host=b"] == told["l:cluster_host_drained host=a"] == 0

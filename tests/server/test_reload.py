@@ -77,9 +77,7 @@ async def test_trying_again_ends(tmp_path: Path, caplog: pytest.LogCaptureFixtur
                 await asyncio.sleep(0.005)
 
 
-async def test_a_file_that_cannot_be_read_is_said_in_the_words_of_the_boot(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unreadable_file_is_logged_on_reload(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, cluster = tmp_path / "cluster.yaml", Managed()
     path.write_bytes(b"cluster: \xff")
     async with reloading(cluster, path) as reload:

@@ -139,7 +139,7 @@ def test_streams_that_share_a_connection_one_after_the_other_are_successes(logge
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_who_closes_the_connection_has_left_whatever_was_asked(logged: ServerProcess, path: str) -> None:
+def test_a_closed_connection_is_logged_as_499_on_every_path(logged: ServerProcess, path: str) -> None:
     for kind, is_stream in (("stream", True), ("whole", False)):
         id_ = f"{path.replace('/', '-')}-{kind}"
         with socket.create_connection(address(logged), timeout=HANG_S) as client:

@@ -150,7 +150,7 @@ def test_a_key_sees_its_own_and_an_admin_key_everything() -> None:
         assert error_of(client.get("/v1/requests"))["code"] == "invalid_api_key"
 
 
-async def test_where_there_are_admin_keys_alone_nobody_else_sees_it() -> None:
+async def test_with_admin_keys_only_the_request_log_requires_one() -> None:
     async with client_of(options=ServerOptions(admin_keys=("a",))) as client:
         assert (await client.get("/v1/requests")).status_code == 401
         assert (await client.get("/v1/requests", headers={"X-Api-Key": "a"})).status_code == 200
@@ -177,7 +177,7 @@ POLICIES = (
 )
 
 
-def test_every_reason_of_an_engine_occurs_and_is_told_in_words() -> None:
+def test_every_wait_reason_of_an_engine_occurs_and_has_a_text() -> None:
     """What an engine says of a fixed load, small pools and all, is every limit that keeps somebody out."""
     limits: set[str] = set()
     kinds: set[str] = set()

@@ -208,7 +208,7 @@ def test_a_signal_before_the_port_is_open_ends_it() -> None:
 ENGINE = EngineSnapshot(100, 2, 3200, 4_000_000, 0, 0, 9_000_000, "avx2", 2, "f16", "int8")
 
 
-def test_what_is_said_at_ready_is_bounded() -> None:
+def test_the_lines_at_ready_are_limited_in_number() -> None:
     replica = ReplicaSnapshot("k", "s", "resident", ("a", "b"), 1, 1, 1, 1.0, 0, 0, None, None, ENGINE)
     seen = Managed().snapshot()
     lines = ready_lines(structs.replace(seen, replicas=(replica,) * 51), "http://h", ServerOptions())
@@ -234,7 +234,7 @@ def test_what_is_said_at_ready_is_bounded() -> None:
         (ServerOptions(api_keys=("k",), admin_keys=("a",)), "an admin key is needed for what all callers share; a key"),
     ],
 )
-def test_who_may_call_is_said_at_ready(options: ServerOptions, words: str) -> None:
+def test_the_required_keys_are_listed_at_ready(options: ServerOptions, words: str) -> None:
     assert words in ready_lines(Managed().snapshot(), "http://h", options)[-1]
 
 
@@ -263,7 +263,7 @@ def test_both_processes_log_in_one_format() -> None:
     assert any(line["process"] == "server" and line.get("status") == 500 for line in lines)
 
 
-def test_a_worker_that_hangs_is_replaced_and_the_log_says_what_is_known() -> None:
+def test_a_hanging_worker_is_replaced_and_the_log_names_its_process_and_models() -> None:
     """In the middle of an answer, stopped as a debugger or a defect in native code would stop it."""
     answers: list[httpx2.Response] = []
     body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}

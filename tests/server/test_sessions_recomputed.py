@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Callable[[Kept], None] | None, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_not_right_is_told_once_and_computed_again(
+def test_invalid_stored_kv_is_reported_once_and_computed_again(
     case: str, first: tuple[Kept, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, num_tokens = first

@@ -129,7 +129,7 @@ def test_it_survives_the_end_of_the_worker(start: Start) -> None:
         assert ask(client, "s") == (first, full)
 
 
-def test_what_a_store_had_to_give_up_is_not_told_to_be_there(start: Start) -> None:
+def test_kv_evicted_from_the_store_is_not_reported_as_stored(start: Start) -> None:
     with start("--host-kv-mb", "1", "--enable-debug-endpoints", idle="100ms").client() as client:
         for number in range(8):
             ask(client, str(number), f"{number} {TEXT}")
@@ -152,7 +152,7 @@ def test_what_a_store_had_to_give_up_is_not_told_to_be_there(start: Start) -> No
         assert ask(client, id_, f"{id_} {TEXT}")[1] == kept[id_], "what is told comes back"
 
 
-def test_what_the_device_had_to_give_up_is_not_told_to_be_there(start: Start) -> None:
+def test_kv_evicted_from_the_device_is_not_reported_as_on_the_device(start: Start) -> None:
     """Pins are soft: a large request takes what idle sessions hold."""
     with start().client() as client:
         first, _ = ask(client, "s")

@@ -28,7 +28,7 @@ def test_a_prompt_becomes_tokens(server: ServerProcess) -> None:
     }
 
 
-def test_each_token_has_its_string_where_asked_for(server: ServerProcess) -> None:
+def test_tokenize_returns_the_string_of_each_token_on_request(server: ServerProcess) -> None:
     """A token that is part of a character is shown as the replacement character."""
     answer = post(server, "/tokenize", {"model": "alpha", "prompt": "hé<|end|>", "return_token_strs": True})
     assert answer["tokens"] == [104, 195, 169, 259]

@@ -145,7 +145,7 @@ def test_every_hop_of_a_routed_request_is_a_child_of_its_span() -> None:
     assert attributes_of(last)["gen_ai.usage.output_tokens"] == 3
 
 
-def test_a_failed_request_says_why() -> None:
+def test_the_span_of_a_failed_request_has_the_error_code() -> None:
     record = RequestContext("r", "/v1/completions", 0.0, method="POST", status=503)
     record.error = HttpError(503, "gone", code="worker_lost")
     assert span_name(record) == "text_completion"
@@ -163,13 +163,13 @@ def test_what_is_no_url_is_refused_at_start(endpoint: str) -> None:
         RequestTracer(endpoint)
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http", None)
     with pytest.raises(UsageError, match=r"lockstep-llm\[otel\]"):
         RequestTracer("http://localhost:4318/v1/traces")
 
 
-def test_a_receiver_that_is_not_there_is_given_up_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_receiver_is_given_up_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     """The end comes at all: what tries again must not go on for ever."""
     tracer = RequestTracer("http://127.0.0.1:9/v1/traces")
     tracer(record_of_a_chat(), 2.0)

@@ -96,7 +96,7 @@ async def watching(
         assert app.state.watchers.num_open == 0
 
 
-async def test_a_watcher_is_told_what_happens_from_now_on() -> None:
+async def test_a_watcher_receives_events_from_its_start_on() -> None:
     async with watching(before=2) as (watcher, cluster, _):
         await cluster.unload_model("org/legal")
         await cluster.replace("x: 1")

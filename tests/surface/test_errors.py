@@ -33,13 +33,13 @@ async def test_refused_requests_get_the_bodies_that_clients_know() -> None:
     hold("errors.txt", told)
 
 
-async def test_other_doors_refuse_in_their_own_shapes() -> None:
+async def test_anthropic_and_ollama_apis_return_errors_in_their_own_shapes() -> None:
     async with client_of() as client:
         told = [line async for line in _told_of(client, posts_to_doors())]
     hold("errors_doors.txt", told)
 
 
-async def test_who_lacks_a_key_is_told_which() -> None:
+async def test_access_errors_match_the_golden_copy() -> None:
     told: list[str] = []
     async with client_of(options=ServerOptions(api_keys=("key",), admin_keys=("admin",))) as client:
         for method, path, headers in (
@@ -65,7 +65,7 @@ async def test_who_lacks_a_key_is_told_which() -> None:
     hold("errors_access.txt", told)
 
 
-async def test_what_a_cluster_refuses_is_told_as_clients_know_it() -> None:
+async def test_cluster_errors_match_the_golden_copy() -> None:
     told: list[str] = []
     transport = httpx2.ASGITransport(app=create_app(Managed()))
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:

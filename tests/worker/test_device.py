@@ -103,7 +103,7 @@ def test_what_can_never_be_served_is_refused_without_a_step(bench: Bench) -> Non
     assert refusals[4].param == "constraint"
 
 
-def test_metrics_and_health_are_told_while_a_step_runs_that_has_no_end(bench: Bench, gate: Gate) -> None:
+def test_metrics_and_health_are_reported_while_an_endless_step_runs(bench: Bench, gate: Gate) -> None:
     bench.ready("a", f"stub://alpha?step_ms={ENDLESS_MS}")
     told_s = time.monotonic()
     bench.tell(Submit(1, "a", ask("x", SamplingParams(max_tokens=1))))
@@ -131,7 +131,7 @@ def test_a_replica_serves_while_another_loads(bench: Bench, gate: Gate) -> None:
     bench.heard(Loaded, lambda event: event.replica == "b")
 
 
-def test_a_load_that_fails_says_why_and_leaves_the_key_free(bench: Bench, tmp_path: Path) -> None:
+def test_a_failed_load_reports_its_error_and_leaves_the_key_free(bench: Bench, tmp_path: Path) -> None:
     bench.load("a", str(tmp_path / "absent.gguf"))
     failed = bench.heard(LoadFailed)
     assert isinstance(failed.error, ArtifactNotFoundError)

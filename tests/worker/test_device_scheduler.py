@@ -51,7 +51,7 @@ def test_who_was_unloaded_is_forgotten_with_its_debt() -> None:
     assert turns.choose(ALL, "a") == "a"
 
 
-def test_when_nobody_has_work_all_debts_are_forgotten() -> None:
+def test_debts_are_cleared_when_no_replica_has_work() -> None:
     turns = DeviceScheduler()
     assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
     assert turns.choose(ALL, "") is None
@@ -162,7 +162,7 @@ REPLICAS = st.lists(st.tuples(st.integers(-3, 2), st.integers(1, 80)), min_size=
 
 @given(REPLICAS, st.data())
 @settings(max_examples=40)
-def test_nobody_with_work_waits_longer_than_the_bound(replicas: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_no_replica_with_work_waits_longer_than_the_bound(replicas: list[tuple[int, int]], data: st.DataObject) -> None:
     """The bound in the module's docstring, whatever the others do and however long steps take."""
     priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
     longest = {str(number): most * MS for number, (_, most) in enumerate(replicas)}

@@ -54,7 +54,7 @@ def _steps_per_step(bench: Bench, num_steps: int) -> float:
     return steps.count(0) / steps.count(1)
 
 
-def test_sessions_are_told_listed_swept_and_ended(bench: Bench) -> None:
+def test_sessions_are_reported_listed_evicted_and_ended(bench: Bench) -> None:
     bench.ready("a", "stub://alpha")
     for number, session in enumerate(("one", "two", "three")):
         bench.tell(Submit(number, "a", replace(ask("x" * 16 * (number + 1)), session_id=session)))
@@ -87,7 +87,7 @@ def test_sessions_are_told_listed_swept_and_ended(bench: Bench) -> None:
     ]
 
 
-def test_steps_are_reported_at_a_bounded_rate_and_only_when_asked() -> None:
+def test_steps_are_reported_at_a_bounded_rate_and_only_while_watched() -> None:
     """On a clock on which a step takes a millisecond and two look at it, 50 a second are one of ten."""
     with running(Ticking()) as bench:
         bench.ready("a", "stub://alpha")

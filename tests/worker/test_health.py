@@ -46,7 +46,7 @@ def silent(pulse: Pulse, num_questions: int) -> Pulse:
     return pulse
 
 
-def test_a_worker_hangs_that_leaves_too_many_questions_unanswered_whatever_a_clock_says() -> None:
+def test_too_many_unanswered_health_requests_are_a_hang_regardless_of_the_clock() -> None:
     pulse = Pulse(HealthLimits(silence_s=60.0), 0.0)
     pulse.count_word()
     assert hang_of(silent(pulse, 59)) == ""
@@ -67,7 +67,7 @@ def test_while_it_starts_or_loads_a_worker_may_be_silent_for_longer() -> None:
     assert hang_of(silent(Pulse(HealthLimits(silence_s=900.0), 0.0), 899)) == "", "who is patient is so from the start"
 
 
-def test_a_question_that_was_just_asked_is_not_yet_unanswered() -> None:
+def test_a_health_request_just_sent_does_not_count_as_unanswered() -> None:
     pulse = Pulse(HealthLimits(silence_s=0.1), 0.0)
     pulse.count_word()
     assert hang_of(silent(pulse, 1)) == ""
@@ -88,7 +88,7 @@ def test_a_step_without_end_is_a_hang_though_questions_are_answered() -> None:
     assert hang_of(pulse) == ""
 
 
-def test_where_nobody_is_killed_for_hanging_nothing_is_a_hang() -> None:
+def test_a_silence_limit_of_zero_detects_no_hang() -> None:
     pulse = silent(Pulse(HealthLimits(silence_s=0.0), 0.0), 100_000)
     for _ in range(1000):
         pulse.reported(HealthReport(1000.0, 1, 0), 0.0)

@@ -136,7 +136,7 @@ def prompt_of(number: int, num_blocks: int) -> tuple[int, ...]:
     return tuple((number * 7 + place) % 200 for place in range(num_blocks * BLOCK + 1))
 
 
-def test_a_prompt_and_its_answer_are_told_block_by_block(options: KVEventsOptions, heard: Heard) -> None:
+def test_a_prompt_and_its_answer_are_published_block_by_block(options: KVEventsOptions, heard: Heard) -> None:
     with running(kv_events=options) as bench:
         loaded = bench.ready("r", STUB)
         tokens = prompt_of(1, 3)
@@ -156,7 +156,7 @@ def test_a_prompt_and_its_answer_are_told_block_by_block(options: KVEventsOption
     }
 
 
-def test_what_was_missed_can_be_asked_for(options: KVEventsOptions, heard: Heard) -> None:
+def test_missed_kv_events_can_be_replayed(options: KVEventsOptions, heard: Heard) -> None:
     with running(kv_events=options) as bench:
         bench.ready("r", STUB)
         for number in range(1, 4):
@@ -200,7 +200,7 @@ def test_a_reset_and_an_unloaded_model_clear_everything(options: KVEventsOptions
     assert kinds == [cleared, stored, cleared, stored, cleared]
 
 
-def test_nobody_is_told_of_salted_prompts(options: KVEventsOptions, heard: Heard) -> None:
+def test_blocks_of_salted_prompts_are_not_published(options: KVEventsOptions, heard: Heard) -> None:
     with running(kv_events=options) as bench:
         bench.ready("r", STUB)
         submit(bench, 1, prompt_of(1, 3), salt="mine")
@@ -214,7 +214,7 @@ def test_nobody_is_told_of_salted_prompts(options: KVEventsOptions, heard: Heard
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_whoever_follows_knows_what_the_cache_holds(seed: int) -> None:
+def test_kv_events_reproduce_the_content_of_the_cache(seed: int) -> None:
     """Whatever is shared, evicted, preempted and aborted; a request with a salt is not followed."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -271,7 +271,7 @@ async def test_a_worker_process_publishes_too(options: KVEventsOptions, heard: H
     assert batches[0][1] == [{"type": "AllBlocksCleared"}]
 
 
-def test_batches_that_nobody_can_take_are_lost_and_their_numbers_tell(
+def test_batches_that_cannot_be_sent_are_dropped_and_leave_gaps_in_the_numbers(
     options: KVEventsOptions, heard: Heard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kv_events, "MAX_QUEUED", 3)
@@ -319,7 +319,7 @@ def test_endpoints_that_may_be_are_taken(endpoint: str) -> None:
     KVEventsOptions(endpoint).check(allows_remote=True)
 
 
-def test_without_zeromq_it_is_said_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_zeromq_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'lockstep-llm\[ray\]'"):
         KVEventsOptions("tcp://127.0.0.1:5557").check(allows_remote=False)

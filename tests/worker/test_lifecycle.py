@@ -69,7 +69,7 @@ async def test_a_replica_is_queued_loading_loaded_unloading_and_gone(kind: Kind)
 
 
 @KINDS
-async def test_everybody_who_unloads_a_replica_is_told_when_it_is_gone(kind: Kind) -> None:
+async def test_every_unload_call_returns_when_the_replica_is_unloaded(kind: Kind) -> None:
     """Loaded, or about to be; also where somebody asks again while it goes."""
     async with started(kind) as worker:
         await worker.load("a", "stub://a", SMALL)

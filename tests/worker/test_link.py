@@ -220,7 +220,9 @@ async def test_who_opens_a_link_and_leaves_leaves_no_process() -> None:
 
 
 @needs_unix
-def test_where_no_process_can_be_started_the_error_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_process_that_cannot_be_started_raises_an_error_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     before = psutil.Process().num_fds()
     with pytest.raises(ExecutorError, match=r"no worker process can be started: .*/nowhere/python"):

@@ -79,7 +79,7 @@ def test_an_error_brings_its_traceback() -> None:
 @pytest.mark.parametrize(
     ("level", "expected"), [("debug", ["a", "b", "c", "z"]), ("info", ["b", "c", "z"]), ("error", ["z"])]
 )
-def test_ours_are_told_from_a_level_on_and_others_when_they_warn(
+def test_logs_of_lockstep_follow_the_level_and_those_of_libraries_start_at_warning(
     level: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of others, a warning whatever our level is."""

@@ -126,7 +126,7 @@ async def test_gateways_at_once_get_their_own_answers_and_the_owner_its_own(secr
             assert set(await worker.metrics()) == {"a"}
 
 
-async def test_what_the_owner_loads_and_frees_is_seen_by_all_and_guests_do_neither(secret: str) -> None:
+async def test_loads_and_unloads_are_seen_by_remote_clients_which_may_do_neither(secret: str) -> None:
     async with owned(secret) as owner, gateway(address_of(owner, secret)) as guest:
         await owner.load("b", "stub://beta", SMALL)
         await until(lambda: guest.loaded("b") is not None)
@@ -140,7 +140,7 @@ async def test_what_the_owner_loads_and_frees_is_seen_by_all_and_guests_do_neith
         assert owner.loaded("a") is not None
 
 
-async def test_the_requests_of_a_gateway_that_dies_are_ended_and_nobody_elses(secret: str) -> None:
+async def test_the_requests_of_a_gateway_that_dies_are_ended_and_no_others(secret: str) -> None:
     async with owned(secret, "stub://alpha?step_ms=5") as owner, gateway(address_of(owner, secret)) as stays:
         address = address_of(owner, secret)
         goes = SupervisedWorker(WorkerOptions("network", address=address))
@@ -162,7 +162,7 @@ async def test_the_requests_of_a_gateway_that_dies_are_ended_and_nobody_elses(se
         await goes.close()
 
 
-async def test_every_gateway_knows_what_the_cache_holds_also_one_that_comes_later(secret: str) -> None:
+async def test_every_gateway_receives_the_content_of_the_cache_also_when_it_connects_later(secret: str) -> None:
     """By the end of an answer."""
     prompt = "x" * 40
     async with owned(secret) as owner, AsyncExitStack() as stack:
@@ -259,7 +259,7 @@ async def test_bytes_of_strangers_end_their_connection_and_nothing_else(secret: 
         assert await num_open(owner) == 0
 
 
-async def test_no_more_strangers_or_guests_than_may_be(secret: str) -> None:
+async def test_unauthenticated_connections_and_gateways_are_limited_in_number(secret: str) -> None:
     async with owned(secret) as owner, AsyncExitStack() as stack:
         address = address_of(owner, secret)
         strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(listening.MAX_STRANGERS)]
@@ -279,7 +279,9 @@ async def test_no_more_strangers_or_guests_than_may_be(secret: str) -> None:
             await NetworkLink.open(Nobody(), address)
 
 
-async def test_over_tls_it_says_the_same_and_plain_text_is_not_understood(secret: str, tmp_path: Path) -> None:
+async def test_tls_gives_the_same_answers_and_plain_text_or_an_unknown_certificate_is_rejected(
+    secret: str, tmp_path: Path
+) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     made = subprocess.run([*make.split(), "-keyout", str(key), "-out", str(cert)], capture_output=True, check=False)
@@ -295,7 +297,9 @@ async def test_over_tls_it_says_the_same_and_plain_text_is_not_understood(secret
             await NetworkLink.open(Nobody(), replace(address, tls_ca=ssl.get_default_verify_paths().openssl_cafile))
 
 
-async def test_a_worker_that_cannot_listen_says_why_and_serves_its_owner(secret: str, tmp_path: Path) -> None:
+async def test_a_worker_that_cannot_listen_reports_the_reason_and_serves_its_own_server(
+    secret: str, tmp_path: Path
+) -> None:
     for options, wanted in (
         (ListenOptions("0.0.0.0", 0, secret), "in clear"),
         (ListenOptions("127.0.0.1", 0, str(tmp_path / "none")), "cannot be read"),

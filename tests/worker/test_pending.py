@@ -49,7 +49,7 @@ async def begun(pending: PendingRequests, count: int) -> list[Mailbox]:
     return mailboxes
 
 
-async def test_outputs_go_to_their_requests_and_those_that_nobody_reads_nowhere() -> None:
+async def test_outputs_go_to_their_requests_and_those_of_closed_requests_are_dropped() -> None:
     pending = PendingRequests()
     one, two = pending.open("model"), pending.open("model")
     assert pending.leave(one)
@@ -95,7 +95,7 @@ async def test_who_is_cancelled_as_the_answer_comes_is_cancelled() -> None:
         assert asking.cancelled() == is_cancelled
 
 
-async def test_when_the_worker_is_gone_nobody_goes_on_waiting() -> None:
+async def test_a_lost_worker_ends_every_wait() -> None:
     pending = PendingRequests()
     mailbox = pending.open("model")
     answer = asyncio.create_task(pending.answer(pending.next_id(), 10.0))
@@ -149,7 +149,7 @@ async def test_a_reader_that_leaves_can_come_back() -> None:
     assert len(await mailbox.take()) == 1
 
 
-async def test_the_first_token_and_the_ending_are_told_at_once() -> None:
+async def test_the_first_and_the_last_token_are_delivered_at_once() -> None:
     pending = PendingRequests(FOR_EVER_S)
     (busy,) = await begun(pending, 1)
     new = pending.open("model")
@@ -161,7 +161,7 @@ async def test_the_first_token_and_the_ending_are_told_at_once() -> None:
     assert ids(await readers[0]) == [2, 3]
 
 
-async def test_an_error_is_told_at_once_and_after_what_was_held() -> None:
+async def test_an_error_is_delivered_at_once_after_held_tokens() -> None:
     pending = PendingRequests(FOR_EVER_S)
     (mailbox,) = await begun(pending, 1)
     reader = await reading(mailbox)
@@ -181,7 +181,7 @@ async def test_what_comes_within_an_interval_comes_to_all_readers_at_its_end() -
     assert [ids(outputs) for outputs in await asyncio.gather(*readers)] == [[2, 3, 4, 5, 6]] * 3
 
 
-async def test_slower_steps_are_told_at_once() -> None:
+async def test_tokens_of_slow_steps_are_delivered_at_once() -> None:
     pending = PendingRequests(0.01)
     (mailbox,) = await begun(pending, 1)
     for number in range(2, 5):

@@ -72,7 +72,7 @@ def test_a_trial_without_end_is_ended(load: Callable[..., Load]) -> None:
         run_trial(load(trial=TrialOptions(limit_s=0.3)), python("import time; time.sleep(60)"))
 
 
-def test_an_exit_that_says_nothing_is_an_error_all_the_same(load: Callable[..., Load]) -> None:
+def test_a_trial_that_exits_without_a_report_is_an_error(load: Callable[..., Load]) -> None:
     with pytest.raises(ArtifactError, match="exit code 3: so it goes"):
         run_trial(load(), python("import sys; print('so it goes'); sys.exit(3)"))
 
@@ -88,7 +88,7 @@ def test_a_real_trial_loads_a_real_model(load: Callable[..., Load], tmp_path: Pa
     assert len(list((tmp_path / "cache" / "trials").iterdir())) == 1
 
 
-def test_a_real_trial_says_what_is_wrong_as_loading_would(load: Callable[..., Load], tmp_path: Path) -> None:
+def test_a_real_trial_raises_the_same_errors_as_loading(load: Callable[..., Load], tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(pocket_path().read_bytes()[:100_000])
     with pytest.raises(CorruptArtifactError, match=r"damaged\.gguf"):

@@ -65,7 +65,7 @@ def test_nothing_is_added_to_a_device_that_ends(replicas: list[Replica]) -> None
     assert registry.close() == ()
 
 
-def test_whoever_looks_while_others_change_it_sees_replicas_with_their_classes(replicas: list[Replica]) -> None:
+def test_concurrent_readers_see_every_replica_with_its_priority(replicas: list[Replica]) -> None:
     registry, is_over, faults = ReplicaRegistry(), threading.Event(), []
 
     def look() -> None:
@@ -104,7 +104,7 @@ def test_progress_passes_every_stage_on_and_few_reports_of_one() -> None:
     assert len(reports) < 300
 
 
-def test_what_loading_found_is_said_and_what_it_cannot_load_too() -> None:
+def test_open_replica_reports_what_it_loaded_and_raises_for_a_missing_file() -> None:
     stages: list[str] = []
     replica, loaded = open_replica(
         Load("a", "stub://alpha", SMALL, TrialOptions()),

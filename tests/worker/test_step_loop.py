@@ -16,7 +16,7 @@ def reported(sampler: StepSampler, times_s: list[float], replica: str = "a") -> 
     return [(report.step, report.num_unreported) for report in reports if report is not None]
 
 
-def test_nothing_is_reported_unless_asked_for() -> None:
+def test_nothing_is_reported_unless_steps_are_watched() -> None:
     sampler = StepSampler()
     assert reported(sampler, [0.0, 10.0]) == []
     sampler.watch(1.0)
@@ -26,7 +26,7 @@ def test_nothing_is_reported_unless_asked_for() -> None:
     assert not sampler.is_watched
 
 
-def test_the_rate_is_bounded_whatever_is_asked_for() -> None:
+def test_the_report_rate_is_bounded_for_any_requested_rate() -> None:
     sampler = StepSampler()
     sampler.watch(1e12)
     assert len(reported(sampler, [number / 1000 for number in range(1000)])) <= MAX_STEP_REPORTS_PER_S + 1
@@ -41,7 +41,7 @@ def test_each_replica_has_its_own_turn_and_is_forgotten_when_unloaded() -> None:
     assert reported(sampler, [0.2], "b") == []
 
 
-def test_a_report_says_what_was_batched() -> None:
+def test_a_report_has_the_counts_of_its_batch() -> None:
     sampler = StepSampler()
     sampler.watch(1.0)
     report = sampler.report("a", plan_of(3), 0.25, 0.0)

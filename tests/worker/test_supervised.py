@@ -77,7 +77,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["thread", PROCESS])
-async def test_sessions_are_listed_swept_ended_and_told(kind: Kind) -> None:
+async def test_sessions_are_listed_evicted_ended_and_reported(kind: Kind) -> None:
     notices: list[Notice] = []
     async with running(kind, notices) as worker:
         await answer(worker, "a", "x" * 40, "s", "billing")
@@ -116,7 +116,7 @@ async def test_sessions_are_listed_swept_ended_and_told(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [PROCESS])
-async def test_a_new_worker_knows_who_is_watched_and_no_session(kind: Kind) -> None:
+async def test_a_new_worker_keeps_the_step_watch_and_has_no_session(kind: Kind) -> None:
     notices: list[Notice] = []
     async with running(kind, notices) as worker:
         worker.prioritise("b", Priority.LOW)
@@ -143,7 +143,7 @@ async def test_a_new_worker_knows_who_is_watched_and_no_session(kind: Kind) -> N
 
 
 @pytest.mark.parametrize("kind", ["thread", PROCESS])
-async def test_nobody_who_is_gone_is_asked_anything(kind: Kind) -> None:
+async def test_session_calls_on_a_closed_worker_return_nothing(kind: Kind) -> None:
     async with running(kind, []) as worker:
         pass
     assert await worker.sessions() == {}
@@ -186,7 +186,7 @@ async def test_a_process_ends_though_the_first_who_closed_it_was_cancelled() -> 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
-def test_a_process_that_nobody_speaks_to_has_touched_nothing_and_is_ended(tmp_path: Path) -> None:
+def test_an_unused_worker_process_writes_nothing_and_ends(tmp_path: Path) -> None:
     """However long it waited: one that is refused its start must not write into another server's recording."""
     ahead = SpawnedWorker("text", "warning", TraceOptions(str(tmp_path / "flight")))
     process, sock = ahead.take()
@@ -200,7 +200,7 @@ def test_a_process_that_nobody_speaks_to_has_touched_nothing_and_is_ended(tmp_pa
     assert not child.is_running()
 
 
-def test_a_worker_process_imports_no_event_loop_and_no_readers_before_it_is_told_to() -> None:
+def test_a_worker_process_imports_no_event_loop_and_no_readers_at_its_start() -> None:
     """They would be a third of the time in which it starts; a time would be a flaky test."""
     code = "import sys, lockstep.worker.device, lockstep.worker.wire, lockstep.executors.stub; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
@@ -209,7 +209,7 @@ def test_a_worker_process_imports_no_event_loop_and_no_readers_before_it_is_told
 
 
 @pytest.mark.parametrize("kind", ["thread", PROCESS])
-async def test_what_is_asked_of_a_worker_is_answered_by_replica(kind: Kind) -> None:
+async def test_reports_of_a_worker_are_grouped_by_replica(kind: Kind) -> None:
     async with running(kind, []) as worker:
         await answer(worker, "a", "x" * 40, "s")
         metrics = await worker.metrics()
@@ -221,7 +221,7 @@ async def test_what_is_asked_of_a_worker_is_answered_by_replica(kind: Kind) -> N
         assert worker.recording_fault == ""
 
 
-async def test_nobody_answers_for_a_worker_that_is_not_there() -> None:
+async def test_calls_to_a_worker_that_is_not_up_return_empty_results() -> None:
     """Whoever asks gets what an empty device would say, and not an error."""
     worker = SupervisedWorker(WorkerOptions())
     assert not worker.is_up

@@ -140,7 +140,7 @@ def test_how_to_load_comes_out_as_it_went_in() -> None:
 
 
 @pytest.mark.parametrize("kind", ERROR_CLASSES, ids=lambda kind: kind.__name__)
-def test_every_error_keeps_its_class_and_all_that_it_says(kind: type[LockstepError]) -> None:
+def test_every_error_keeps_its_class_and_all_attributes(kind: type[LockstepError]) -> None:
     told: dict[str, object] = {}
     if issubclass(kind, RequestError):
         told["param"] = "top_p"

@@ -171,7 +171,7 @@ def test_a_revision_is_its_own_model(hub: StandIn, tiny: Repo) -> None:
     ("file", "right"),
     [("tiny-Q8_0.gguf", True), ("q8_0", True), ("sub/other-Q4_K_M.gguf", True), ("Q4_K_M", True), ("Q4_K", False)],
 )
-def test_a_gguf_is_meant_by_its_path_or_quantisation(hub: StandIn, models: Path, file: str, right: bool) -> None:
+def test_a_gguf_file_is_selected_by_path_or_quantisation(hub: StandIn, models: Path, file: str, right: bool) -> None:
     data = (models / "tiny.gguf").read_bytes()
     hub.repos["acme/q"] = Repo({"tiny-Q8_0.gguf": data, "sub/other-Q4_K_M.gguf": data, "mmproj-Q8_0.gguf": b"x"})
     source = HubSource("acme/q", file=file)
@@ -216,7 +216,7 @@ REFUSALS: list[tuple[str, Repo, type[ArtifactError], str]] = [
 
 
 @pytest.mark.parametrize(("source", "repo", "error", "message"), REFUSALS)
-def test_a_refusal_is_one_line_that_says_what_would_be_right(
+def test_an_unusable_repository_raises_a_one_line_error_that_starts_with_the_source(
     hub: StandIn, tmp_path: Path, source: str, repo: Repo, error: type[ArtifactError], message: str
 ) -> None:
     hub.repos["acme/x"] = repo
@@ -227,7 +227,7 @@ def test_a_refusal_is_one_line_that_says_what_would_be_right(
 
 
 @pytest.mark.parametrize(("token", "message"), [("expired", r"refused the token \(401\)"), ("other", "no access yet")])
-def test_a_wrong_token_is_told_from_none(
+def test_an_invalid_token_and_missing_access_raise_different_errors(
     hub: StandIn, tiny: Repo, monkeypatch: pytest.MonkeyPatch, token: str, message: str
 ) -> None:
     tiny.token, tiny.gated = "right", True
@@ -237,14 +237,16 @@ def test_a_wrong_token_is_told_from_none(
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_hub_that_is_out_of_order_is_not_asked_again_and_again(hub: StandIn, tiny: Repo, status: int) -> None:
+def test_a_failing_hub_is_not_retried(hub: StandIn, tiny: Repo, status: int) -> None:
     hub.status = status
     with pytest.raises(HubUnreachableError, match=str(status)):
         local_path(TINY, silent)
     assert len(hub.requests) == 1
 
 
-def test_no_network_is_told_at_once(hub: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_or_offline_hub_raises_an_error_that_names_the_variable(
+    hub: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -255,7 +257,9 @@ def test_no_network_is_told_at_once(hub: StandIn, monkeypatch: pytest.MonkeyPatc
         local_path(TINY, silent)
 
 
-def test_a_full_disk_is_told_before_anything_comes(hub: StandIn, tiny: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_rejected_before_the_download_starts(
+    hub: StandIn, tiny: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(DownloadError, match=r"to come and the disk of .* has 1 kB free"):
         pull(TINY, silent)

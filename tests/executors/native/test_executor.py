@@ -48,7 +48,7 @@ def test_the_environment_is_what_bits_depend_on_and_nothing_else() -> None:
     assert environments[0].keys() == {"executor", "bits", "kv_cache_precision", "quantize", "artifact"}
 
 
-def test_any_rows_may_be_asked_for(executor: NativeExecutor) -> None:
+def test_any_rows_may_be_requested(executor: NativeExecutor) -> None:
     batch = batch_of((PROMPT, 0, TABLE), all_rows=True)
     every = executor.execute(batch).copy()
     assert every.shape == (70, 512)

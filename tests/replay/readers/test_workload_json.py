@@ -22,7 +22,7 @@ from tests.replay.readers.files import WORKLOAD, written
 ONE = '{"id": 1, "prompt_tokens": 40, "max_output_tokens": 2%s}'
 
 
-def test_everything_that_a_request_says_arrives_in_order_of_arrival(tmp_path: Path) -> None:
+def test_every_field_of_a_request_is_read_in_order_of_arrival(tmp_path: Path) -> None:
     """A request without ``output_tokens`` gets all that it may; hash names become dense ids; places are lines."""
     assert read_workload(written(tmp_path, WORKLOAD)) == Workload(
         "file",
@@ -164,7 +164,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> Non
     assert "\n" not in str(refused.value)
 
 
-def test_a_config_with_an_unknown_field_is_refused_by_whoever_uses_it(tmp_path: Path) -> None:
+def test_a_config_with_an_unknown_field_is_rejected_when_it_is_used(tmp_path: Path) -> None:
     workload = read_workload(written(tmp_path, WORKLOAD.replace("num_blocks", "num_block")))
     with pytest.raises(UsageError, match="did you mean num_blocks"):
         config_for(workload)

@@ -24,7 +24,7 @@ def diffed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_both_sides_are_drawn_in_every_chart_and_nothing_is_asked_for(visit: Visit, diffed: Path) -> None:
+def test_both_sides_are_drawn_in_every_chart_without_network_requests(visit: Visit, diffed: Path) -> None:
     page = visit.open(diffed)
     canvases = page.locator("#timeline canvas")
     assert canvases.count() == 5
@@ -95,7 +95,7 @@ def test_hostile_names_are_only_text(visit: Visit, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_sides_are_told_apart_in_both_schemes(browser: Browser, diffed: Path, scheme: str) -> None:
+def test_the_sides_are_distinguishable_in_both_schemes(browser: Browser, diffed: Path, scheme: str) -> None:
     assert all(each >= 4.5 for each in contrasts(browser, diffed, scheme, ["a", "b"]))
 
 

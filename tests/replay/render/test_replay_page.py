@@ -28,7 +28,7 @@ def write_crowded(path: Path, num_requests: int = 40) -> None:
     path.write_text(replay_page(side))
 
 
-def test_all_charts_are_drawn_and_nothing_is_asked_for(visit: Visit, tmp_path: Path) -> None:
+def test_all_charts_are_drawn_without_network_requests(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_few(path)
     page = visit.open(path)
@@ -138,7 +138,7 @@ def test_text_is_legible_in_both_schemes(browser: Browser, tmp_path: Path, schem
     assert all(each >= 3 for each in contrasts(browser, path, scheme, ["queued", "running", "blocks", "prefill"]))
 
 
-def test_a_long_replay_is_drawn_in_spans_and_says_so(visit: Visit, tmp_path: Path) -> None:
+def test_a_long_replay_is_drawn_in_spans_with_a_hint(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_crowded(path, 1500)
     assert path.stat().st_size < 1_500_000

@@ -136,7 +136,7 @@ def test_nothing_works_is_a_page_too(visit: Visit, tmp_path: Path) -> None:
     assert page.locator("#configs tbody tr").count() == 2
 
 
-def test_the_same_is_told_in_words_and_as_an_object() -> None:
+def test_a_sweep_is_shown_as_text_and_as_an_object_with_equal_content() -> None:
     sweep = swept(outcome(4, None), goals=False)
     assert metrics_shown(sweep) == [TTFT, SPEED, "goodput.ratio"]
     assert [cell_text(row[0]) for row in sweep_table(sweep).rows] == ["*", "*", "", "*", ""]

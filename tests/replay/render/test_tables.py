@@ -56,7 +56,7 @@ def test_what_did_not_happen_has_no_table(in_ticks: Report, timed: Report) -> No
     assert goals["goodput"] == ["1.5 requests per second"]
 
 
-def test_speeds_are_told_only_where_somebody_said_how_long_a_step_is(in_ticks: Report, timed: Report) -> None:
+def test_speeds_are_shown_only_for_timed_replays(in_ticks: Report, timed: Report) -> None:
     requests, tokens, *_ = map(rows_of, figure_tables(in_ticks))
     assert not {"duration", "completed per second", "output tokens per second"} & {*requests, *tokens}
     requests, tokens, *_ = map(rows_of, figure_tables(timed))
@@ -66,7 +66,7 @@ def test_speeds_are_told_only_where_somebody_said_how_long_a_step_is(in_ticks: R
     assert latency_tables(in_ticks)[0].columns[0].name == "latencies, ticks"
 
 
-def test_a_figure_that_only_one_side_has_is_told(in_ticks: Report, timed: Report) -> None:
+def test_a_figure_that_only_one_side_has_is_listed(in_ticks: Report, timed: Report) -> None:
     tables = figure_comparison(in_ticks, timed)
     assert tables[-1].title == "Only in B"
     only = rows_of(tables[-1])
@@ -123,7 +123,7 @@ def test_strips_of_two_share_their_length(in_ticks: Report) -> None:
     assert a[2] == Number(4.0, Style.SHORT)
 
 
-def test_settings_that_differ_are_told_with_prices(in_ticks: Report, timed: Report) -> None:
+def test_settings_that_differ_are_listed_with_costs(in_ticks: Report, timed: Report) -> None:
     assert settings_table(in_ticks, in_ticks).rows == []
     rows = rows_of(settings_table(in_ticks, timed))
     assert rows["max_num_seqs"] == ["2", "16"]
@@ -132,7 +132,7 @@ def test_settings_that_differ_are_told_with_prices(in_ticks: Report, timed: Repo
     assert rows_of(settings_table(unset, in_ticks)) == {"max_num_seqs": [ABSENT, "2"]}
 
 
-def test_a_note_of_one_side_says_whose_it_is(in_ticks: Report) -> None:
+def test_a_note_of_one_side_names_that_side(in_ticks: Report) -> None:
     one, other = (msgspec.structs.replace(in_ticks, notes=notes) for notes in (("both", "mine"), ("yours", "both")))
     assert comparison_notes(one, other) == ["both", "A: mine", "B: yours"]
 

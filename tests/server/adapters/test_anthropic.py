@@ -61,7 +61,7 @@ def stream_of(server: ServerProcess | Living, body: dict[str, Any]) -> dict[str,
 
 
 @pytest.mark.parametrize("drawn", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 7}])
-def test_it_says_what_a_chat_completion_says(
+def test_a_message_has_the_text_and_usage_of_a_chat_completion(
     asked: anthropic.Anthropic, client: openai.OpenAI, drawn: dict[str, Any]
 ) -> None:
     chat = client.chat.completions.create(
@@ -80,7 +80,7 @@ def test_it_says_what_a_chat_completion_says(
     assert usage.output_tokens == chat.usage.completion_tokens == 24
 
 
-def test_a_stream_says_what_a_whole_message_says(served: ServerProcess, asked: anthropic.Anthropic) -> None:
+def test_a_streamed_message_equals_the_whole_one(served: ServerProcess, asked: anthropic.Anthropic) -> None:
     whole = asked.messages.create(**given(GREEDY))
     with asked.messages.stream(**given(GREEDY)) as stream:
         pieces = list(stream.text_stream)
@@ -100,7 +100,7 @@ def test_what_was_counted_is_what_is_used(asked: anthropic.Anthropic) -> None:
     assert asked.messages.count_tokens(model="pocket", messages=long).input_tokens > 4_000, "more than the context"
 
 
-def test_a_stop_sequence_is_told_and_left_out(asked: anthropic.Anthropic) -> None:
+def test_a_stop_sequence_is_reported_and_left_out(asked: anthropic.Anthropic) -> None:
     whole = text_of(asked.messages.create(**given(GREEDY)))
     stop = whole[4:7]
     message = asked.messages.create(**given({**GREEDY, "stop_sequences": ["\x00never", stop]}))
@@ -172,7 +172,9 @@ def test_a_schema_is_obeyed(asked: anthropic.Anthropic) -> None:
     jsonschema.validate(json.loads(text_of(message)), schema)
 
 
-def test_models_are_listed_as_anthropics_client_knows_them(asked: anthropic.Anthropic, client: openai.OpenAI) -> None:
+def test_models_are_listed_in_the_format_of_anthropics_client(
+    asked: anthropic.Anthropic, client: openai.OpenAI
+) -> None:
     [model] = asked.models.list()
     assert (model.id, model.display_name, model.type) == ("pocket", "pocket", "model")
     assert asked.models.retrieve("pocket").max_input_tokens == model.max_input_tokens == 2_048
@@ -266,7 +268,7 @@ def test_what_is_not_done_is_refused_by_name(asked: anthropic.Anthropic, change:
     assert refused.value.request_id == refused.value.body["request_id"]
 
 
-def test_errors_of_the_door_are_anthropics_own(asked: anthropic.Anthropic) -> None:
+def test_errors_have_anthropics_types(asked: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="`nobody` does not exist") as unknown:
         asked.messages.create(**given({**GREEDY, "model": "nobody"}))
     assert isinstance(unknown.value.body, dict)
@@ -338,7 +340,7 @@ def test_a_routed_request_tells_its_route_beside_the_message(tmp_path: Any) -> N
         assert all(block["type"] == "text" for block in message["content"]), "no call that a client would execute"
 
 
-async def test_forms_are_no_json_to_anthropics_door() -> None:
+async def test_a_content_type_other_than_json_is_rejected() -> None:
     async with client_of() as client:
         answer = await client.post("/v1/messages", content=b"{}", headers={"Content-Type": "text/plain"})
     assert (answer.status_code, answer.json()["type"]) == (415, "error")

@@ -79,7 +79,7 @@ _TEXTS = st.sampled_from(["It", " is", "\n", "<tool", CALL, CALL[:30], "", "</to
     st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
     st.booleans(),
 )
-def test_a_stream_is_well_formed_and_says_what_the_whole_message_says(
+def test_a_stream_is_well_formed_and_equals_the_whole_message(
     thoughts: Pieces, texts: Pieces, batches: Sequence[int], reason: FinishReason, hides: bool
 ) -> None:
     told = outputs([*thoughts, *texts], reason)
@@ -116,7 +116,7 @@ def test_thoughts_are_blocks_of_their_own_and_counted() -> None:
         ([("", CALL)], FinishReason.STOP, None, 99, ("tool_use", None)),
     ],
 )
-def test_it_says_why_it_ended(
+def test_a_message_reports_its_stop_reason(
     pieces: Pieces, reason: FinishReason, stop: int | str | None, max_tokens: int, told: tuple[str, str | None]
 ) -> None:
     message = whole(outputs(pieces, reason, stop), max_tokens=max_tokens)
@@ -156,7 +156,7 @@ def test_a_message_of_ours_goes_back_as_it_is() -> None:
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]}, "messages"),
     ],
 )
-def test_what_is_asked_for_and_not_done_is_warned_of(fields: dict[str, Any], param: str | None) -> None:
+def test_requested_features_without_effect_give_a_warning(fields: dict[str, Any], param: str | None) -> None:
     hello = {"role": "user", "content": "Hi"}
     body = MessagesBody.model_validate({"max_tokens": 1, "messages": [hello], **fields})
     assert [warning.partition(":")[0] for warning in warnings_of(body)] == ([] if param is None else [param])

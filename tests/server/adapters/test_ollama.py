@@ -77,7 +77,7 @@ def lines_of(server: ServerProcess, path: str, body: dict[str, Any]) -> list[dic
 
 
 @pytest.mark.parametrize("drawn", [{"temperature": 0}, {"temperature": 0.9, "seed": 7}])
-def test_it_says_what_a_chat_completion_says(
+def test_chat_and_generate_give_the_text_and_usage_of_a_chat_completion(
     asked: ollama.Client, client: openai.OpenAI, drawn: dict[str, Any]
 ) -> None:
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, USER]
@@ -97,7 +97,7 @@ def test_a_raw_prompt_is_gone_on_with_as_completions_do(asked: ollama.Client, cl
     assert asked.generate("pocket", "Once", raw=True, options={**OPTIONS, "num_predict": 12}).response == text
 
 
-def test_a_stream_says_what_a_whole_answer_says(served: ServerProcess, asked: ollama.Client) -> None:
+def test_a_streamed_answer_equals_the_whole_one(served: ServerProcess, asked: ollama.Client) -> None:
     whole = asked.chat("pocket", [USER], options=OPTIONS)
     pieces = list(asked.chat("pocket", [USER], options=OPTIONS, stream=True))
     assert "".join(piece.message.content or "" for piece in pieces) == whole.message.content
@@ -180,7 +180,7 @@ def test_models_are_listed_and_shown(asked: ollama.Client) -> None:
     assert asked.pull("pocket").status == "success", "as clients do that make sure of a model"
 
 
-def test_texts_become_the_vectors_that_openais_door_gives(asked: ollama.Client, client: openai.OpenAI) -> None:
+def test_embeddings_equal_those_of_the_openai_api(asked: ollama.Client, client: openai.OpenAI) -> None:
     embedded = asked.embed("pocket", ["a cat", "a dog"])
     theirs = client.embeddings.create(model="pocket", input=["a cat", "a dog"], encoding_format="float")
     assert np.allclose(embedded.embeddings, [each.embedding for each in theirs.data], atol=1e-7)
@@ -275,7 +275,7 @@ def test_leaving_a_stream_aborts_its_request_within_a_step(gate: Gate) -> None:
         assert server.records[0].status == 499
 
 
-def test_silence_is_told_by_lines_that_say_nothing(gate: Gate) -> None:
+def test_a_silent_stream_sends_lines_with_empty_content(gate: Gate) -> None:
     """An empty line would break Ollama's own client."""
     options = ServerOptions(ping_interval_s=0.05)
     with living(f"stub://alpha?step_ms={ENDLESS_MS}", options) as server, ollama_client(server.url) as client:

@@ -43,7 +43,7 @@ def openai_says(server: Living, *, thinks: bool) -> tuple[str, str, int]:
 
 
 @pytest.mark.parametrize("thinks", [True, False])
-def test_thoughts_are_the_same_through_every_door(thinker: Living, thinks: bool) -> None:
+def test_thoughts_are_the_same_through_every_api(thinker: Living, thinks: bool) -> None:
     thoughts, text, num_thoughts = openai_says(thinker, thinks=thinks)
     assert (bool(thoughts), bool(text)) == (thinks, not thinks)
     kind = {"type": "enabled", "budget_tokens": 1024} if thinks else {"type": "disabled"}
@@ -61,5 +61,5 @@ def test_thoughts_are_the_same_through_every_door(thinker: Living, thinks: bool)
     assert (generated.get("thinking", ""), generated["response"]) == (thoughts, text)
 
 
-def test_a_model_that_thinks_says_so(thinker: Living) -> None:
+def test_a_thinking_model_lists_the_thinking_capability(thinker: Living) -> None:
     assert "thinking" in thinker.post("/api/show", {"model": "m"}).json()["capabilities"]

@@ -286,7 +286,7 @@ async def test_a_database_without_room_refuses_with_507(tmp_path: Path) -> None:
         assert (await each.upload(1)).status_code == 200
 
 
-async def test_a_full_folder_for_temporary_files_is_named_to_whoever_uploads(
+async def test_a_full_temporary_folder_is_named_in_the_upload_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(tmp_path / "b") as each:

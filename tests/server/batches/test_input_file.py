@@ -91,7 +91,7 @@ def test_lines_have_their_numbers_and_offsets(parts: list[bytes]) -> None:
         ({"boby": {}}, "unknown_parameter"),
     ],
 )
-def test_a_fault_is_told_with_its_line(changed: dict[str, Any], code: str) -> None:
+def test_a_fault_reports_its_line(changed: dict[str, Any], code: str) -> None:
     assert faults_of(jsonl([line(0), {**line(1), **changed}, line(2)])) == [(code, 2)]
 
 
@@ -103,7 +103,7 @@ def test_a_missing_member_is_named(name: str) -> None:
     assert (fault.code, fault.param, fault.line) == ("missing_required_parameter", name, 2)
 
 
-def test_broken_lines_are_told_each_with_its_number() -> None:
+def test_each_broken_line_is_reported_with_its_number() -> None:
     content = jsonl([line(0)]) + b"{oops\n\n[1]\n\xff\n" + jsonl([line(0)])
     assert faults_of(content) == [*(("invalid_json_line", number) for number in (2, 4, 5)), ("duplicate_custom_id", 6)]
     assert "line 1" in checked_input(io.BytesIO(content), CHAT, MOST).faults[-1].message

@@ -84,7 +84,7 @@ def test_other_endpoints_answer_in_their_shapes(
     assert answered["response"]["body"][member], answered
 
 
-def test_every_fault_of_an_input_file_is_told_with_its_line(client: openai.OpenAI) -> None:
+def test_every_fault_of_an_input_file_is_reported_with_its_line(client: openai.OpenAI) -> None:
     wrong = [line(0), {**line(1), "method": "PUT"}, line(0), line(3, url="/v1/completions"), line(4, model="nobody")]
     batch = ended(client, created(client, jsonl(wrong) + b"{broken\n"))
     assert batch.status == "failed"
@@ -171,7 +171,7 @@ def test_what_is_no_batch_is_refused_by_name(
     assert (answered.status_code, error_of(answered)["param"]) == (status, param)
 
 
-def test_what_is_not_there_is_told(client: openai.OpenAI) -> None:
+def test_unknown_files_and_batches_are_not_found(client: openai.OpenAI) -> None:
     for look in (client.files.retrieve, client.files.delete, client.batches.retrieve, client.batches.cancel):
         with pytest.raises(openai.NotFoundError, match="No "):
             look("file-none")
@@ -195,7 +195,7 @@ def test_a_cancelled_batch_has_the_answers_that_came_before(slow: ServerProcess)
         assert client.files.delete(batch.input_file_id).deleted
 
 
-def test_what_is_not_answered_in_time_is_told_as_expired(slow: ServerProcess) -> None:
+def test_requests_not_answered_in_time_are_reported_as_expired(slow: ServerProcess) -> None:
     with client_of(slow) as client:
         batch = ended(client, created(client, jsonl([line(index, **LONG) for index in range(60)]), window="2s"))
         assert batch.status == "expired"

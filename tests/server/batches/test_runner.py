@@ -140,7 +140,7 @@ async def test_an_answer_that_is_complete_is_not_lost_by_an_abort_that_comes_too
         is_sent.clear()
 
 
-def test_an_input_that_was_changed_since_is_told(job: Job, tmp_path: Path) -> None:
+def test_an_input_file_changed_after_its_check_is_rejected(job: Job, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"{}\n")
     with pytest.raises(ConfigError, match="request 1 of batch_1 was changed since it was checked"):
         job.request(0)
@@ -177,7 +177,7 @@ async def test_what_is_no_form_is_refused(small: httpx2.AsyncClient) -> None:
         error_of(answered)
 
 
-async def test_an_application_without_a_store_says_so() -> None:
+async def test_an_application_without_a_batch_store_is_unavailable() -> None:
     app = create_app(one_model("stub://alpha"))
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://test") as client:
         answered = await client.get("/v1/batches")

@@ -66,7 +66,7 @@ def streamed(batches: Sequence[int], reason: FinishReason = FinishReason.STOP) -
 
 @pytest.mark.parametrize("batches", [(), (1,), (1, 1, 1, 1, 1), (2, 2), (3,), (0, 0, 5)])
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-def test_however_it_is_read_it_says_the_same(batches: Sequence[int], reason: FinishReason) -> None:
+def test_a_stream_and_a_whole_response_have_the_same_content(batches: Sequence[int], reason: FinishReason) -> None:
     final = check_events(streamed(batches, reason))
     whole = answer()
     whole.feed(0, outputs(reason))
@@ -93,7 +93,7 @@ def test_a_stream_begins_before_its_first_token() -> None:
 @pytest.mark.parametrize(
     ("status", "code"), [(400, "invalid_prompt"), (429, "rate_limit_exceeded"), (503, "server_error")]
 )
-def test_a_failure_says_why(status: int, code: str) -> None:
+def test_a_failed_response_has_the_error_and_an_incomplete_item(status: int, code: str) -> None:
     made = answer()
     made.feed(0, outputs()[:3])
     final = check_events(events_of(made.take() + made.failed(HttpError(status, "it broke"))))

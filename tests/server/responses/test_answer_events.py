@@ -83,7 +83,7 @@ def test_an_empty_answer_is_an_empty_message() -> None:
     assert response["output"][0]["content"][0]["text"] == ""
 
 
-def test_an_answer_that_was_cut_says_where() -> None:
+def test_a_cut_answer_reports_max_output_tokens() -> None:
     made = writer()
     made.write_thoughts("hm")
     made.write_text("It is")

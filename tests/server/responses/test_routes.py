@@ -57,7 +57,7 @@ def test_an_answer_is_an_object_that_openai_would_have_sent(served: ServerProces
     assert answer["lockstep"]["request_id"]
 
 
-def test_it_says_what_a_chat_completion_says(client: openai.OpenAI) -> None:
+def test_a_response_has_the_text_of_a_chat_completion(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": HELLO}],
         model="pocket",
@@ -68,7 +68,9 @@ def test_it_says_what_a_chat_completion_says(client: openai.OpenAI) -> None:
     assert response.output_text == chat.choices[0].message.content != ""
 
 
-def test_a_stream_is_openais_and_says_the_same(served: ServerProcess, client: openai.OpenAI) -> None:
+def test_a_stream_works_with_openais_client_and_equals_the_whole_response(
+    served: ServerProcess, client: openai.OpenAI
+) -> None:
     whole = client.responses.create(input=HELLO, **GREEDY)
     final = check_events(frames(served.base_url, {**GREEDY, "input": HELLO}))
     assert check_response(final).output_text == whole.output_text
@@ -293,7 +295,7 @@ def test_a_failure_in_the_middle_ends_the_stream_as_failed() -> None:
         assert server.get(f"/v1/responses/{events[-1]['response']['id']}").status_code == 404, "it is not stored"
 
 
-def test_a_server_that_is_told_to_end_ends_its_streams() -> None:
+def test_a_shutdown_ends_open_streams_with_an_error() -> None:
     arguments = ("stub://alpha?step_ms=20", "--served-model-name", "alpha", "--shutdown-timeout", "0.2")
     endless = {"max_output_tokens": 4000}
     with serve(*arguments) as server, client_of(server.base_url) as client:

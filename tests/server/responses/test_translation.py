@@ -28,7 +28,7 @@ def messages(said: object, instructions: str | None = None) -> list[dict[str, ob
     return checked_messages(messages_of(instructions, items(said)), knows_developer=True)
 
 
-def test_text_is_what_a_user_says() -> None:
+def test_text_becomes_a_user_message() -> None:
     assert messages("Hi") == [{"role": "user", "content": "Hi"}]
     assert items("Hi")[0] == {
         "id": "msg_0",

@@ -229,7 +229,7 @@ def test_a_model_that_thinks_may_think_before_a_forced_call(family: str, has_mar
         Writer(family, has_markers, tool_use.constraint).say("<tool_call>")
 
 
-def test_whether_thoughts_are_open_is_asked_with_the_variables_of_the_request() -> None:
+def test_open_thoughts_are_detected_with_the_template_variables_of_the_request() -> None:
     template = "{{ messages[0].content }}{{ tools }}{% if deep %}<think>{% endif %}{{ '</think>' if false }}"
     tokenizer = Tokenizer(text_models.parts(text_models.byte_level(), template))
     open_, closed = (tool_use_of(tokenizer, TOOLS, "required", True, {"deep": deep}) for deep in (True, False))

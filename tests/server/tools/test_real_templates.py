@@ -149,7 +149,7 @@ def one_call(number: int) -> dict[str, Any]:
     return {**HISTORY[2], "tool_calls": [calling(number)]}
 
 
-def test_smollm3_is_asked_for_python_by_its_variable() -> None:
+def test_smollm3_calls_tools_in_python_with_the_python_tools_variable() -> None:
     tokenizer = real("HuggingFaceTB-SmolLM3-3B-original")
     tool_use = tool_use_of(tokenizer, [TOOL], None, True, {"python_tools": True})
     assert tool_use.call_format is SMOLLM3_CODE

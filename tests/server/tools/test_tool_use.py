@@ -217,7 +217,7 @@ def test_a_model_without_a_template_takes_no_functions() -> None:
         tool_use_of(Tokenizer(text_models.parts(text_models.byte_level())), TOOLS, None, True)
 
 
-def test_what_a_model_is_told_in_words_shows_every_function_as_json() -> None:
+def test_the_system_text_shows_every_function_as_json() -> None:
     text = tool_use_of(tokenizer_of("stub"), TOOLS, None, True).system_text
     assert text is not None
     functions = [

@@ -137,13 +137,13 @@ def test_what_decides_nothing_changes_no_digest(tmp_path: Path) -> None:
     assert {entry.seed for entry in entries_in(path) if isinstance(entry, Arrival)} == {1, 2}
 
 
-def test_the_order_in_which_biases_are_said_decides_nothing(tmp_path: Path) -> None:
+def test_the_order_of_logit_biases_does_not_change_the_digest(tmp_path: Path) -> None:
     biases = ({3: 1.0, 5: 2.0}, {5: 2.0, 3: 1.0})
     first, second = requests_in(recorded(tmp_path, [ask(SamplingParams(logit_bias=each)) for each in biases]))
     assert first.parameters == second.parameters
 
 
-def test_digests_are_made_as_their_module_says(tmp_path: Path) -> None:
+def test_digests_match_the_documented_construction(tmp_path: Path) -> None:
     """By a second writing of it: nobody needs this program to compare them."""
     secret = "of the operator alone"
     path = recorded(tmp_path / "flight", [ask()], key=key_file(tmp_path, secret))
@@ -245,7 +245,7 @@ def test_chunks_that_change_places_are_found() -> None:
             entries(wrong)
 
 
-def test_a_small_recording_verifies_whoever_was_recorded(tmp_path: Path) -> None:
+def test_a_small_recording_has_one_digest_for_each_sequence(tmp_path: Path) -> None:
     """Preemptions, failures, siblings and aborts: each sequence that ends has its digest once."""
     record(tmp_path, 24)
     path = files_of(tmp_path)[0]

@@ -135,7 +135,9 @@ def test_a_writer_that_lags_loses_chunks_and_not_requests(tmp_path: Path, monkey
         assert lost_of(bench)["trace_gaps"] > 0
 
 
-def test_a_gap_leaves_no_hole_in_the_numbers_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gap_keeps_file_numbers_consecutive_and_states_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The queue is too short for a while, in the middle of a file or where one would begin, again and again."""
     monkeypatch.setattr(files, "RETRY_S", 0.0)
     monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.0)
@@ -212,7 +214,7 @@ def test_neither_hashes_nor_tenants_nor_tokens_are_written(tmp_path: Path) -> No
     assert b"a beginning"[2:9] not in held
 
 
-def test_a_file_says_who_wrote_it_and_which_of_its_run_it_is(tmp_path: Path) -> None:
+def test_the_header_of_a_file_has_the_run_and_number_of_its_name(tmp_path: Path) -> None:
     record(tmp_path, 6)
     [path] = files_of(tmp_path)
     [frame] = read_frames(path)
