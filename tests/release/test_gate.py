@@ -130,7 +130,7 @@ def test_equality_says_which_side_promised_it(tmp_path: Path) -> None:
     other = judged(tmp_path, with_tokens(20, **promise), with_tokens(20, **promise, precision="int8"), outputs="exact")
     assert not other.evidence.startswith("equality"), "of the same weights in another precision answers differ"
     one = judged(tmp_path, with_tokens(20, **promise), with_tokens(20, artifact="a"))
-    assert one.evidence.endswith("only the baseline promises equal answers in any company")
+    assert one.evidence.endswith("only the baseline's answers are independent of batch composition")
 
 
 def test_of_equal_weights_on_deterministic_engines_no_mismatch_is_borne(tmp_path: Path) -> None:

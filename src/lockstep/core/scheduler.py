@@ -133,7 +133,7 @@ class Scheduler:
         """Undo a ``pin``; returns the blocks that this freed: those that neither a sequence nor another pin needs."""
         freed = self._kv.sweep(hashes)
         if hashes and self._listener is not None:
-            self._listener.swept(hashes, self._step)
+            self._listener.unpinned(hashes, self._step)
         return freed
 
     def fill(self, hashes: Seq[bytes], start: int = 0) -> tuple[tuple[int, int], ...]:
@@ -152,7 +152,7 @@ class Scheduler:
         return given
 
     def cached_blocks(self, hashes: Seq[bytes]) -> tuple[int | None, ...]:
-        """The device block that holds each content, so that it can be copied before it is swept."""
+        """The device block that holds each content, so that it can be copied before it is evicted."""
         return tuple([self._kv.prefix.find(block_hash) for block_hash in hashes])
 
     def follow_contents(self) -> None:

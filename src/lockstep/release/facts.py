@@ -1,7 +1,7 @@
 """Facts of observations: a few scalars each, however long its answer is, computed by DuckDB in one pass over a side.
 
-Lists are looked at once: what is asked of them later is their number, their mean and their hash. Facts lie in a file,
-column by column; labels, which many observations share, in a table of their own.
+Lists are read once: later stages need only their length, their mean and their hash. Facts are stored by column in a
+file, and labels, which many observations share, in a table of their own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A gate that follows growing files and says over HTTP what it finds, to Argo Rollouts, to Flagger, to anybody.
+"""A gate that follows growing files and serves its verdict over HTTP, to Argo Rollouts, Flagger or any other client.
 
-After each change everything that is whole is judged again, so that it says at any time, and after any restart, what
-`lockstep gate` says of the files as they are. A look at files that did not grow reads their last line only, and
-judging takes at most a fifth of the time.
+After each change it judges all whole lines again. So its verdict is that of `lockstep gate` on the same files at any
+time, also after a restart. A check of files that did not grow reads only their last line, and judging takes at most a
+fifth of the time.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class LiveGate:
                 await asyncio.to_thread(self.look)
             except Exception:  # whatever it is, the last verdict may not stand for evidence that was not judged
                 log.exception("judging failed")
-                self.standing = Standing(fault="judging failed; the log of the gate says how")
+                self.standing = Standing(fault="judging failed; the log of the gate has the error")
             took_s = time.monotonic() - begun
             await asyncio.sleep(max(POLL_S, took_s * (1 / MAX_DUTY - 1)))
 

@@ -1,4 +1,4 @@
-"""Policy of a gate: which differences between baseline and candidate are borne, and what follows from others.
+"""Policy of a gate: which differences between baseline and candidate are allowed, and what follows from others.
 
 "Outside" means strictly beyond a bound. Bounds that are None do not count. A policy is read from the input, from a YAML
 or JSON file, and from ``--set``, later ones over earlier ones.

@@ -163,7 +163,7 @@ def _write(place: Path, rows: Iterator[dict[str, Any]]) -> int:
 
 @dataclass(slots=True)
 class _Sequence:
-    """One recorded sequence: what was asked, its times and tokens, its end."""
+    """One recorded sequence: its request, its times and tokens, its end."""
 
     sibling_of: int | None = None
     num_prompt_tokens: int | None = None

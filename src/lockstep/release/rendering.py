@@ -212,7 +212,7 @@ def _joining(verdict: Verdict) -> Table:
 def _sides(verdict: Verdict) -> Table | Paragraph:
     names = sorted({name for side in verdict.sides.values() for name in side})
     if not names:
-        return Paragraph("Neither side says which model, route or scheduler answered.")
+        return Paragraph("Neither side names the model, route or scheduler that answered.")
     table = Table("Sides", words("", *SIDES), id="sides")
     for name in names:
         values = [", ".join(verdict.sides[side].get(name, ())) or ABSENT for side in SIDES]

@@ -77,7 +77,7 @@ def regressions(policy: Policy, evidence: Evidence, summary: SegmentSummary, mas
             name=rule.signal,
             response=Decision.HOLD,
             segment=summary.name,
-            sentence=f"{rule.words} is {by} the baseline's ({both}); {bound:g} is borne",
+            sentence=f"{rule.words} is {by} the baseline's ({both}); the limit is {bound:g}",
             value=value,
             bound=bound,
             examples=slowest(evidence, rule.metric, mask),
@@ -149,10 +149,10 @@ def errors(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bo
 
 
 def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: str, mask: Bools) -> Iterator[Signal]:
-    """Answers that are not the same, as facts: what is left to sequential evidence is not among them.
+    """Answers that differ, as facts, without those that are left to sequential evidence.
 
-    In sequential mode a fact is what needs no statistics: answers may not differ at all, and either both engines
-    promise equal ones or a rule says which vectors are equal.
+    In sequential mode a difference is a fact if it needs no statistics: the policy allows no difference, and either
+    both engines guarantee equal answers or a rule defines which vectors are equal.
     """
     if policy.outputs == "ignore":
         return
@@ -241,7 +241,7 @@ def logprob_gap(policy: Policy, evidence: Evidence, answers: Answers, segment: s
             response=Decision.ROLLBACK,
             segment=segment,
             sentence=f"log-probabilities of the same tokens differ by {gaps.mean():.4g} nats on average; "
-            f"{policy.max_logprob_gap:g} are borne",
+            f"the limit is {policy.max_logprob_gap:g}",
             value=float(gaps.mean()),
             bound=policy.max_logprob_gap,
             examples=examples(evidence, np.sort(places[widest])),

@@ -198,7 +198,7 @@ class Triage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a gate says. The same evidence and policy give the same bytes."""
+    """Everything that a gate reports. The same evidence and policy give the same bytes."""
 
     decision: Decision
     """promote, hold or rollback."""

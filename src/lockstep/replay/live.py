@@ -30,7 +30,7 @@ class LiveStep(NamedTuple):
     gap_us: int
     """Between the end of the device's turn before and the start of this one, idle time included."""
     is_after_idle: bool
-    """Whether nobody had work in that gap: it says nothing of what a step costs."""
+    """Whether no engine had work in that gap; then the gap is no part of a step's cost."""
     num_prefill_tokens: int
     num_decode_seqs: int
     """Tokens that are no prompt: one for each sequence that decodes, or each token of a forced segment."""

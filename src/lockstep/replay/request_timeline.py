@@ -56,7 +56,7 @@ class Wait:
     """Steps in which it had no part, for one reason."""
 
     reason: str
-    """As the planner told it last."""
+    """The last reason that the planner reported."""
     first_step: int
     last_step: int
     num_steps: int
@@ -169,8 +169,8 @@ class RequestTimeline:
         """
         if not self.sequences:
             raise TraceError(
-                f"{trace.files[0].parent}: no request {self.name!r} is recorded there; a name is what the answer's "
-                "x-request-id said, the latest second may not be written yet, and the oldest files may be gone"
+                f"{trace.files[0].parent}: no request {self.name!r} is recorded there; the name of a request is the "
+                "x-request-id of its answer, the latest second may not be written yet, and the oldest files may be gone"
             )
 
     def _begin_file(self, header: Header) -> None:

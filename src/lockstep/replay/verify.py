@@ -36,7 +36,7 @@ class Verification:
         return self.diverged is None
 
     def is_in_order(self, allows_gaps: bool) -> bool:
-        """True if it is identical and nothing is missing; see `wholeness.are_in_order`."""
+        """True if it is identical and nothing is missing; see `trace_integrity.are_in_order`."""
         return self.is_identical and are_in_order(self.findings, allows_gaps)
 
 
@@ -44,7 +44,7 @@ def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler, account: Request
     """Decide everything again, up to the first difference.
 
     Args:
-        account: of one request, told what happens on the way.
+        account: timeline of one request, which is filled on the way.
 
     Raises:
         TraceError: the recording cannot be read on.
