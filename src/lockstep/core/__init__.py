@@ -1,7 +1,7 @@
-"""The closed world: scheduler, KV blocks, prefix cache, fingerprint.
+"""The deterministic core: scheduler, KV blocks, prefix cache, fingerprint.
 
-Knows standard-library data types only. No I/O, clock, randomness, logging, threads or numpy; what could differ
-between two runs comes in as a value.
+It uses data types of the standard library only, and no I/O, clock, randomness, logging, threads or numpy. Everything
+that could differ between two runs is an argument.
 
     values      request (what comes), step (plan, result, events), policy (limits and pure rules), stats, state
     sequences   sequence (one life; lists of those admitted), queue (who waits)

@@ -1,7 +1,7 @@
-"""Balancer: which of a model's replicas gets a request. Knows open requests, sessions and hashes, never tokens.
+"""Balancer: chooses a model's replica for each request, by open requests, sessions and hashes, never by tokens.
 
-Pure as the scheduler is: the same calls in the same order give the same choices. Sets of replicas are bits of whole
-numbers, so that a choice among a thousand costs little more than one among two.
+It is as pure as the scheduler: the same calls in the same order give the same choices. Sets of replicas are bits of
+whole numbers, so that a choice among a thousand costs little more than one among two.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
     replica: int
     why: Why
     num_cached_blocks: int
-    """Blocks of the prompt's beginning that it is known to hold; 0 where nobody asked."""
+    """Blocks of the prompt's beginning that the replica holds; 0 where the policy does not use them."""
 
 
 def bits_of(bits: int) -> list[int]:
@@ -181,7 +181,7 @@ class Balancer:
         return self._loads[replica]
 
     def num_held(self, replica: int) -> int:
-        """Contents that a replica holds, as far as it told: blocks that prompts begin with."""
+        """Contents of prompt blocks that a replica holds, according to its last report."""
         return self._num_held[replica]
 
     def is_there(self, replica: int) -> bool:

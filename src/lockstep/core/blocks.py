@@ -98,7 +98,7 @@ class BlockPool:
         for block in reversed(blocks):
             left = refs[block] = refs[block] - 1
             if left:
-                assert left > 0, f"block {block} is released but nobody holds it"
+                assert left > 0, f"block {block} is released but has no holder"
                 num_held += 1
             elif hashes[block] is None:
                 free.append(block)
@@ -178,7 +178,7 @@ class HostPool:
         return len(self._free)
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Hand out ``count`` blocks; the caller has asked ``num_free``."""
+        """Hand out ``count`` blocks; the caller has checked ``num_free``."""
         assert count <= len(self._free), f"{count} host blocks wanted, {len(self._free)} free"
         return tuple(self._free.pop() for _ in range(count))
 

@@ -61,7 +61,7 @@ class Request:
 
 
 class CommandListener(Protocol):
-    """Told of every command that a scheduler obeyed and that may have an effect, whoever gave it. Never raises.
+    """Called after every command of any caller that a scheduler obeyed and that may have an effect. Never raises.
 
     ``step`` is the number of the next plan; a command that comes while a step is under way has that of the step after.
     """

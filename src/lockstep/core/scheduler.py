@@ -32,10 +32,10 @@ from lockstep.core.step import Explain, Finish, StepEvents, StepPlan, StepResult
 
 
 class Scheduler:
-    """Decides step by step who computes what, in which blocks.
+    """Decides for each step which sequences compute which tokens, in which blocks.
 
     Args:
-        listener: told of every command that may have an effect.
+        listener: called after every command that may have an effect.
     """
 
     def __init__(self, config: SchedulerConfig, listener: CommandListener | None = None) -> None:
@@ -141,7 +141,7 @@ class Scheduler:
         the chain; between two steps. Where there are too few blocks, the first contents get theirs.
 
         Returns:
-            (place in ``hashes``, device block) of each. They can be hit from now on: whoever asked writes their content
+            (place in ``hashes``, device block) of each. They can be hit from now on: the caller writes their content
             before the next step is executed.
         """
         assert self._pending is None, "a step under way may read the blocks that this would give away"
@@ -178,12 +178,11 @@ class Scheduler:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def schedule(self, explain: Explain | None = None) -> StepPlan:
-        """Decide the next step. It is committed or failed before the next one is decided; but where nobody is
-        unfinished, the plan is empty, needs neither, and changed nothing: a scheduler that made it and one that did
-        not decide alike from then on.
+        """Decide the next step. It is committed or failed before the next one is decided. If no sequence is unfinished,
+        the plan is empty and needs neither, and making it changes no later decision.
 
         Args:
-            explain: told why sequences are passed over or get less than they could; decides nothing.
+            explain: called with each reason why a sequence is passed over or gets less than it could; decides nothing.
         """
         assert self._pending is None, "the step before is neither committed nor failed"
         if not self._sequences:
@@ -269,7 +268,7 @@ class Scheduler:
     # -- steps that repeat --------------------------------------------------------------------------------------------
 
     def num_quiet_steps(self) -> int:
-        """Number of next steps that are sure to repeat the last one with no new block, if nobody is ended and no
+        """Number of next steps that are sure to repeat the last one with no new block, if no sequence is ended and no
         command comes: a simulator may ``skip`` them."""
         return self._run.num_quiet_steps if self._can_repeat() and self._run is not None else 0
 
@@ -302,7 +301,7 @@ class Scheduler:
         return plan
 
     def _write_back(self) -> None:
-        """Bring the sequences up to date with the run. Whoever looks at them calls it; it decides nothing."""
+        """Bring the sequences up to date with the run, before each use of them; decides nothing."""
         if self._run is not None:
             self._charge(self._run.seqs, [self._run.write_back()] * len(self._run.seqs))
 
@@ -418,7 +417,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """The same: while somebody is unfinished, no plan is empty."""
+        """The same: while a sequence is unfinished, no plan is empty."""
         return bool(self._sequences)
 
     @property

@@ -1,4 +1,4 @@
-"""The executor seam between the engine and whatever computes: one protocol, its inputs, and what it says of itself."""
+"""The interface between the engine and its executors: one protocol, its inputs, and its own properties."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ class GrammarCompiler:
         self._deep_stack = DeepStack(STACK_BYTES, MAX_BUILDERS)
 
     def build(self, constraint: Constraint, count: int = 1) -> tuple[AnyGrammar, ...]:
-        """Grammars for ``count`` sequences, each at its beginning. Unless `is_ready` says so it blocks for about a
-        millisecond, at most `MAX_COMPILE_S`; the GIL is free meanwhile.
+        """Grammars for ``count`` sequences, each at its beginning. Unless `is_ready` is true, the call blocks for about
+        a millisecond, at most `MAX_COMPILE_S`; the GIL is free meanwhile.
 
         Raises:
             InvalidParameterError: the constraint is wrong, too large, or cannot be used with this model.

@@ -157,7 +157,7 @@ def _flat_tables(plan: StepPlan, needed: Longs, table_rows: TableRows) -> Ints:
 
 
 def _check_blocks(plan: StepPlan, starts: Longs, needed: Longs, blocks: Ints, limits: Limits) -> None:
-    """Every block lies in the pool, and one that is written occurs once: nobody else may write or read it meanwhile."""
+    """Check that every block lies in the pool, and that no other row uses a block that is written."""
     if blocks.min() < 1 or blocks.max() > limits.num_blocks:
         index = int(((blocks < 1) | (blocks > limits.num_blocks)).argmax())
         raise InvalidPlanError(

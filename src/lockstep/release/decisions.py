@@ -234,7 +234,7 @@ def _items(decisions: Mapping[str, Any], margin: float) -> Iterator[Triage]:
             evidence=f"the baseline's load, replayed on the candidate's settings: {changes}",
             response=Decision.PROMOTE.value,
             owner="scheduling",
-            action=f"look at {', '.join(engine['settings']) or 'the settings'}; lockstep diff shows the first step that differs",
+            action=f"look at {', '.join(engine['settings']) or 'the settings'}; lockstep diff shows the deciding step",
         )
 
 

@@ -44,9 +44,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "precision", "VARCHAR", "Precision that weights and KV cache are computed in; unlike ones are other weights."
     ),
-    Field(
-        "deterministic", "BOOLEAN", "Whether the engine guarantees tokens that are independent of batch composition."
-    ),
+    Field("deterministic", "BOOLEAN", "Whether the engine's tokens are guaranteed independent of batch composition."),
     Field("backend", "VARCHAR", "Engine: vllm, sglang, lockstep, ..."),
     Field("accelerator", "VARCHAR", "Device that computed the answer."),
     Field("route_id", "VARCHAR", "Route that the request took; provenance with the scheduler."),

@@ -19,9 +19,9 @@ quite fulfil; its description has the condition that holds instead:
   asymptotically so (Ignatiadis, Wang, Ramdas, "Asymptotic and compound e-values", 2024), jointly, since series of one
   stream converge to one Gaussian process of independent increments.
 
-Successive answers of one server are correlated, so `track` divides by the long-run deviation. Its variance is that of means
-of blocks of 1, 2, 4, ... neighbours, as long as there are `MIN_BLOCKS` of them, times their length, and one standard
-error (of as many normal blocks) more; the largest counts. Blocks of about the square root of n alone would be
+Successive answers of one server are correlated, so `track` divides by the long-run deviation. Its variance is that of
+means of blocks of 1, 2, 4, ... neighbours, as long as there are `MIN_BLOCKS` of them, times their length, and one
+standard error (of as many normal blocks) more; the largest counts. Blocks of about the square root of n alone would be
 consistent (under mixing, with more than two moments); the largest is not less, so it errs to the side of no decision.
 Without the standard error, a queue that is rarely long has 7 % false alarms for 5 %. Memory that is longer than the
 series cannot be seen in it: then variances grow with the length of blocks up to the longest, and as long as n is below

@@ -27,7 +27,7 @@ class UnboundedCache:
         self._num_hits = 0
         self._is_exceeded = False
         self._first_new = 0
-        """All ids below it have occurred, with all their blocks unless ``_blocks`` has fewer. Most traces number ids so."""
+        """All ids below it have occurred, with all their blocks unless ``_blocks`` has fewer; most traces number so."""
         self._blocks: dict[int, int] = {}
         """Blocks of an id that occurred, for the ids that ``_first_new`` does not cover."""
 
