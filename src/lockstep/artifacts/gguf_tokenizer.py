@@ -34,7 +34,7 @@ def _llama3(digits: str) -> str:
 
 
 def _cased(contractions: str, digits: str) -> str:
-    """Words are cut where small letters are followed by capitals; only a to z are told apart, as llama.cpp does."""
+    """Words are cut where capitals follow small letters; as in llama.cpp, only a to z count as either."""
     capital, small = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
     start = r"[^\r\n\p{L}\p{N}]?"
     return (

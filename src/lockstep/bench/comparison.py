@@ -136,13 +136,14 @@ class Comparison:
 
 
 def run_comparison(options: ComparisonOptions, say: Callable[[str], None]) -> Comparison:
-    """Let all take part that can; what one cannot do is reported, and the comparison goes on without it.
+    """Compare all backends that work. A backend that fails is reported, and the comparison goes on without it.
 
     Args:
-        say: told what happens, in sentences.
+        say: called with a sentence for each event.
 
     Raises:
-        UsageError: our own engine or server cannot run the model; once something was measured that ends the comparison.
+        UsageError: our own engine or server cannot run the model. After the first measurement, that ends the comparison
+            without an error.
     """
     comparison, begin_s = Comparison(options), time.monotonic()
     for work in options.left_out:

@@ -40,7 +40,7 @@ class Sample:
     """Text or messages as they are, or segments to be filled with words or tokens."""
     output_tokens: int
     at_s: float | None = None
-    """Seconds after the start at which a trace has it; None: the arrival process says."""
+    """Seconds after the start at which a trace has it; None: the arrival process sets the time."""
 
     @property
     def input_tokens(self) -> int | None:

@@ -1,7 +1,7 @@
 """Flags as fields of dataclasses: a command takes a few values instead of sixty parameters.
 
-A flag has its type, its default and its sentence from its field. The sentence is the first paragraph under the field;
-``; None: X.`` in it says what holds where nothing is given, X being a text or the name of another field.
+A flag has its type, its default and its help from its field. The help is the first paragraph under the field;
+``; None: X.`` in it is the default that the help shows, where X is a text or the name of another field.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class TopClient:
     Args:
         target: the server.
         interval_s: between two readings, and between two tries where it is gone.
-        first: the first reading, which somebody took to see whether the server is there at all.
+        first: the first reading, which the caller took to check that the server can be reached.
         changed: called by the threads whenever there is something new.
     """
 

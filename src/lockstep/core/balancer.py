@@ -46,7 +46,7 @@ class Choice(NamedTuple):
     replica: int
     why: Why
     num_cached_blocks: int
-    """Blocks of the prompt's beginning that the replica holds; 0 where the policy does not use them."""
+    """Blocks of the prompt's beginning that the replica holds; 0 where the choice did not depend on them."""
 
 
 def bits_of(bits: int) -> list[int]:
@@ -123,7 +123,7 @@ class Balancer:
         self._move(replica, -1)
 
     def learn(self, replica: int, news: Iterable[ContentNews]) -> None:
-        """Take over what a replica tells of its contents, in the order in which it happened."""
+        """Apply the changes of contents that a replica reports, in the order in which they happened."""
         bit, holders, num_held = 1 << replica, self._holders, self._num_held[replica]
         for content, is_held in news:
             before = holders.get(content, 0)
@@ -181,7 +181,7 @@ class Balancer:
         return self._loads[replica]
 
     def num_held(self, replica: int) -> int:
-        """Contents of prompt blocks that a replica holds, according to its last report."""
+        """Contents of prompt blocks that a replica holds, according to its reports."""
         return self._num_held[replica]
 
     def is_there(self, replica: int) -> bool:

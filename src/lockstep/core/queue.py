@@ -67,7 +67,7 @@ class TenantLedger:
 
 
 class WaitingQueue:
-    """The bounded queue: a few first-in-first-out lines (one in all, per priority or per tenant), and a rule that selects
+    """The bounded queue: a few first-in-first-out lines (one in all, per priority or per tenant), and a rule that picks
     the next line, so that nothing is sorted per step and removal is O(1)."""
 
     def __init__(self, config: SchedulerConfig, ledger: TenantLedger) -> None:

@@ -147,8 +147,8 @@ class StepBuilder:
         )
 
     def limits_on_prompt(self, seq: Sequence, start: int) -> list[Reached]:
-        """Limits that keep a prompt's next chunk from being all that is left of it; their use is reported once the chunk
-        is taken."""
+        """Limits that keep a prompt's next chunk from being all that is left of it; their use is reported when the
+        chunk is taken."""
         left, room = seq.num_prefill - start, self.chunk_room
         reached = self._reached(
             (Limit.PLACES, self.num_places < 1),
