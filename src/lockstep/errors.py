@@ -22,7 +22,7 @@
     │   ├── HostNotFoundError          no host of that name or address is known
     │   ├── HostNotDrainableError      replicas of a host would have no other one
     │   ├── NoManifestError            what only a cluster with a manifest can do
-    │   ├── NotLoadableError           a model or manifest that a request wants cannot be brought in
+    │   ├── NotLoadableError           the model or manifest of a request cannot be loaded
     │   ├── QueueFullError             the bounded queue is full; try again later
     │   ├── UnavailableError           loading, draining or restarting; try again later (`retry_after_s`)
     │   │   └── ReplicaGoneError           its replica went; without a token yet, another replica may answer it
@@ -199,7 +199,7 @@ class NoManifestError(RequestError):
 
 
 class NotLoadableError(RequestError):
-    """A model or manifest that a request wants cannot be brought in, however often it is tried; nothing has changed."""
+    """The model or manifest of a request cannot be loaded, however often it is tried; nothing has changed."""
 
 
 class QueueFullError(RequestError):
@@ -247,7 +247,7 @@ class StorageFullError(StorageError):
 
 
 class LinkRefusedError(LockstepError):
-    """Two processes that should speak to each other over a network do not: another secret, another version."""
+    """Two processes refuse their connection over a network: another secret, another version."""
 
 
 class DeadlineError(RequestError):

@@ -139,7 +139,7 @@ class Engine:
 
 
 class Server:
-    """A server that speaks OpenAI's protocol; one that was started here is watched, and ended with the race."""
+    """A server of OpenAI's API; one that was started here is watched, and ended with the comparison."""
 
     kind: Literal["server"] = "server"
 
@@ -233,7 +233,7 @@ def trial(work: Work) -> Work:
 
 
 def answers_of(outcomes: Sequence[Outcome]) -> list[Answer]:
-    """Times of tokens from times of chunks; tokens that came in one chunk, or that none tells of, came together."""
+    """Times of tokens from times of chunks; tokens of one chunk, or of no chunk, count as simultaneous."""
     origin_s = min(outcome.start_s for outcome in outcomes)
     answers = []
     for outcome in outcomes:

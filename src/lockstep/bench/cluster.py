@@ -59,9 +59,9 @@ class Suite:
     num_standby: int
     resident_mb: int
     num_declared_warms: int
-    """Models that ask to be warmed by another's requests."""
+    """Models that are declared to be warmed by another's requests."""
     num_warms: int
-    """Those that routed calls warm: who is resident needs no warming."""
+    """Models that routed calls warm; resident models need no warming."""
 
 
 SUITES = (

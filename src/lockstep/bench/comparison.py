@@ -142,8 +142,7 @@ def run_comparison(options: ComparisonOptions, say: Callable[[str], None]) -> Co
         say: called with a sentence for each event.
 
     Raises:
-        UsageError: our own engine or server cannot run the model. After the first measurement, that ends the comparison
-            without an error.
+        UsageError: our own engine or server fails before the first measurement; a later failure ends the comparison.
     """
     comparison, begin_s = Comparison(options), time.monotonic()
     for work in options.left_out:
@@ -269,7 +268,7 @@ class _Course:
         return starts
 
     def warm(self) -> None:
-        """Prepare everyone for each number of streams, the most first; for other kinds of work by a round of them."""
+        """Warm up all backends for each number of streams, the most first; other kinds of work are run once."""
         grid = [work for work in self._works if work.kind == "grid"]
         longest = {work.streams: work for work in sorted(grid, key=lambda work: work.context)}
         widths = [longest[streams] for streams in sorted(longest, reverse=True)]

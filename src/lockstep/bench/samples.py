@@ -44,7 +44,7 @@ class Sample:
 
     @property
     def input_tokens(self) -> int | None:
-        """Tokens of the prompt as far as the recipe tells, without any template."""
+        """Tokens of the prompt as far as the recipe has them, without any template."""
         segments = [part for part in self.recipe if isinstance(part, Segment)]
         return sum(segment.num_tokens for segment in segments) if segments else None
 

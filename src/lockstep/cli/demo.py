@@ -76,7 +76,7 @@ def demo(
         if not keep:
             _judge_both(console, folder)
     if not keep:
-        console.print("\nnext: [bold]lockstep demo --keep[/bold] to look at it, [bold]lockstep serve[/bold] to ask it")
+        console.print("\nnext: [bold]lockstep demo --keep[/bold] to look at it, [bold]lockstep serve[/bold] to use it")
 
 
 def _client(url: str) -> httpx2.Client:

@@ -55,7 +55,7 @@ def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The command line's side of a field, as far as its name, type, default and sentence do not tell it.
+    """The command line's settings of a field, beyond its name, type, default and sentence.
 
     In a group it is part of the field's annotation, ``Annotated[int, Flag(metavar="N"), Range(1)]``; so may be what
     typer has for a parameter.
@@ -81,7 +81,7 @@ SWITCH = Flag(is_switch=True)
 
 
 class OptionFlags(Generic[Options]):
-    """Flags for fields of options, which are a dataclass of a room below.
+    """Flags for fields of options, which are a dataclass of a lower layer.
 
     Args:
         owner: the dataclass.

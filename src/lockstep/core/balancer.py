@@ -152,7 +152,7 @@ class Balancer:
             self._put(replica)
 
     def is_held(self, content: bytes) -> bool:
-        """True if any replica is known to hold a content."""
+        """True if any replica has reported that it holds a content."""
         return content in self._holders
 
     def state(self) -> BalancerState:
@@ -235,7 +235,7 @@ class Balancer:
         return self._next_of(found)
 
     def _next_of(self, candidates: int) -> int:
-        """The first candidate after who was chosen last, or else the first of all."""
+        """The first candidate after the one that was chosen last, or else the first of all."""
         after = candidates >> (self._last + 1) << (self._last + 1)
         found = after or candidates
         return (found & -found).bit_length() - 1

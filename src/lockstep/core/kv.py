@@ -27,8 +27,8 @@ _NO_MOVES = Moves((), (), ())
 class KVCache:
     """The block pools and the prefix cache, seen from sequences.
 
-    Nothing is ever written to a block that someone else may read: what is shared are full blocks, and a sequence
-    computes only positions behind those that it took.
+    No sequence writes to a block that another may read: only full blocks are shared, and a sequence computes only
+    positions behind those that it took.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

@@ -73,7 +73,7 @@ class StepPlanner:
     def _has_bulk(self) -> bool:
         return self._queue.num_bulk > 0 or any(seq.request.is_bulk for seq in self._running.prefilling)
 
-    # -- 1: who samples or replays ------------------------------------------------------------------------------------
+    # -- 1: rows that sample or replay --------------------------------------------------------------------------------
 
     def _choose_sampling(self, builder: StepBuilder) -> tuple[list[Output], list[Sequence]]:
         """Reserve budgets for the sequences that sample or replay, in the order of their shares.

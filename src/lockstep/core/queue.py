@@ -123,7 +123,7 @@ class WaitingQueue:
             return self._config.aged_priority(seq.request.priority, step - seq.arrival_step)
         return seq.request.priority
 
-    def everyone(self) -> list[Sequence]:
+    def sequences(self) -> list[Sequence]:
         """All requests, line by line."""
         return [seq for line in self._lines.values() for seq in line.values()]
 

@@ -57,7 +57,7 @@ class Scheduler:
         """The rows of the step under way, or of the last one."""
         self._run: DecodeRun | None = None
         self._is_settled = False
-        """True if everybody past the prompt sampled one token in the last step, so has one to compute in the next."""
+        """True if each sequence past its prompt got one token in the last step, so has one to compute in the next."""
         self._finished: deque[FinishedSequence] = deque(maxlen=config.max_finished)
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Scheduler:
             self._pending_seqs = builder.seqs
             self._counters.num_preemptions += len(builder.preempted)
             self._count_lookups(builder.admitted)
-        assert plan.has_work, "an empty plan while someone is unfinished"
+        assert plan.has_work, "an empty plan while a sequence is unfinished"
         self._counters.count_moves(plan)
         self._pending = plan
         self._step += 1
@@ -339,7 +339,7 @@ class Scheduler:
         return min(num_tokens, seq.max_known - seq.num_known)
 
     def _charge(self, seqs: Iterable[Sequence], got: list[int]) -> None:
-        """Count generated tokens, and whom they served if anyone wants to know."""
+        """Count generated tokens, in the fair order also by tenant."""
         self._counters.num_generation_tokens += sum(got)
         if self.config.order == "fair":
             for seq, num_tokens in zip(seqs, got, strict=True):
@@ -446,7 +446,7 @@ class Scheduler:
         return None if seq is None else seq.view()
 
     def stats(self) -> SchedulerStats:
-        """Counts and gauges. Changes nothing, so another thread may ask for a rough picture."""
+        """Counts and gauges. Changes nothing, so another thread may call it for approximate numbers."""
         counters, pool, host = self._counters, self._kv.pool, self._kv.host
         unwritten = 0 if self._run is None else self._run.num_unwritten_tokens
         return SchedulerStats(
@@ -490,7 +490,7 @@ class Scheduler:
         places = {
             SequenceState.RUNNING: [*running.prefilling, *running.decoding],
             SequenceState.PREEMPTED: running.preempted,
-            SequenceState.WAITING: self._queue.everyone(),
+            SequenceState.WAITING: self._queue.sequences(),
         }
         assert sum(map(len, places.values())) == len(self._sequences), "a sequence is lost or listed twice"
         for state, seqs in places.items():

@@ -110,7 +110,7 @@ class FingerprintState(NamedTuple):
     before: StepPlan | None
     """The step before; None: there was none, or it failed."""
     ended_before: tuple[int, ...]
-    """Ids of those who ended with it, ascending."""
+    """Ids of sequences that ended with it, ascending."""
     is_plain: bool
     """True if it may be repeated."""
 

@@ -40,7 +40,7 @@ class Grammar:
         self._matcher = matcher
         self._mask = ctypes.create_string_buffer(_mask_bytes(vocab_size))
         self._bits: TokenBits = np.frombuffer(memoryview(self._mask), np.uint8)
-        """The same memory; an array's own address costs ten times as much to ask for."""
+        """The same memory; reading the address of an array costs ten times as much."""
         self.is_complete = False
         """True once no text can follow: the sequence needs no end token."""
         self._forced: int | None = None

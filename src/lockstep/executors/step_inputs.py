@@ -1,7 +1,7 @@
 """A step's chunks as arrays, checked before anything runs. Pure numpy.
 
-A forward pass trusts its block tables: a wrong entry is a segmentation fault or another request's memory. So every
-table, row and token is checked here, and a plan that fails touches nothing.
+A forward pass does not check its block tables: a wrong entry is a segmentation fault or another request's memory. So
+every table, row and token is checked here, and a plan that fails touches nothing.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Cause(NamedTuple):
     """Cause of a signal."""
 
     name: str
-    """Empty: nothing tells."""
+    """Empty: the cause is unknown."""
     words: str
     action: str = ""
     """Instead of the signal's."""
@@ -134,7 +134,7 @@ def _events_of(signal: Signal, evidence: Evidence) -> tuple[Bools, Bools] | None
 # -- which one leads --------------------------------------------------------------------------------------------------
 
 _EVIDENCE_FIRST = ("outputs-policy", "unsound-baseline", "missing-pairs", "missing-join")
-"""Signals without whose mending no other one can be trusted."""
+"""Signals that make all others unreliable until they are fixed."""
 _MAKES_LATE = (SMALLER_POOL, "unlike-prompts", "truncated", "longer-answers", "doubled-tokens", "dropped-tokens")
 """Causes from which unlike times follow: of fewer tokens, each takes another part of the whole."""
 _SYMPTOMS = ("kv-pressure", "decode", "ttft", "latency", "latency-tail")

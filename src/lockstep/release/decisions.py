@@ -1,7 +1,7 @@
 """Decisions of two recordings: the first step that differs, and the baseline's load on the candidate's settings.
 
 Steps are priced by a fit to the baseline's recording (`lockstep.replay.calibrate`). The same load is replayed on the
-baseline's own settings too: how far that is from what was measured is how far the prediction can be trusted. It is
+baseline's own settings too; its distance from the measurement is the error of the prediction. The prediction is
 evidence before any traffic was mirrored; it informs, and decides nothing.
 """
 
@@ -158,7 +158,7 @@ def _replayed(workload: Workload, config: SchedulerConfig, cost: CostFile) -> tu
 
 
 def figures_of(outcomes: Sequence[RequestOutcome]) -> dict[str, float]:
-    """Figures of requests, by the names of `FIGURES`; those that no one has are left out."""
+    """Figures of requests, by the names of `FIGURES`; those that no request has are left out."""
     if not outcomes:
         return {}
     found: dict[str, float] = {}

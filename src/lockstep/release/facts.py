@@ -149,7 +149,7 @@ def names_of(store: Store, side: Side, label: str, most: int) -> tuple[str, ...]
 
 
 def is_deterministic(store: Store, side: Side) -> bool:
-    """True if all observations are of engines that promise equal answers in any batch."""
+    """True if all observations are of engines whose answers are independent of batch composition."""
     [[found]] = store.rows(f"SELECT coalesce(bool_and(coalesce(deterministic, false)), false) FROM labels_{side}")
     return bool(found)
 

@@ -68,7 +68,7 @@ class Follower:
         """0: there is no file. Another file may have the same line there."""
 
     def advance(self) -> bool:
-        """Take over the lines that are new; tells whether the copy has changed.
+        """Copy the new lines; returns whether the copy has changed.
 
         Raises:
             EvidenceError: the file is gone, or cannot be read or copied.
@@ -138,10 +138,10 @@ class LiveGate:
         self._followers = followers
         self._judge = judge
         self._is_judged = False
-        """Whether the standing is of the copies as they are."""
+        """Whether ``standing`` is of the copies as they are."""
 
     def look(self) -> bool:
-        """Judge if there is something new; tells whether there was."""
+        """Judge if there is something new; returns whether there was."""
         try:
             grown = [follower.advance() for follower in self._followers]  # all of them, whichever is first
             if self._is_judged and not any(grown):
@@ -160,7 +160,7 @@ class LiveGate:
         return is_there
 
     def _say(self, standing: Standing) -> None:
-        """Keep a standing; a decision, and a fault, that is new is a line of the log."""
+        """Set ``standing``, and log a new decision or fault."""
         before = self.standing
         if standing.verdict is None and standing.reason == before.reason:
             return

@@ -265,7 +265,7 @@ def _parquet_types(store: Store, content: Content) -> dict[str, str]:
 
 
 def _first_record(record: Members, found: Format) -> Any:
-    """The first of what a format's ``needs`` speak of."""
+    """The first record to which a format's ``needs`` apply."""
     if found.layout != "benchmarks":
         return record
     return next((msgspec.json.decode(line) for line in lines_of(record, found)), None)
@@ -470,6 +470,6 @@ def _words(kind: str) -> str:
     return f"a list of {word}s" if kind.endswith("[]") else f"a {word}"
 
 
-def _value(told: str) -> str:
-    """DuckDB's message from where it speaks of the value."""
-    return re.sub(r'^.*? in file ".*", in line \d+: ', "", told)
+def _value(message: str) -> str:
+    """DuckDB's message, from the value on."""
+    return re.sub(r'^.*? in file ".*", in line \d+: ', "", message)

@@ -36,7 +36,7 @@ class Rule:
     words: str
     unit: str = ""
     is_of_service: bool = False
-    """Whether it is of the server and not of requests: no series of pairs tells it, so it holds in every mode."""
+    """Whether it is of the server and not of requests: no series of pairs has it, so its rule applies in every mode."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -160,53 +160,55 @@ def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: st
     compared = int((mask & np.isin(output, COMPARED)).sum())
     differing = np.flatnonzero(mask & (output == Output.DIFFERS))
     if policy.agreement_field:
-        borne = 1 - policy.min_agreement
-        if policy.mode == "threshold" or not borne:
+        allowed = 1 - policy.min_agreement
+        if policy.mode == "threshold" or not allowed:
             words = f"disagree in {policy.agreement_field}"
-            yield from _unlike(evidence, "agreement", differing, compared, borne, segment, words)
+            yield from _unlike(evidence, "agreement", differing, compared, allowed, segment, words)
         return
-    borne = 0.0 if is_equality(policy, evidence) else policy.max_mismatch_rate
+    allowed = 0.0 if is_equality(policy, evidence) else policy.max_mismatch_rate
     if policy.mode == "threshold" and answers.excess is not None:
         yield from _beyond_second(policy, evidence, answers.excess, segment, mask)
     elif policy.mode == "threshold" or (all(evidence.is_deterministic) and not answers.is_estimated):
         words = "differ"
         if not all(evidence.is_deterministic):
-            words += ", and the engines do not promise equal ones: a second baseline (--aa) tells a change from noise"
-        yield from _unlike(evidence, "output-mismatch", differing, compared, borne, segment, words)
+            words += (
+                ", and the engines do not guarantee equal ones: a second baseline (--aa) separates changes from noise"
+            )
+        yield from _unlike(evidence, "output-mismatch", differing, compared, allowed, segment, words)
     elif len(differing) and not answers.is_estimated and answers.excess is None:
         yield Signal(
             name="output-mismatch",
             response=Decision.HOLD,
             segment=segment,
-            sentence=f"{len(differing):,} of {compared:,} compared answers differ, and the engines do not promise "
-            "equal ones: only a second baseline (--aa) can tell a change from noise",
+            sentence=f"{len(differing):,} of {compared:,} compared answers differ, and the engines do not "
+            "guarantee equal ones: only a second baseline (--aa) shows how much is noise",
             value=len(differing) / compared,
-            bound=borne,
+            bound=allowed,
             examples=examples(evidence, differing),
         )
     drifted = np.flatnonzero(mask & (output == Output.DRIFTED))
     words = "are vectors that differ beyond their tolerance"
-    yield from _unlike(evidence, "numeric-drift", drifted, compared, borne, segment, words)
+    yield from _unlike(evidence, "numeric-drift", drifted, compared, allowed, segment, words)
 
 
 def is_equality(policy: Policy, evidence: Evidence) -> bool:
-    """True if any differing answer is proof: the same weights, on engines that both promise equal answers."""
+    """True if any differing answer is proof: the same weights, on engines that both guarantee equal answers."""
     weights, precision = evidence.names["artifact"], evidence.names["precision"]
     is_same = weights[0] == weights[1] != () and precision[0] == precision[1]
     return all(evidence.is_deterministic) and is_same and policy.outputs in (None, "exact")
 
 
 def _unlike(
-    evidence: Evidence, name: str, places: NDArray[np.intp], compared: int, borne: float, segment: str, words: str
+    evidence: Evidence, name: str, places: NDArray[np.intp], compared: int, allowed: float, segment: str, words: str
 ) -> Iterator[Signal]:
-    if compared and len(places) / compared > borne + 1e-12:
+    if compared and len(places) / compared > allowed + 1e-12:
         yield Signal(
             name=name,
             response=Decision.ROLLBACK,
             segment=segment,
             sentence=f"{len(places):,} of {compared:,} compared answers {words}",
             value=len(places) / compared,
-            bound=borne,
+            bound=allowed,
             examples=examples(evidence, places),
         )
 

@@ -1,4 +1,4 @@
-"""Triage: what each signal means, who looks after it, and what to do next."""
+"""Triage: the meaning of each signal, its owner, and what to do next."""
 
 from __future__ import annotations
 

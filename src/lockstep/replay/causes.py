@@ -87,7 +87,7 @@ class Minimum(Generic[Item]):
     items: tuple[Item, ...]
     """In their old order; they show it."""
     is_minimal: bool
-    """Whether it was seen that none of them can be left out alone; False: asking had to stop before."""
+    """Whether it is certain that none of them can be left out alone; False: the probes ended before."""
     num_probes: int
 
 

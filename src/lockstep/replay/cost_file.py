@@ -1,4 +1,4 @@
-"""Cost models on disk and in words: prices, how far they can be trusted, and what they were measured on."""
+"""Cost models on disk and in words: prices, their errors, and the recording of their measurement."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Diff of two configs, workloads or recordings: the first step that is decided differently.
 
-Workloads are simulated, recordings are read. Between two configs on one workload it also tells the cause (the config
+Workloads are simulated, recordings are read. Between two configs on one workload it also finds the cause (the config
 fields that decide) and a reproducer (a few requests that show the same).
 """
 

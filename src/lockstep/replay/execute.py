@@ -283,8 +283,8 @@ def execute(
     Args:
         source: of the model, as for `load_model`.
         cache_dir: where built graphs are kept; None: as for serving.
-        request: the caller's name for one request: only the engines that had it are computed, and each of them, with
-            everybody who was beside it, to its end; None: everything is.
+        request: the caller's name for one request: only the engines that had it are computed, each of them to the
+            request's end with all requests beside it; None: everything is.
         machine: how it is computed here, where that is not to change a bit.
 
     Raises:

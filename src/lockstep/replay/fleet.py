@@ -128,13 +128,13 @@ class Fleet:
         return self._report([each.replay() for each in self._replicas])
 
     def _advance(self, until_ps: int) -> None:
-        """Let every step begin that begins before a time, and the balancer hear of all that have ended by then."""
+        """Begin all steps that begin before a time, and give the balancer the results of those that ended by then."""
         busy, ended = self._busy, self._ended
         while busy and busy[0][0] < until_ps:
             _, number = busy[0]
             replica = self._replicas[number]
             tick = replica.advance(until_ps)
-            assert tick is not None, "who has nothing to do is not among the busy"
+            assert tick is not None, "a replica without work is not among the busy ones"
             num_ended = 0 if tick.events is None else len(tick.events.finished)
             news = replica.scheduler.drain_contents()
             if num_ended or news:

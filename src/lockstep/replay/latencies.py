@@ -42,7 +42,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Latencies(msgspec.Struct, frozen=True):
-    """One unit's distributions; None where no one has such a time."""
+    """One unit's distributions; None where no request has such a time."""
 
     ttft: Distribution | None
     tpot: Distribution | None

@@ -57,7 +57,7 @@ class Life:
 
 
 class Progress:
-    """The lives under way, and the batch: those who sampled in the last step.
+    """The sequences under way, and the batch: those that sampled in the last step.
 
     As long as the same ones sample, their tokens are counted once for all of them.
     """

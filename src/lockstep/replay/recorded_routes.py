@@ -218,7 +218,7 @@ def _shown(replica: int, why: str, num_cached: int) -> str:
 
 
 def _contents(runs: Runs) -> list[bytes]:
-    """Contents of numbers, as good as their hashes: a choice asks only which are the same."""
+    """Contents of numbers, as good as their hashes: a choice depends only on which are the same."""
     if len(runs) % 2 or min(runs, default=0) < 0 or sum(runs[1::2]) > MAX_RUN:
         raise ValueError("these are no numbers of contents")
     return [number.to_bytes(_NUMBER_BYTES, "big") for number in ids_of(runs)]

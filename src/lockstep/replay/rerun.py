@@ -129,7 +129,7 @@ def apply_to_cache(scheduler: Scheduler, command: Command, hash_of: Callable[[in
 class EngineRerun:
     """A scheduler that decides one engine's steps again.
 
-    Block hashes and tenants are what their ids say: equal where they were equal.
+    Block hashes and tenants are made from their ids: equal where they were equal.
     """
 
     def __init__(self, number: int, config: SchedulerConfig, scheduler_of: SchedulerOf = Scheduler) -> None:
@@ -327,7 +327,7 @@ class EngineRerun:
         raise DivergedError(self.number, self._next_step if step is None else step, what, recorded)
 
     def _damaged(self, why: str, recorded: StepPlan | None) -> NoReturn:
-        """The record of the next step cannot be trusted: show what is decided here."""
+        """The record of the next step is damaged: report the plan that is decided here."""
         deque(self._apply_due(), maxlen=0)
         decided = self.scheduler.schedule()
         raise DivergedError(self.number, self._next_step, f"the record is damaged: {why}", recorded, decided)

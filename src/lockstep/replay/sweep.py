@@ -92,7 +92,7 @@ def sweep(
 
 @contextmanager
 def _answers(job: Job, combinations: Sequence[Settings], num_processes: int) -> Iterator[Iterator[Outcome]]:
-    """The outcomes as they are requested. Whatever ends the asking, ends the processes.
+    """The outcomes as they are requested. The end of the block, however it comes, ends the processes.
 
     Each process has every n-th combination from the start and a pipe of its own: a pool sends each combination with
     the whole job, and waits for ever to send it once its processes are gone.

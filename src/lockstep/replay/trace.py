@@ -57,7 +57,7 @@ class Trace:
                 )
 
     def check_unbroken(self, verb: str) -> None:
-        """Refuse a recording with faults or gaps, for who has to follow it from step to step.
+        """Refuse a recording with faults or gaps, for callers that follow it from step to step.
 
         Raises:
             TraceError: something is not there; the message states what.

@@ -78,7 +78,7 @@ class Column(NamedTuple):
 
     name: str
     kind: Literal["word", "number", "change", "alarm", "strip"] = "number"
-    """``change``: by how much two of the others differ; ``alarm``: words that tell of a loss."""
+    """``change``: by how much two of the others differ; ``alarm``: words that report a loss."""
 
     @property
     def is_word(self) -> bool:
@@ -125,7 +125,7 @@ class Tables:
 
 
 class Tile(NamedTuple):
-    """A figure that one asks for first, large."""
+    """One of the most important figures, in large type."""
 
     label: str
     value: str

@@ -125,7 +125,7 @@ def plan_removal(source: HubSource) -> DeleteCacheStrategy:
     names = {file.file_path: _name_in(revision, file.file_path) for revision in named for file in revision.files}
     chosen = cached_gguf(source, sorted(name for name in names.values() if name.endswith(".gguf")))
     if chosen is None:
-        raise ArtifactNotFoundError(f"no one file {source.file!r} is in the cache", path=str(source))
+        raise ArtifactNotFoundError(f"the cache does not have exactly one file {source.file!r}", path=str(source))
     return info.delete_files(*(file for file in files if names[file.file_path] == chosen))
 
 

@@ -323,11 +323,11 @@ def _refused(source: HubSource, error: Exception) -> ArtifactError:
     if isinstance(error, GatedRepoError):
         place = f"{_endpoint()}/{source.repo}"
         hint = (
-            "the account of the token in use has no access yet; ask for it there"
+            "the account of the token in use has no access yet; request it there"
             if _has_token()
-            else "ask for access there and set HF_TOKEN to a token of the account"
+            else "request access there and set HF_TOKEN to a token of the account"
         )
-        return DownloadError(f"gated: {place} asks for consent first; {hint}", path=where)
+        return DownloadError(f"gated: {place} requires consent first; {hint}", path=where)
     if isinstance(error, RevisionNotFoundError):
         return ArtifactNotFoundError(
             f"the repository has no revision {source.revision!r}; a branch, tag or commit is expected after '@'",
@@ -345,7 +345,7 @@ def _refused(source: HubSource, error: Exception) -> ArtifactError:
             f"the hub refused the token ({status}); set HF_TOKEN to a valid one that may read, or unset it", path=where
         )
     if status == _TOO_MANY:
-        return HubUnreachableError("the hub asks to slow down (429); try later, or with HF_TOKEN set", path=where)
+        return HubUnreachableError("the hub limits requests (429); try later, or with HF_TOKEN set", path=where)
     if status >= 500:
         return HubUnreachableError(f"the hub is out of order ({status}); try later", path=where)
     return DownloadError(f"the hub refused ({status}): {error.server_message or 'no reason given'}", path=where)

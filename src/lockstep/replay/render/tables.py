@@ -315,7 +315,7 @@ def _strip(each: Distribution, whole: float, side: str = "") -> Strip:
 
 
 def tiles_of(report: Report) -> Tiles:
-    """The figures that one asks for first."""
+    """The most important figures."""
     return Tiles(list(_tiles(report)))
 
 
