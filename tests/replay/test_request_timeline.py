@@ -139,7 +139,7 @@ def test_the_command_tells_one_request_and_knows_no_other(folder: Path, capsys: 
     assert invoke(["replay", "--verify", str(folder), "--request", "nobody-s"]) == 2
     assert "no request 'nobody-s' is recorded there" in capsys.readouterr().err
     assert invoke(["replay", str(folder), "--request", "request-7"]) == 2
-    assert "name that with --verify TRACE or --execute TRACE" in capsys.readouterr().err
+    assert "which --verify TRACE or --execute TRACE names" in capsys.readouterr().err
 
 
 def test_without_content_it_has_no_tokens_to_tell(tmp_path: Path) -> None:
