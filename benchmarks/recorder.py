@@ -31,7 +31,7 @@ from lockstep.worker.messages import Event, Load, Loaded, LoadFailed, Outputs, S
 NUM_OUTPUT_TOKENS = 128
 PROMPT_TOKENS = 96
 """Of which a half is common to all requests."""
-HOOK_CALLS = ("added", "aborted", "pinned", "swept", "cache_reset", "came", "committed", "ended", "failed")
+HOOK_CALLS = ("added", "aborted", "pinned", "unpinned", "cache_reset", "came", "committed", "ended", "failed")
 
 
 @dataclass(frozen=True, slots=True)

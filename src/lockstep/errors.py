@@ -3,15 +3,15 @@
     LockstepError
     ├── UsageError                 the command line or a call was wrong before anything started
     ├── RemoteError                a server that we are a client of cannot be reached, or refuses
-    ├── PlacingError               Ray cannot be reached, or does not do what it was asked
+    ├── PlacingError               Ray cannot be reached, or does not carry out a request
     ├── TraceError                 a recording or a workload cannot be read
     ├── EvidenceError              what a release is to be judged by cannot be read
     ├── ConfigError                a limit or policy that cannot work, refused at construction
     │   ├── ManifestError              a manifest has faults (`problems` has all of them)
-    │   └── OverBudgetError            its models need more than its budgets (`table` says who needs what)
+    │   └── OverBudgetError            its models need more than its budgets (`table` lists the needs)
     ├── RequestError               one request is refused or ended; the engine goes on
     │   ├── InvalidParameterError      a parameter has a wrong value (`param` names it)
-    │   │   └── InvalidJsonError           a body is not the JSON that it says it is
+    │   │   └── InvalidJsonError           a body is declared as JSON and is not JSON
     │   ├── PromptTooLongError         the prompt cannot fit the context or the KV pool
     │   ├── ModelNotFoundError         no model of that name is served
     │   ├── NotRecordedError           no recorded request has that prompt
@@ -22,7 +22,7 @@
     │   ├── HostNotFoundError          no host of that name or address is known
     │   ├── HostNotDrainableError      replicas of a host would have no other one
     │   ├── NoManifestError            what only a cluster with a manifest can do
-    │   ├── NotLoadableError           a model or manifest that a request wants cannot be brought in
+    │   ├── NotLoadableError           the model or manifest of a request cannot be loaded
     │   ├── QueueFullError             the bounded queue is full; try again later
     │   ├── UnavailableError           loading, draining or restarting; try again later (`retry_after_s`)
     │   │   └── ReplicaGoneError           its replica went; without a token yet, another replica may answer it
@@ -38,7 +38,7 @@
     ├── ArtifactError              something on disk cannot be served (`path` names it)
     │   ├── ArtifactNotFoundError      nothing is there, or not what a model looks like
     │   ├── CorruptArtifactError       truncated, inconsistent or not finite
-    │   ├── UnsupportedArtifactError   well-formed, but of a kind that we do not know
+    │   ├── UnsupportedArtifactError   well-formed, but of an unsupported kind
     │   ├── MissingTokenizerError      weights without a tokenizer
     │   └── DownloadError              the hub refuses, or what it sends cannot be kept
     │       └── HubUnreachableError        no network, or the hub is out of order: a copy in the cache would do
@@ -46,7 +46,7 @@
         ├── InvalidPlanError           a plan would read or write outside the KV pool
         └── NumericsError              the model produced NaN or infinity
 
-A message says what was wrong, where, and what would be right.
+A message states what is wrong, where, and what is expected.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RemoteError(LockstepError):
 
 
 class PlacingError(LockstepError):
-    """Ray cannot be reached, or does not do what it was asked."""
+    """Ray cannot be reached, or does not carry out a request."""
 
 
 class TraceError(LockstepError):
@@ -162,7 +162,7 @@ class InvalidParameterError(RequestError):
 
 
 class InvalidJsonError(InvalidParameterError):
-    """A body is not the JSON that it says it is."""
+    """A body is declared as JSON and is not JSON."""
 
 
 class PromptTooLongError(RequestError):
@@ -206,7 +206,7 @@ class NoManifestError(RequestError):
 
 
 class NotLoadableError(RequestError):
-    """A model or manifest that a request wants cannot be brought in, however often it is tried; nothing has changed."""
+    """The model or manifest of a request cannot be loaded, however often it is tried; nothing has changed."""
 
 
 class QueueFullError(RequestError):
@@ -214,7 +214,7 @@ class QueueFullError(RequestError):
 
 
 class UnavailableError(RequestError):
-    """Nobody can answer now: loading, draining or restarting. The same request may be sent again later.
+    """The server cannot answer now: loading, draining or restarting. The same request may be sent again later.
 
     Args:
         message: why, and until when.
@@ -254,7 +254,7 @@ class StorageFullError(StorageError):
 
 
 class LinkRefusedError(LockstepError):
-    """Two processes that should speak to each other over a network do not: another secret, another version."""
+    """Two processes refuse their connection over a network: another secret, another version."""
 
 
 class DeadlineError(RequestError):
@@ -278,7 +278,7 @@ class SlowReaderError(RequestFailedError):
 
 
 class RemoteFailedError(RequestFailedError):
-    """The other server that answers a remote model cannot be reached, broke off, or said what is no answer.
+    """The other server that answers a remote model cannot be reached, broke off, or sent an invalid answer.
 
     Args:
         retry_after_s: seconds after which it is worth trying; None: unknown.
@@ -311,7 +311,7 @@ class CorruptArtifactError(ArtifactError):
 
 
 class UnsupportedArtifactError(ArtifactError):
-    """Well-formed, but of a kind that we do not know."""
+    """Well-formed, but of an unsupported kind."""
 
 
 class MissingTokenizerError(ArtifactError):

@@ -141,7 +141,7 @@ def _counted(number: int, value: object) -> str:
 
 
 def described(fault: Fault) -> str:
-    """The value, as much of it as helps: numbers, lengths and single words, never somebody's prose."""
+    """A short form of the value: numbers, lengths and single words, never longer text of the user."""
     value, kind = fault.get("input"), fault["type"]
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]

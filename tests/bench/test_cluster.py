@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.bench.cluster import NRT, SUITES, asked_of, decisions, faults_of, text_of
+from lockstep.bench.cluster import NRT, SUITES, decisions, faults_of, routed_models, text_of
 from lockstep.cli.main import invoke
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.manifest_file import parse
@@ -62,6 +62,6 @@ def test_missing_examples_are_reported_with_the_flag(tmp_path: Path, capsys: pyt
 async def test_every_call_of_the_decision_path_reaches_its_model(name: str, num: int) -> None:
     """`decisions` asserts it of each; here they run, and ask those that are ready or else all."""
     served = served_by(parse((EXAMPLES / f"{name}.yaml").read_text()), Backend.STUB)
-    targets = asked_of(served)
+    targets = routed_models(served)
     assert len(targets) == num
     assert min(await decisions(served, targets)) > 0

@@ -30,8 +30,8 @@ class Heard:
     def pinned(self, *command: Any) -> None:
         self.all.append(("pinned", *command))
 
-    def swept(self, *command: Any) -> None:
-        self.all.append(("swept", *command))
+    def unpinned(self, *command: Any) -> None:
+        self.all.append(("unpinned", *command))
 
     def filled(self, *command: Any) -> None:
         self.all.append(("filled", *command))
@@ -61,7 +61,7 @@ def test_each_command_is_reported_with_the_step_before_which_it_takes_effect() -
         ("aborted", 0, FinishReason.ABORT, 2, True),
         ("aborted", 1, FinishReason.DEADLINE, 2, False),
         ("pinned", request.block_hashes, 2),
-        ("swept", request.block_hashes, 2),
+        ("unpinned", request.block_hashes, 2),
         ("filled", request.block_hashes, 0, 2),
         ("reset", 2),
     ]

@@ -97,7 +97,7 @@ class Machine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             had_work = self.loop.scheduler.has_work
-            assert self.loop.step().has_work == had_work, "while somebody is unfinished, no plan is empty"
+            assert self.loop.step().has_work == had_work, "while a sequence is unfinished, no plan is empty"
 
     @rule(moved=st.booleans(), ran=st.booleans())
     def fail(self, moved: bool, ran: bool) -> None:

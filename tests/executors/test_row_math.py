@@ -41,7 +41,7 @@ def test_sums_and_logarithms(functions: RowMath) -> None:
     expected = math.log(math.fsum(math.exp(x) for x in ROWS[1].tolist()))
     assert functions.log_total(ROWS[1]) == pytest.approx(expected, rel=1e-6)
     assert functions.log(0.05) == pytest.approx(math.log(0.05), rel=1e-15)
-    powers = functions.powers(10_000.0, np.array([0.0, -0.5, 1.0]))
+    powers = functions.power(10_000.0, np.array([0.0, -0.5, 1.0]))
     np.testing.assert_allclose(powers, [1.0, 0.01, 10_000.0], rtol=1e-14)
 
 

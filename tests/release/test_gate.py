@@ -130,7 +130,7 @@ def test_the_evidence_names_the_side_that_promises_equal_answers(tmp_path: Path)
     other = judged(tmp_path, with_tokens(20, **promise), with_tokens(20, **promise, precision="int8"), outputs="exact")
     assert not other.evidence.startswith("equality"), "of the same weights in another precision answers differ"
     one = judged(tmp_path, with_tokens(20, **promise), with_tokens(20, artifact="a"))
-    assert one.evidence.endswith("only the baseline promises equal answers in any company")
+    assert one.evidence.endswith("only the baseline's answers are independent of batch composition")
 
 
 def test_no_mismatch_is_accepted_for_equal_weights_on_deterministic_engines(tmp_path: Path) -> None:

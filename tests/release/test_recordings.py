@@ -115,7 +115,9 @@ def test_equal_weights_answer_the_same_under_other_settings_and_batch_compositio
     verdict = judged(*settings)
     assert verdict.decision is Decision.PROMOTE, verdict.reason
     assert (verdict.summary.pairs, verdict.summary.same, verdict.summary.differing) == (24, 24, 0)
-    assert verdict.evidence.startswith("equality: the weights are the same, and baseline and candidate both promise")
+    assert verdict.evidence.startswith(
+        "equality: the weights are the same, and the answers of baseline and candidate are both independent of"
+    )
     [lonely] = verdict.joining["unjoined"]
     assert (lonely["side"], lonely["reason"], lonely["count"]) == ("candidate", "no-partner", 8)
 

@@ -145,7 +145,7 @@ def test_a_file_is_read_as_the_model_that_replays_use(tmp_path: Path) -> None:
         (PRICES % b"NaN", "is no cost model"),
         (PRICES % b"1.5", "is no cost model"),
         (PRICES % b"-1", "context_token_ps is -1; no step takes negative time"),
-        (PRICES % str(10**18 + 1).encode(), "at most 1000000000000000000 can be meant"),
+        (PRICES % str(10**18 + 1).encode(), "the maximum is 1000000000000000000"),
         (b" " * (1 << 21), "over 1 MiB"),
     ],
 )

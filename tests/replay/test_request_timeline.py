@@ -1,4 +1,4 @@
-"""An account of one request is what its recording holds of it, whatever else ran beside it."""
+"""The timeline of one request has all that its recording holds of it, whatever else ran beside it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_REQUESTS = 24
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small files of two engines under pressure, with content; every request has a name, and two have one in common."""
-    folder = tmp_path_factory.mktemp("accounts")
+    folder = tmp_path_factory.mktemp("timelines")
     trace = TraceOptions(str(folder), MAX_FILES * 4096, has_content=True)
     with pytest.MonkeyPatch.context() as monkeypatch:
         many_files(monkeypatch)
@@ -55,10 +55,10 @@ def ask_everything(trace: TraceOptions) -> None:
             bench.answer(number)
 
 
-def account_of(folder: Path, name: str) -> RequestTimeline:
-    account = RequestTimeline(name)
-    assert verify(open_trace(folder), account=account).is_identical
-    return account
+def timeline_of(folder: Path, name: str) -> RequestTimeline:
+    timeline = RequestTimeline(name)
+    assert verify(open_trace(folder), timeline=timeline).is_identical
+    return timeline
 
 
 def test_every_request_has_the_timeline_that_was_recorded(folder: Path) -> None:
@@ -70,7 +70,7 @@ def test_every_request_has_the_timeline_that_was_recorded(folder: Path) -> None:
     assert len(named) == NUM_REQUESTS
     num_waits = num_preemptions = 0
     for name in {entry.external_id for entry in named}:
-        told = account_of(folder, name).sequences
+        told = timeline_of(folder, name).sequences
         firsts = {(entry.engine, entry.seq_id) for entry in named if entry.external_id == name}
         assert {(each.engine, each.sequence) for each in told if each.sibling_of is None} == firsts
         for each in told:
@@ -112,7 +112,7 @@ def test_times_are_those_of_its_steps(folder: Path) -> None:
                 ends_us[event.engine, finish.seq_id] = event.timing.start_us + event.timing.duration_us
         elif isinstance(event, Arrived):
             arrivals_us[event.came.engine, event.came.seq_id] = event.arrival_us
-    for told in account_of(folder, name).sequences:
+    for told in timeline_of(folder, name).sequences:
         key = told.engine, told.sequence
         assert told.end_ms == (ends_us[key] - arrivals_us[key]) / 1e3
 
@@ -141,7 +141,7 @@ def test_the_command_shows_one_request_and_rejects_unknown_ones(
     assert invoke(["replay", "--verify", str(folder), "--request", "nobody-s"]) == 2
     assert "no request 'nobody-s' is recorded there" in capsys.readouterr().err
     assert invoke(["replay", str(folder), "--request", "request-7"]) == 2
-    assert "name that with --verify TRACE or --execute TRACE" in capsys.readouterr().err
+    assert "which --verify TRACE or --execute TRACE names" in capsys.readouterr().err
 
 
 def test_without_content_it_has_no_tokens_to_tell(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_without_content_it_has_no_tokens_to_tell(tmp_path: Path) -> None:
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         bench.tell(Submit(0, "a", GenerationRequest((1, 2, 3), params, external_id="only")))
         bench.answer(0)
-    [told] = account_of(tmp_path, "only").sequences
+    [told] = timeline_of(tmp_path, "only").sequences
     assert (told.tokens, told.output_tokens) == (None, 4)
     with pytest.raises(TraceError, match="no request 'other'"):
-        account_of(tmp_path, "other").check_found(open_trace(tmp_path))
+        timeline_of(tmp_path, "other").check_found(open_trace(tmp_path))

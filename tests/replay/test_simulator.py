@@ -68,7 +68,7 @@ def test_idle_ticks_are_ticks_when_arrivals_count_ticks() -> None:
     ]
     assert (replay.num_ticks, replay.totals.num_steps) == (12, 4)
     assert replay.duration_ps == 120 * MS
-    assert report_of(replay).latency_ms is None, "nobody said how long a tick is"
+    assert report_of(replay).latency_ms is None, "the duration of a tick is unknown"
 
 
 def test_idle_time_is_skipped_when_arrivals_have_times() -> None:

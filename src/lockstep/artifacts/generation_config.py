@@ -56,8 +56,8 @@ MARKER_TEXTS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 
 
 def from_generation_config(config: Mapping[str, object], path: Path) -> dict[str, float | int]:
-    """The values that are present. ``do_sample`` is not consulted, as in vLLM: a file that sets a temperature means it,
-    and a request that wants greedy decoding says ``temperature: 0``.
+    """The values that are present. As in vLLM, ``do_sample`` has no effect: a temperature in the file is the default,
+    and a request sets ``temperature: 0`` for greedy decoding.
     """
     return _checked({name: config.get(name) for name in _KNOWN}, path)
 

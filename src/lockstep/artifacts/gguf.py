@@ -1,7 +1,7 @@
 """A GGUF file as an artifact: metadata as a `ModelConfig`, tensors renamed, split where fused, unpermuted.
 
 Keys and names: llama.cpp's `gguf-py/gguf/constants.py`; defaults and constants: its `src/models/*.cpp`. What the
-tensors show (vocabulary, ties, biases) is read from them. Knows no bytes (`gguf_file`) and no token (`gguf_tokenizer`).
+tensors show (vocabulary, ties, biases) is read from them. `gguf_file` reads the bytes, `gguf_tokenizer` the tokens.
 """
 
 from __future__ import annotations

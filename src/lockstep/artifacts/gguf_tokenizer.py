@@ -34,7 +34,7 @@ def _llama3(digits: str) -> str:
 
 
 def _cased(contractions: str, digits: str) -> str:
-    """Words are cut where small letters are followed by capitals; only a to z are told apart, as llama.cpp does."""
+    """Words are cut where capitals follow small letters; as in llama.cpp, only a to z count as either."""
     capital, small = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
     start = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -185,7 +185,7 @@ class _Vocabulary:
         return index
 
     def added(self, name: str, index: int | None, by_default: bool) -> int | None:
-        """The id, when it is to be added to every text; a file that asks for one must name it."""
+        """The id, if it is to be added to every text; a file that requires one must name it."""
         key = f"tokenizer.ggml.add_{name}_token"
         if not self.metadata.flag(key, by_default):
             return None
@@ -269,7 +269,7 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[t
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Control tokens are special: matched in text only where the caller asks for it. User-defined ones always match."""
+    """Control tokens are special: matched in text only if the caller requires it. User-defined ones always match."""
     from tokenizers import AddedToken
 
     def added(special: bool, *types: _Type) -> list[AddedToken]:

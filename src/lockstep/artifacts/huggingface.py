@@ -1,8 +1,8 @@
 """A Hugging Face directory as an artifact: config.json, safetensors (sharded or not), tokenizer and defaults.
 
-Knows no configuration (`huggingface_config`). Source of the safetensors format: the README of huggingface/safetensors.
-Why not the `safetensors` package: its numpy side copies every tensor and has no bfloat16. The format is a length, a
-JSON header and the data, which are memory-mapped; the tests compare with the package.
+`huggingface_config` reads the configuration. The safetensors format is described in the README of
+huggingface/safetensors: a length, a JSON header and the data, which are memory-mapped. The `safetensors` package is not
+used, because its numpy side copies every tensor and has no bfloat16; the tests compare with it.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class TokenizerParts:
     """Tokenizer of an artifact, with its chat template and the tokens that begin and end a text."""
 
     tokenizer: Tokenizer
-    """A ``tokenizers.Tokenizer``; its post-processor adds BOS where the artifact says so."""
+    """A ``tokenizers.Tokenizer``; its post-processor adds BOS if the artifact requires it."""
     chat_template: str | None
     """Jinja source, or None."""
     bos_token: str | None

@@ -22,17 +22,17 @@ _WHAT_WOULD_BE_RIGHT = (
 
 
 def open_artifact(source: str, *, cache_dir: Path | None = None, progress: DownloadProgress | None = None) -> Artifact:
-    """Find out what a source is, open it and check it; nothing large is read but for the fingerprint.
+    """Detect the kind of a source, open it and check it; large data is read only for the fingerprint.
 
     Args:
         source: a path, ``pocket://``, ``hf://org/name[@revision][#file]``, or ``org/name`` where no such path is.
-        cache_dir: where fingerprints are remembered; the user's cache directory by default.
-        progress: told while a model comes from the hub.
+        cache_dir: directory of cached fingerprints; the user's cache directory by default.
+        progress: called during the download of a model from the hub.
 
     Raises:
         ArtifactNotFoundError: nothing is there, or not what a model looks like.
         CorruptArtifactError: truncated, inconsistent or not finite.
-        UnsupportedArtifactError: well-formed, but of a kind that we do not know.
+        UnsupportedArtifactError: well-formed, but of an unsupported kind.
         DownloadError: the hub cannot be reached or refuses.
     """
     cache = _default_cache_dir() if cache_dir is None else cache_dir

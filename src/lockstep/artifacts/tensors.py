@@ -136,7 +136,7 @@ def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> Floats:
 def dequantise(tensor: Tensor) -> Floats:
     """The tensor's numbers as float32 in its logical shape; a view when they are stored so.
 
-    A scale that is not finite makes values that are not: what a damaged file says is not judged here.
+    A scale that is not finite gives values that are not; this function does not check for damaged files.
     """
     if tensor.encoding in (Encoding.F32, Encoding.F16):
         return tensor.data.astype(np.float32, copy=False)

@@ -139,7 +139,7 @@ class Engine:
 
 
 class Server:
-    """A server that speaks OpenAI's protocol; one that was started here is watched, and ended with the race."""
+    """A server of OpenAI's API; one that was started here is watched, and ended with the comparison."""
 
     kind: Literal["server"] = "server"
 
@@ -213,7 +213,7 @@ class Server:
         return [answer for answer, sample in answers if work.counts(sample)]
 
     def _ask_routed(self, work: Work, seed: int) -> list[Answer]:
-        assert self._routed is not None, "routed work is for servers that were told what it asks"
+        assert self._routed is not None, "routed work needs a server with routed requests"
         try:
             with Remote(self.target) as remote:
                 if self._is_router:
@@ -227,13 +227,13 @@ Backend = Engine | Server
 
 
 def trial(work: Work) -> Work:
-    """A short work with as many streams: it warms them, and it says which way of an engine is the fastest."""
+    """A short workload with as many streams: it warms them up, and shows the fastest way of an engine."""
     context = min(work.context, max(32, min(512, _TRIAL_TOKENS // work.streams)))
     return Work(context, work.streams, min(work.output, _TRIAL_OUTPUT))
 
 
 def answers_of(outcomes: Sequence[Outcome]) -> list[Answer]:
-    """Times of tokens from times of chunks; tokens that came in one chunk, or that none tells of, came together."""
+    """Times of tokens from times of chunks; tokens of one chunk, or of no chunk, count as simultaneous."""
     origin_s = min(outcome.start_s for outcome in outcomes)
     answers = []
     for outcome in outcomes:
@@ -247,7 +247,7 @@ def answers_of(outcomes: Sequence[Outcome]) -> list[Answer]:
 def start_server(
     name: str, command: Sequence[str], routed: RoutedRequests | None = None, *, is_router: bool = False
 ) -> Server:
-    """Start a server whose command is followed by a port; OutError says why it does not answer."""
+    """Start a server by a command, to which the port is added; OutError: it does not answer, with the reason."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

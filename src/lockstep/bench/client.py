@@ -216,7 +216,7 @@ def read_exchange(exchange: Exchange, start_s: float, prompt_tokens: int | None)
 
 
 def _measure(exchange: Exchange, start_s: float, prompt_tokens: int | None, delay_s: float) -> Outcome:
-    """Measure a whole stream; ValueError: it says or shows that the answer is not whole."""
+    """Measure a whole stream; ValueError: the answer reports an error or is not whole."""
     tokens_s: list[float] = []
     text: list[str] = []
     last_s: float | None = None

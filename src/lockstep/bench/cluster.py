@@ -42,7 +42,7 @@ NUM_DECISIONS = 2_000
 NUM_SESSIONS = 64
 """Sessions that take turns in the decision path."""
 STREAM_INTERVAL_S = 0.02
-"""As `lockstep serve` has it where nobody says otherwise."""
+"""Default of `lockstep serve`."""
 PERCENTILES = (50, 95, 99)
 MS, US, MB = 1e3, 1e6, 1e6
 Figure = str
@@ -59,9 +59,9 @@ class Suite:
     num_standby: int
     resident_mb: int
     num_declared_warms: int
-    """Models that ask to be warmed by another's requests."""
+    """Models that are declared to be warmed by another's requests."""
     num_warms: int
-    """Those that routed calls warm: who is resident needs no warming."""
+    """Models that routed calls warm; resident models need no warming."""
 
 
 SUITES = (
@@ -93,10 +93,10 @@ class ClusterBenchOptions:
 def run_cluster_bench(
     options: ClusterBenchOptions, report: Callable[[str], None] = lambda suite: None
 ) -> list[dict[str, Any]]:
-    """All suites, one after the other. ``faults`` of a result says which counts are not as they must be.
+    """Run all suites, one after the other. ``faults`` of a result lists the counts that are wrong.
 
     Args:
-        report: told the name of a suite that begins.
+        report: called with the name of each suite when it begins.
 
     Raises:
         UsageError: an example cannot be read.
@@ -117,7 +117,7 @@ def run_cluster_bench(
 
 async def _run(suite: Suite, manifest: Manifest, options: ClusterBenchOptions) -> dict[str, Any]:
     served = served_by(manifest, Backend.STUB)
-    targets = asked_of(served)
+    targets = routed_models(served)
     decision_us = await decisions(served, targets)
     cluster, bootstrap_s = await _boot(manifest, options.worker)
     try:
@@ -159,8 +159,8 @@ async def _boot(manifest: Manifest, kind: Literal["process", "thread"]) -> tuple
     return cluster, time.perf_counter() - started_s
 
 
-def asked_of(manifest: Manifest) -> tuple[str, ...]:
-    """Models that calls are routed to: those that are resident; where none is, all that routing knows."""
+def routed_models(manifest: Manifest) -> tuple[str, ...]:
+    """Models that calls are routed to: the resident targets, or all targets where none is resident."""
     ids = manifest.targets
     resident = tuple(id_ for id_ in ids if manifest.entry(id_).tier is Tier.RESIDENT)
     return resident or ids
@@ -181,7 +181,7 @@ def counts_of(booted: ClusterSnapshot, after: ClusterSnapshot) -> dict[str, int]
 
 
 def faults_of(suite: Suite, counts: Mapping[str, int]) -> list[str]:
-    """Every count that is not what the suite says, in a sentence."""
+    """A sentence for each count that differs from the suite's."""
     return [
         f"{suite.name}: {name} is {found}, not {getattr(suite, name)}"
         for name, found in counts.items()

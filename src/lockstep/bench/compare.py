@@ -19,7 +19,7 @@ from lockstep.report.document import Table, numbers, words
 from lockstep.report.text import to_lines
 
 MIN_ROUNDS = 3
-"""Fewer values on a side do not tell their noise."""
+"""Fewer values on a side do not show their noise."""
 MIN_CHANGE = 0.03
 """A smaller change is not worth a line, however sure it is."""
 MACHINE = "machine "

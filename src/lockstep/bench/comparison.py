@@ -136,13 +136,13 @@ class Comparison:
 
 
 def run_comparison(options: ComparisonOptions, say: Callable[[str], None]) -> Comparison:
-    """Let all take part that can; what one cannot do is reported, and the comparison goes on without it.
+    """Compare all backends that work. A backend that fails is reported, and the comparison goes on without it.
 
     Args:
-        say: told what happens, in sentences.
+        say: called with a sentence for each event.
 
     Raises:
-        UsageError: our own engine or server cannot run the model; once something was measured that ends the comparison.
+        UsageError: our own engine or server fails before the first measurement; a later failure ends the comparison.
     """
     comparison, begin_s = Comparison(options), time.monotonic()
     for work in options.left_out:
@@ -268,7 +268,7 @@ class _Course:
         return starts
 
     def warm(self) -> None:
-        """Prepare everyone for each number of streams, the most first; for other kinds of work by a round of them."""
+        """Warm up all backends for each number of streams, the most first; other kinds of work are run once."""
         grid = [work for work in self._works if work.kind == "grid"]
         longest = {work.streams: work for work in sorted(grid, key=lambda work: work.context)}
         widths = [longest[streams] for streams in sorted(longest, reverse=True)]

@@ -1,4 +1,4 @@
-"""Prompts of asked lengths: units (token ids, or words) drawn by key and seed, calibrated on the server before a run.
+"""Prompts of given lengths: units (token ids, or words) drawn by key and seed, calibrated on the server before a run.
 
 Equal segments are equal tokens. Calibration is not timed.
 """
@@ -15,14 +15,15 @@ from lockstep.bench.remote import Remote
 from lockstep.bench.samples import Sample, Segment
 from lockstep.errors import RemoteError
 
-WORDS = (
-    *("time", "people", "way", "water", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
-    *("family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),
-    *("program", "question", "work", "number", "night", "point", "home", "room", "mother", "area", "money", "story"),
-    *("fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side", "kind"),
-    *("head", "house", "service", "friend", "father", "power", "hour", "game", "line", "end", "member", "law", "car"),
-    *("city", "name", "team", "minute", "idea", "body", "back", "parent", "face", "level", "office", "door", "health"),
+_VOCABULARY = (
+    "time people way water day man thing woman life child world school state"  # plain: words of prompts
+    " family student group country problem hand part place case week company system"
+    " program question work number night point home room mother area money story"
+    " fact month lot right study book eye job word business issue side kind"
+    " head house service friend father power hour game line end member law car"
+    " city name team minute idea body back parent face level office door health"
 )
+WORDS = tuple(_VOCABULARY.split())
 """Common words: in most vocabularies each is one token with the space before it."""
 
 

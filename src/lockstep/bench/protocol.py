@@ -1,4 +1,4 @@
-"""OpenAI's protocol as a client speaks it: the base URL, requests as bytes, events of streamed answers. Pure."""
+"""OpenAI's protocol from the side of a client: the base URL, requests as bytes, events of streamed answers. Pure."""
 
 from __future__ import annotations
 

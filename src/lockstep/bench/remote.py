@@ -96,10 +96,10 @@ class Remote:
             return None
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk]:
-        """The chunks of a streamed answer as they come. Closing it early closes the connection: the generation ends.
+        """The chunks of a streamed answer as they come. Closing it early closes the connection and ends the generation.
 
         Raises:
-            RemoteError: the server refuses, breaks off, or says in mid-stream what went wrong.
+            RemoteError: the server refuses, breaks off, or reports an error in mid-stream.
         """
         try:
             yield from self._stream(path, body)

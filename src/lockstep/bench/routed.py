@@ -22,10 +22,10 @@ Message = Mapping[str, Any]
 
 
 class RoutedRequests:
-    """Questions to a manifest's cluster, and what a client has to send where nobody routes for it.
+    """Questions to a manifest's cluster, and the requests of a client that has to route them itself.
 
-    Ours answers with as many tokens as the grammar of the entry model leaves open; others get a request for as many.
-    Which specialist answers makes no difference: behind every name is the same file.
+    The entry model of our cluster answers with as many tokens as its grammar leaves open; the other servers get a
+    request for as many. The choice of the specialist makes no difference, because every name has the same file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +41,7 @@ class RoutedRequests:
         """Tokens of the entry's answer, as ours was seen to take them."""
 
     def ask_ours(self, remote: Remote, work: Work, seed: int) -> list[Answer]:
-        """One request each; the ends of its hops are what the answer says of them."""
+        """Send one request per question; the times of its hops come from the answer."""
         answers = []
         for question in self._questions(seed):
             begin_s = time.perf_counter()
@@ -76,7 +76,7 @@ class RoutedRequests:
         return answers
 
     def _questions(self, seed: int) -> Iterator[Message]:
-        """Other ones for every seed, so that nobody's cache has them."""
+        """Questions that differ for every seed, so that no cache has them."""
         for index in range(NUM_ROUTED):
             subject = _SUBJECTS[index % len(_SUBJECTS)]
             yield {
@@ -91,5 +91,5 @@ def ollama_lines(model: str) -> list[str]:
     return [
         "beside Ollama, which must be running:",
         f"  printf 'FROM {path}\\nPARAMETER temperature 0\\n' > Modelfile && ollama create {path.stem} -f Modelfile",
-        f"  lockstep bench peers {model} --peer-url http://127.0.0.1:11434 # the first model of /v1/models is asked",
+        f"  lockstep bench peers {model} --peer-url http://127.0.0.1:11434 # measures the first model of /v1/models",
     ]

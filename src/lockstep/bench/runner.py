@@ -53,7 +53,7 @@ class Run:
 
 @dataclass(slots=True)
 class Watch:
-    """Progress of a run, for whoever shows it."""
+    """Progress of a run, for display."""
 
     num_jobs: int
     num_done: int = 0
@@ -197,7 +197,7 @@ def arrival_times(count: int, rate_per_s: float, burstiness: float, seed: int) -
 
 @contextmanager
 def progress(num_jobs: int, is_wanted: bool) -> Iterator[Watch]:
-    """A bar on the terminal's standard error, drawn when the run says so: a thread of its own would cost the run."""
+    """A progress bar on standard error, if that is a terminal. The run itself draws it: a thread would slow the run."""
     watch = Watch(num_jobs)
     if not is_wanted or not sys.stderr.isatty():
         yield watch

@@ -40,11 +40,11 @@ class Sample:
     """Text or messages as they are, or segments to be filled with words or tokens."""
     output_tokens: int
     at_s: float | None = None
-    """Seconds after the start at which a trace has it; None: the arrival process says."""
+    """Seconds after the start at which a trace has it; None: the arrival process sets the time."""
 
     @property
     def input_tokens(self) -> int | None:
-        """Tokens of the prompt as far as the recipe tells, without any template."""
+        """Tokens of the prompt as far as the recipe has them, without any template."""
         segments = [part for part in self.recipe if isinstance(part, Segment)]
         return sum(segment.num_tokens for segment in segments) if segments else None
 

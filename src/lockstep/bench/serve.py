@@ -152,7 +152,7 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
     """Measure a server.
 
     Args:
-        say: told what is being done, in sentences.
+        say: called with a sentence for each stage.
 
     Raises:
         UsageError, TraceError: the data set cannot be read.

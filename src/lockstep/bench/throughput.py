@@ -48,7 +48,7 @@ def run_throughput(
     """Answer all prompts; duration in seconds, throughputs per second, processor time per output token.
 
     Args:
-        report: told how many requests are done.
+        report: called with the number of completed requests.
     """
     vocab_size = llm.model.vocab_size
     rng = np.random.default_rng([options.seed, 4])

@@ -19,7 +19,7 @@ SUITE = (
     "A customer was charged twice for one order. Draft a short, friendly answer.",
     "List three differences between a process and a thread.",
 )
-"""Short prompts one after the other, as the scripts ask them that compare local servers."""
+"""Short prompts one after the other, as in scripts that compare local servers."""
 SHORT, SHORT_OUTPUT = 32, 4
 """Tokens of the short prompts that arrive among long ones, and of their answers."""
 NUM_LONG, SHORT_PER_LONG = 5, 16

@@ -99,7 +99,7 @@ class ServeFlags:
     trace_spread: Annotated[bool, SWITCH] = False
     """Spread requests of one timestamp up to the next, for coarse clocks."""
     candidate_url: str | None = None
-    """A second server that is sent every request, too; they take turns who is first."""
+    """A second server that also gets every request; the two servers alternate as the first."""
     candidate_api_key: str | None = None
     """The second server's key."""
     save_pairs: Path | None = None

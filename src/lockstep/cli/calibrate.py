@@ -30,7 +30,7 @@ def calibrate(
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Fit a step-time model to a recording, and say how far it can be trusted."""
+    """Fit a step-time model to a recording, and report its prediction errors."""
     from lockstep.replay import calibrate as fitting
     from lockstep.replay.configs import changed_fields
     from lockstep.replay.cost_file import MadeOn, cost_document, to_bytes

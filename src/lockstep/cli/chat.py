@@ -56,7 +56,7 @@ class ChatFlags:
 
 @with_flags
 def chat(given: ChatFlags) -> None:
-    """Chat with a server that speaks OpenAI's language; ours is the default."""
+    """Chat with a server of the OpenAI API; Lockstep's own is the default."""
     from lockstep.bench.protocol import Target
     from lockstep.bench.remote import Remote
 

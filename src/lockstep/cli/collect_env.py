@@ -43,7 +43,7 @@ def collect_env(as_json: flags.Json = False, debug: flags.Debug = False) -> None
 
 
 def gather(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """All sections; a fact that this machine does not tell is None."""
+    """All sections; a fact that is not available on this machine is None."""
     return {
         "lockstep": {
             "version": __version__,

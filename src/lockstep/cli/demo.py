@@ -76,7 +76,7 @@ def demo(
         if not keep:
             _judge_both(console, folder)
     if not keep:
-        console.print("\nnext: [bold]lockstep demo --keep[/bold] to look at it, [bold]lockstep serve[/bold] to ask it")
+        console.print("\nnext: [bold]lockstep demo --keep[/bold] to look at it, [bold]lockstep serve[/bold] to use it")
 
 
 def _client(url: str) -> httpx2.Client:
@@ -178,10 +178,10 @@ def _show_hops(console: Console, told: dict[str, Any]) -> None:
     for hop in told["hops"]:
         usage = hop["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        said = f", said {hop['completion']!r}" if hop["intent"] is not None else ""
+        answer = f", answered {hop['completion']!r}" if hop["intent"] is not None else ""
         console.print(
             f"[dim]  {hop['model']}: {hop['latency_ms']:.0f} ms, {usage['prompt_tokens']} prompt tokens "
-            f"({cached} cached), {usage['completion_tokens']} new{said}[/dim]",
+            f"({cached} cached), {usage['completion_tokens']} new{answer}[/dim]",
             highlight=False,
         )
     console.print(
@@ -336,7 +336,7 @@ def _judge_both(console: Console, folder: Path) -> None:
     """Verdicts on what was served: against itself, and against the same conversations under another setting."""
     console.print("\n[bold]the gate: this server against itself[/bold]")
     _judge(console, folder / "served", folder / "served")
-    console.print(f"\n[bold]the gate: against a candidate with {' '.join(CANDIDATE)}[/bold], asked the same")
+    console.print(f"\n[bold]the gate: against a candidate with {' '.join(CANDIDATE)}[/bold], with the same requests")
     with (
         _serving(0, folder, "candidate", *CANDIDATE) as (url, _),
         _client(url) as client,

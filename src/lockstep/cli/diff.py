@@ -69,7 +69,7 @@ class DiffFlags:
 
 @with_flags
 def diff(context: typer.Context, given: DiffFlags) -> None:
-    """Tell the first step that A and B decide differently, and why; exit code 1 if there is one."""
+    """Show the first step that A and B decide differently, and why; exit code 1 if there is one."""
     from lockstep.replay.diff import diff_configs, diff_workloads
     from lockstep.replay.render.difference import configs_line, facts, finding_of
     from lockstep.replay.workload import ArrivalUnit
@@ -222,7 +222,7 @@ class BisectFlags:
 
 @with_flags
 def bisect(given: BisectFlags) -> None:
-    """Take over each differing field alone, and all but each, and tell which of them makes the metric."""
+    """Take over each differing field alone, and all but each, and show which of them change the metric."""
     from lockstep.replay.causes import bisect_fields
     from lockstep.replay.metrics import check_metric, metric_named, numbers_of
     from lockstep.replay.report import report_of

@@ -1,7 +1,7 @@
 """Flags as fields of dataclasses: a command takes a few values instead of sixty parameters.
 
-A flag has its type, its default and its sentence from its field. The sentence is the first paragraph under the field;
-``; None: X.`` in it says what holds where nothing is given, X being a text or the name of another field.
+A flag has its type, its default and its help from its field. The help is the first paragraph under the field;
+``; None: X.`` in it is the default that the help shows, where X is a text or the name of another field.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The command line's side of a field, as far as its name, type, default and sentence do not tell it.
+    """The command line's settings of a field, beyond its name, type, default and sentence.
 
     In a group it is part of the field's annotation, ``Annotated[int, Flag(metavar="N"), Range(1)]``; so may be what
     typer has for a parameter.
@@ -81,7 +81,7 @@ SWITCH = Flag(is_switch=True)
 
 
 class OptionFlags(Generic[Options]):
-    """Flags for fields of options, which are a dataclass of a room below.
+    """Flags for fields of options, which are a dataclass of a lower layer.
 
     Args:
         owner: the dataclass.

@@ -33,7 +33,7 @@ def gate_serve(
     api_key: ApiKey = None,
     debug: flags.Debug = False,
 ) -> None:
-    """Follow files that grow and tell the verdict over HTTP: to Argo Rollouts, to Flagger, to anybody."""
+    """Judge growing files, and serve the verdict over HTTP, for example to Argo Rollouts or Flagger."""
     import uvicorn
 
     from lockstep.owned_folders import temporary_folder
@@ -54,7 +54,7 @@ def gate_serve(
         followers = [Follower(path, folder / f"{number}-{path.name}") for number, path in enumerate(paths)]
         live = LiveGate(followers, lambda copies: judging.judge_files(copies, policy, names=paths).verdict)
         listener = bind(options)
-        live.look()  # who asks first is told what a gate that was never away would tell
+        live.look()  # so that the first request gets the verdict of the files as they are
         listen(listener, options)
         print(f"gate: {url_of(listener)}/v1/verdict follows {', '.join(map(str, paths))}", flush=True)
         config = uvicorn.Config(app_of(live, host, keys), log_level="warning", lifespan="on")

@@ -27,7 +27,7 @@ EXIT_NO_VERDICT = 3
 VERDICT_VERBS = ("gate", "mirror", "mirror-gate")
 EXIT_INTERRUPTED = 130
 COMPLETION_VARIABLE = "_LOCKSTEP_COMPLETE"
-"""The environment variable by which a shell's script asks the program what comes next."""
+"""Environment variable by which a shell's script requests completions."""
 VERBS: Mapping[str, tuple[str, str]] = {
     "run": ("lockstep.cli.run:run", "Answer a prompt, or chat when there is none."),
     "serve": ("lockstep.cli.serve:serve", "Serve a model, or a cluster of them, to OpenAI clients."),
@@ -41,11 +41,11 @@ VERBS: Mapping[str, tuple[str, str]] = {
     ),
     "check": (
         "lockstep.cli.manifests:check",
-        "Tell every fault of a manifest, or where its models would be; exit code 2 if it would not boot.",
+        "Report every fault of a manifest, or the placement of its models; exit code 2 if it would not boot.",
     ),
     "calibrate": (
         "lockstep.cli.calibrate:calibrate",
-        "Fit a step-time model to a recording, and say how far it can be trusted.",
+        "Fit a step-time model to a recording, and report its prediction errors.",
     ),
     "ps": (
         "lockstep.cli.ps:ps",
@@ -65,11 +65,11 @@ VERBS: Mapping[str, tuple[str, str]] = {
     ),
     "diff": (
         "lockstep.cli.diff:diff",
-        "Tell the first step that A and B decide differently, and why; exit code 1 if there is one.",
+        "Show the first step that A and B decide differently, and why; exit code 1 if there is one.",
     ),
     "bisect": (
         "lockstep.cli.diff:bisect",
-        "Take over each differing field alone, and all but each, and tell which of them makes the metric.",
+        "Take over each differing field alone, and all but each, and show which of them change the metric.",
     ),
     "sweep": (
         "lockstep.cli.sweep:sweep",
@@ -78,7 +78,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "gate": ("lockstep.cli.gate:gate", "Judge a candidate: exit code 0 promote, 1 rollback, 2 hold, 3 bad input."),
     "gate serve": (
         "lockstep.cli.gate_serve:gate_serve",
-        "Follow files that grow and tell the verdict over HTTP: to Argo Rollouts, to Flagger, to anybody.",
+        "Judge growing files, and serve the verdict over HTTP, for example to Argo Rollouts or Flagger.",
     ),
     "mirror": (
         "lockstep.cli.gate:mirror",
@@ -88,7 +88,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
         "lockstep.cli.gate:mirror_gate",
         "Convert what other tools wrote, and judge it: exit codes as those of gate.",
     ),
-    "chat": ("lockstep.cli.chat:chat", "Chat with a server that speaks OpenAI's language; ours is the default."),
+    "chat": ("lockstep.cli.chat:chat", "Chat with a server of the OpenAI API; Lockstep's own is the default."),
     "pull": (
         "lockstep.cli.models:pull",
         "Bring a model from the Hugging Face hub into its cache, or the cached one up to date.",
@@ -272,7 +272,7 @@ def _defect(error: Exception, argv: list[str]) -> int:
 def _fail(message: str, argv: list[str]) -> int:
     if "--debug" in argv:
         traceback.print_exc()
-    with suppress(BrokenPipeError):  # the exit code tells it, too
+    with suppress(BrokenPipeError):  # the exit code reports it, too
         print(f"lockstep: error: {' '.join(message.split())}", file=sys.stderr)
     return _exit_code(argv, EXIT_ERROR)
 

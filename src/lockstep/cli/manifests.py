@@ -92,7 +92,7 @@ def check(
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Tell every fault of a manifest, or where its models would be; exit code 2 if it would not boot."""
+    """Report every fault of a manifest, or the placement of its models; exit code 2 if it would not boot."""
     from lockstep.cluster.placement import lines_of, place
 
     served_by = backend_of(backend)

@@ -60,7 +60,7 @@ ExtraBody = Annotated[str | None, typer.Option(metavar="JSON", help="Further fie
 
 
 def checked(options: EngineOptions) -> EngineOptions:
-    """The options; ConfigError for what flags ask of any engine in vain. It names the flag of a size."""
+    """The options; ConfigError for flags that no engine can satisfy. It names the flag of a size."""
     from lockstep.executors.machine import machine_memory_bytes
 
     check_limits(options)

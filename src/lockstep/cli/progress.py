@@ -75,7 +75,7 @@ class _Load:
 
 
 class LoadingLines:
-    """A line for every stage of a load, one now and then while it lasts, and one at the end. Any thread may tell.
+    """A line for every stage of a load, one now and then while it lasts, and one at the end. Any thread may report.
 
     Args:
         say: writes a line.
@@ -162,7 +162,7 @@ class ServingProgress:
         """Print a line for people and supervisors, not into the middle of a bar."""
         if self._bars is not None and self._tasks:
             self._bars.stop()
-        with contextlib.suppress(BrokenPipeError):  # no one reads it any more: no reason to stop serving
+        with contextlib.suppress(BrokenPipeError):  # its reader is gone: no reason to stop serving
             typer.echo(line)
         if self._bars is not None and self._tasks:
             self._bars.start()

@@ -93,7 +93,7 @@ class RecordingFlags:
     allow_gaps: Annotated[bool, SWITCH] = False
     """With --verify: missing or cut files are reported and do not fail it."""
     request: Annotated[str | None, Flag(metavar="ID")] = None
-    """Of a recording tell this request, by its x-request-id: its steps, waits and tokens."""
+    """Show one request of a recording, by its x-request-id: its steps, waits and tokens."""
     serve: Annotated[Path | None, Flag(metavar="RECORDING")] = None
     """Answer its requests again, as a server without a model; see `lockstep replay --serve --help`."""
 
@@ -160,7 +160,7 @@ class ReplayFlags:
             raise UsageError("--model is what --execute TRACE computes with; a replay computes no token and needs none")
         if self.recorded.request is not None:
             raise UsageError(
-                "--request tells one request of a recording; name that with --verify TRACE or --execute TRACE"
+                "--request shows one request of a recording, which --verify TRACE or --execute TRACE names"
             )
         if self.recorded.allow_gaps:
             raise UsageError(
@@ -360,17 +360,17 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, reques
     planned = plans.verify_plans(of_plans) if of_plans else None
     routed = routes.verify_routes(of_routes) if of_routes else None
     noted = [finding for each in (planned, routed) if each is not None for finding in each.findings]
-    account = None if request is None else RequestTimeline(request)
-    has_steps = account is not None or not (of_plans or of_routes) or any(path.glob(f"*{SUFFIX}"))
+    timeline = None if request is None else RequestTimeline(request)
+    has_steps = timeline is not None or not (of_plans or of_routes) or any(path.glob(f"*{SUFFIX}"))
     if has_steps:
         trace = open_trace(path, noted)
-        verification = deciding.verify(trace, account=account)
+        verification = deciding.verify(trace, timeline=timeline)
         facts |= deciding.facts(verification, trace)
         lines += deciding.describe(verification, trace)
-        if account is not None:
-            account.check_found(trace)
-            facts["request"] = account.facts()
-            lines += account.describe()
+        if timeline is not None:
+            timeline.check_found(trace)
+            facts["request"] = timeline.facts()
+            lines += timeline.describe()
         verdicts.append(verification)
     if planned is not None:
         facts["planner"] = plans.facts(planned)

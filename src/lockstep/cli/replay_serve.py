@@ -35,7 +35,7 @@ EVERYTHING = EngineOptions(order="priority")
 
 @dataclass(frozen=True, slots=True)
 class AnswerFlags:
-    """Answers: when they come, and who gets them."""
+    """Answers: their times, and the requests that get them."""
 
     speed: Annotated[float, Flag(metavar="X"), Range(0)] = 1.0
     """Divides recorded times; 0: nothing is waited for."""

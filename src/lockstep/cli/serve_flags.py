@@ -222,7 +222,7 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "swap_space": ((None,), "{flag} is called --swap-space-bytes here, and counts bytes"),
     "seed": ((None,), "{flag} belongs to requests here: the same seed in a request gives the same answer"),
 }
-"""By field: values that ask for nothing that cannot be had, and the message for any other."""
+"""By field: values that need nothing unsupported, and the message for any other."""
 _HARMLESS: Mapping[str, str] = {
     "gpu_memory_utilization": "no GPU memory is reserved; --kv-cache-memory-bytes sizes the KV pool",
     "trust_remote_code": "no code of a model is ever run",

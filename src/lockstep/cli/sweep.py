@@ -19,7 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.option_fields import Range
 
 if TYPE_CHECKING:
-    from lockstep.replay.render.sweep import Swept
+    from lockstep.replay.render.sweep import SweepResult
     from lockstep.replay.sweep import Job, Outcome
 
 EXIT_NONE_MEETS = 1
@@ -98,14 +98,14 @@ def sweep(given: SweepFlags) -> None:
     job = Job(workload, common, given.costs.priced(), goals)
     outcomes = _run(job, all_settings, search.jobs or available_cores())
     percent = DEFAULT_SLO_PERCENT if slo_percent is None else slo_percent
-    swept = _judged(job, outcomes, objective, percent)
-    text = json.dumps(facts(swept), indent=2) + "\n"
+    result = _judged(job, outcomes, objective, percent)
+    text = json.dumps(facts(result), indent=2) + "\n"
     if output is not None:
         write_file(output, text.encode(), "the sweep")
     if html is not None:
-        _write_page(html, swept)
-    print(text, end="") if given.as_json else _show(swept)
-    if goals and swept.best is None:
+        _write_page(html, result)
+    print(text, end="") if given.as_json else _show(result)
+    if goals and result.best is None:
         raise typer.Exit(EXIT_NONE_MEETS)
 
 
@@ -122,17 +122,17 @@ def _run(job: Job, all_settings: Sequence[dict[str, str]], num_processes: int) -
         return run_all(job, all_settings, num_processes, lambda: progress.advance(task))
 
 
-def _judged(job: Job, outcomes: tuple[Outcome, ...], wanted: Sequence[str] | None, percent: float) -> Swept:
+def _judged(job: Job, outcomes: tuple[Outcome, ...], wanted: Sequence[str] | None, percent: float) -> SweepResult:
     """A grid in which nothing works has no objectives."""
     from lockstep.replay.metrics import metric_named
-    from lockstep.replay.render.sweep import Swept
+    from lockstep.replay.render.sweep import SweepResult
     from lockstep.replay.sweep import cheapest, front
 
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.figures)
     is_timed = any(name.startswith("latency_ms.") for name in names)
     wanted = wanted or (DEFAULT_OBJECTIVES if is_timed else DEFAULT_OBJECTIVES_IN_TICKS)
     objectives = tuple(metric_named(each, names) for each in wanted) if names else ()
-    return Swept(
+    return SweepResult(
         name=job.workload.name,
         outcomes=outcomes,
         objectives=objectives,
@@ -144,19 +144,19 @@ def _judged(job: Job, outcomes: tuple[Outcome, ...], wanted: Sequence[str] | Non
     )
 
 
-def _show(swept: Swept) -> None:
+def _show(result: SweepResult) -> None:
     from lockstep.replay.render.sweep import sweep_blocks, sweep_notes, verdict
     from lockstep.report.text import show_block
 
-    for block in sweep_blocks(swept):
+    for block in sweep_blocks(result):
         show_block(block)
-    for note in sweep_notes(swept):
+    for note in sweep_notes(result):
         print(note)
-    if swept.goals_ms:
-        print(verdict(swept))
+    if result.goals_ms:
+        print(verdict(result))
 
 
-def _write_page(path: Path, swept: Swept) -> None:
+def _write_page(path: Path, result: SweepResult) -> None:
     from lockstep.replay.render.sweep import sweep_page
 
-    write_file(path, sweep_page(swept).encode(), "the page")
+    write_file(path, sweep_page(result).encode(), "the page")

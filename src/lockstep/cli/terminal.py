@@ -41,7 +41,7 @@ class Reader(Protocol):
         ...
 
     def read(self) -> str:
-        """The next message or command; EOFError: there is none, or who typed wants to leave."""
+        """The next message or command; EOFError: there is none, or the user leaves."""
         ...
 
     def stoppable(self) -> AbstractContextManager[object]:

@@ -168,7 +168,7 @@ def _screen(console: Console, wake: int, ended_by: list[int]) -> Iterator[None]:
     """The terminal's other screen, without a cursor and without an echo; all as it was when the block ends.
 
     Args:
-        wake: is written to when the terminal's size has changed or a signal asks for the end.
+        wake: file descriptor that is written to when the terminal's size changes or a signal requests the end.
         ended_by: receives such a signal's number.
     """
     import termios

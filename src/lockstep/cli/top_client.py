@@ -84,7 +84,7 @@ class Reading:
     """``ready``, or another status of its health."""
     version: str
     requests: tuple[RequestRow, ...] | None = None
-    """Newest first; None: the server does not tell of single ones."""
+    """Newest first; None: the server does not list single requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class View:
     url: str
     reading: Reading
     events: tuple[Event, ...] = ()
-    """Oldest first; empty: only what the reading tells itself."""
+    """Oldest first; empty: only those of the reading itself."""
     trouble: str = ""
     """Why nothing newer is known; empty: it is."""
 
@@ -128,7 +128,7 @@ def requests_in(text: str) -> tuple[RequestRow, ...] | None:
 
 
 def transitions(cluster: ClusterSnapshot) -> tuple[Event, ...]:
-    """Changes of tier that a snapshot tells, as events."""
+    """Changes of tier in a snapshot, as events."""
     return tuple(Event(each.at_s, "tier_changed", msgspec.to_builtins(each)) for each in cluster.transitions)
 
 
@@ -162,7 +162,7 @@ class TopClient:
     Args:
         target: the server.
         interval_s: between two readings, and between two tries where it is gone.
-        first: the first reading, which somebody took to see whether the server is there at all.
+        first: the first reading, which the caller took to check that the server can be reached.
         changed: called by the threads whenever there is something new.
     """
 
@@ -178,7 +178,7 @@ class TopClient:
         self._view = View(self.target.url, self.first)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start both threads."""
         for work, name in ((self._read, "readings"), (self._watch, "events")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -214,5 +214,5 @@ class TopClient:
                         with self._lock:
                             self._events.append(event)
                 except LockstepError:
-                    pass  # the readings tell it
+                    pass  # the readings report it
                 time.sleep(self.interval_s)

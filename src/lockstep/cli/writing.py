@@ -80,7 +80,7 @@ def _check(path: Path, what: str) -> None:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Files of a path: itself, or all that lies in it. What cannot be looked at, reading will tell."""
+    """Files of a path: itself, or all files in it. A path that cannot be listed fails when it is read."""
     try:
         if path.is_dir():
             yield from sorted(path.iterdir())

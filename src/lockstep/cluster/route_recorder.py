@@ -38,7 +38,7 @@ MAX_PENDING_BYTES = 1 << 14
 MAX_CONTENTS = 1 << 19
 """Contents that the beginning of a file writes down, of all groups together, replica by replica."""
 DEFECT = "the recorder of routes has a defect, which the log tells"
-NOBODY = -1
+NO_REPLICA = -1
 """The replica of a request where none was there."""
 TOO_LARGE = f"replicas hold more than {MAX_CONTENTS:,} blocks, more than the beginning of a file of routes can have"
 
@@ -123,7 +123,7 @@ class Chosen(_Line, frozen=True, tag="chosen"):
     """Of the whole prompt."""
     session: str | None
     replica: int
-    """`NOBODY`: none was there."""
+    """`NO_REPLICA`: none was there."""
     why: str
     num_cached: int
 
@@ -278,7 +278,7 @@ class RouteRecorder:
     def chosen(self, group: str, hashes: Sequence[bytes], session: str | None, choice: Choice | None) -> None:
         found = self._begun(group)
         name = None if session is None else self._digests.session(session)
-        replica, why, num_cached = (NOBODY, "", 0) if choice is None else (choice[0], choice[1].value, choice[2])
+        replica, why, num_cached = (NO_REPLICA, "", 0) if choice is None else (choice[0], choice[1].value, choice[2])
         contents = found.choose(hashes, session)
         self._put(Chosen(found.number, contents, len(hashes), name, replica, why, num_cached))
         self._hand_over()

@@ -1,11 +1,11 @@
-"""The closed world: scheduler, KV blocks, prefix cache, fingerprint.
+"""The deterministic core: scheduler, KV blocks, prefix cache, fingerprint.
 
-Knows standard-library data types only. No I/O, clock, randomness, logging, threads or numpy; what could differ
-between two runs comes in as a value.
+It uses data types of the standard library only, and no I/O, clock, randomness, logging, threads or numpy. Everything
+that could differ between two runs is an argument.
 
     values      request (what comes), step (plan, result, events), policy (limits and pure rules), stats, state
-    sequences   sequence (one life; lists of those admitted), queue (who waits)
-    blocks      blocks (pools), prefix (hash to block), kv (who holds which block, what must move, who gives some up)
+    sequences   sequence (one request; lists of those admitted), queue (those that wait)
+    blocks      blocks (pools), prefix (hash to block), kv (holders of blocks, what must move, what is given up)
     deciding    scheduler (the surface) > planner (one step) > step_builder (its budgets and rows); decode_run (repeats)
     proving     fingerprint
 """

@@ -1,7 +1,7 @@
-"""Balancer: which of a model's replicas gets a request. Knows open requests, sessions and hashes, never tokens.
+"""Balancer: chooses a model's replica for each request, by open requests, sessions and hashes, never by tokens.
 
-Pure as the scheduler is: the same calls in the same order give the same choices. Sets of replicas are bits of whole
-numbers, so that a choice among a thousand costs little more than one among two.
+It is as pure as the scheduler: the same calls in the same order give the same choices. Sets of replicas are bits of
+whole numbers, so that a choice among a thousand costs little more than one among two.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
     replica: int
     why: Why
     num_cached_blocks: int
-    """Blocks of the prompt's beginning that it is known to hold; 0 where nobody asked."""
+    """Blocks of the prompt's beginning that the replica holds; 0 where the choice did not depend on them."""
 
 
 def bits_of(bits: int) -> list[int]:
@@ -123,7 +123,7 @@ class Balancer:
         self._move(replica, -1)
 
     def learn(self, replica: int, news: Iterable[ContentNews]) -> None:
-        """Take over what a replica tells of its contents, in the order in which it happened."""
+        """Apply the changes of contents that a replica reports, in the order in which they happened."""
         bit, holders, num_held = 1 << replica, self._holders, self._num_held[replica]
         for content, is_held in news:
             before = holders.get(content, 0)
@@ -152,7 +152,7 @@ class Balancer:
             self._put(replica)
 
     def is_held(self, content: bytes) -> bool:
-        """True if any replica is known to hold a content."""
+        """True if any replica has reported that it holds a content."""
         return content in self._holders
 
     def state(self) -> BalancerState:
@@ -181,7 +181,7 @@ class Balancer:
         return self._loads[replica]
 
     def num_held(self, replica: int) -> int:
-        """Contents that a replica holds, as far as it told: blocks that prompts begin with."""
+        """Contents of prompt blocks that a replica holds, according to its reports."""
         return self._num_held[replica]
 
     def is_there(self, replica: int) -> bool:
@@ -235,7 +235,7 @@ class Balancer:
         return self._next_of(found)
 
     def _next_of(self, candidates: int) -> int:
-        """The first candidate after who was chosen last, or else the first of all."""
+        """The first candidate after the one that was chosen last, or else the first of all."""
         after = candidates >> (self._last + 1) << (self._last + 1)
         found = after or candidates
         return (found & -found).bit_length() - 1

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who is free, who is cached, how often each is held. Depends on no hashes and no sequences."""
+"""The pool of KV blocks: free blocks, cached blocks, and the holders of each. Depends on no hashes and no sequences."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no one holds and whose content is worthless."""
+        """Blocks without a holder and without content that can be hit."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that no one holds and whose content can be hit."""
+        """Blocks without a holder whose content can be hit."""
         return len(self._cached) + len(self._pinned)
 
     @property
@@ -90,7 +90,7 @@ class BlockPool:
         """Hold a sequence's blocks (first position first) once less; the deepest is released first.
 
         Args:
-            hashes: by block, of those whose content can be hit; they are cached when no one holds them any more.
+            hashes: by block, of those whose content can be hit; they are cached when their last holder is gone.
             pinned: those of them that are handed out last.
         """
         refs, free, cached = self._refs, self._free, self._cached
@@ -98,7 +98,7 @@ class BlockPool:
         for block in reversed(blocks):
             left = refs[block] = refs[block] - 1
             if left:
-                assert left > 0, f"block {block} is released but nobody holds it"
+                assert left > 0, f"block {block} is released but has no holder"
                 num_held += 1
             elif hashes[block] is None:
                 free.append(block)
@@ -121,7 +121,7 @@ class BlockPool:
             self._pinned[block] = None
 
     def restore(self, free: Iterable[int], cached: Iterable[int], pinned: Iterable[int], held: Iterable[int]) -> None:
-        """Take over who is available, in these orders, and each holding of a block."""
+        """Take over the available blocks, in these orders, and each holding of a block."""
         self._free = list(free)
         self._cached = OrderedDict.fromkeys(cached)
         self._pinned = OrderedDict.fromkeys(pinned)
@@ -178,12 +178,12 @@ class HostPool:
         return len(self._free)
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Hand out ``count`` blocks; the caller has asked ``num_free``."""
+        """Hand out ``count`` blocks; the caller has checked ``num_free``."""
         assert count <= len(self._free), f"{count} host blocks wanted, {len(self._free)} free"
         return tuple(self._free.pop() for _ in range(count))
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Free blocks whose content no one needs."""
+        """Free blocks whose content is not needed."""
         self._free.extend(reversed(blocks))
 
     def release_after_plan(self, blocks: Sequence[int]) -> None:
@@ -191,7 +191,7 @@ class HostPool:
         self._leaving.extend(reversed(blocks))
 
     def restore(self, free: Iterable[int], leaving: Iterable[int]) -> None:
-        """Take over who is free, and who will be."""
+        """Take over the free blocks, and those that will be free."""
         self._free, self._leaving = list(free), list(leaving)
 
     def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

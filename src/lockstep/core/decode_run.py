@@ -1,8 +1,8 @@
 """Steps that only repeat: the same sequences decode one token each again.
 
-Nothing is decided in such a step but which blocks the growing tables get, so it is counted instead of being planned
-row by row; what it means for the sequences is written back when somebody asks, or when the run ends. The plans are the
-same, byte by byte, as those that planning would give.
+The only decision of such a step is which blocks the growing tables get, so it is counted instead of being planned row
+by row. Its effect on the sequences is written back when they are read, or when the run ends. The plans are the same,
+byte by byte, as those that planning would give.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class DecodeRun:
         self._is_plain = False
         """True if the last step was one of this run that moved nothing, so that the next may be its repeat."""
         self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
-        """Step of the run in which somebody reaches its limit: the last one."""
+        """Step of the run in which the first sequence reaches its limit: the last one."""
         self._quiet_until = min(self._last, *self._due)
-        """Step of the run in which somebody reaches its limit or needs a block."""
+        """Step of the run in which the first sequence reaches its limit or needs a block."""
 
     @property
     def num_unwritten_tokens(self) -> int:
@@ -110,7 +110,7 @@ class DecodeRun:
             seq = self.seqs[row]
             positions = (len(seq.table) + 1) * self._block_size
             held = self._kv.hold(seq, (), positions)
-            assert held, "plan has asked how many are available"
+            assert held, "plan has checked how many are available"
             self._tables[row] = seq.table
         self._due[self._num_steps + self._block_size] = rows
         self._quiet_until = min(self._last, *self._due)

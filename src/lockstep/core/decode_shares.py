@@ -52,15 +52,15 @@ class DecodeShares:
         sampled."""
         seq.virtual_time = max(seq.virtual_time, self.clock + (seq.stride if self._is_weighted else 1))
 
-    def in_order(self, contenders: Iterable[Sequence], step: int) -> list[Sequence]:
-        """Contenders for the places of a step, first to sample first; a total order."""
+    def in_order(self, candidates: Iterable[Sequence], step: int) -> list[Sequence]:
+        """Candidates for the places of a step in the order in which they get one; a total order."""
         if self._order == "oldest":
-            return sorted(contenders, key=_by_age)
+            return sorted(candidates, key=_by_age)
         if self._is_weighted:
-            return sorted(contenders, key=_by_share)
+            return sorted(candidates, key=_by_share)
         clock = self.clock  # what lies before it is of a priority that fitted whole, and was not counted since
         return sorted(
-            contenders,
+            candidates,
             key=lambda seq: (
                 self._priority(seq, step),
                 seq.last_sampled_step,

@@ -1,15 +1,15 @@
 """Sixteen hex digits that two runs share exactly if every step decided the same.
 
-An observer: whoever drives a scheduler (engine, replay, a test) feeds it each plan with its events. Defined byte by
-byte, so that a recorder may store the records and a reader in another language may check them:
+The caller that drives a scheduler (engine, replay, a test) adds each plan with its events. The format is defined byte
+by byte, so that a recorder may store the records and a reader in another language may check them:
 
 - ``int`` is an unsigned LEB128 number: 7 bits per byte, lowest first, the high bit set on all but the last byte.
 - ``list(x)`` is an int, the number of items, followed by the items.
 - A *record* is ``body + int(repeats)``. The digest starts as BLAKE2b-64 of ``b"lockstep fingerprint 1"``, and each
   record makes it BLAKE2b-64 of ``digest + record`` (8-byte digests, no key).
 - A *step* is a body, unless it repeats the one before: both plain, the same ids and tables in the same order, each
-  start one higher. *Plain* is a step that moves nothing and lists nobody as admitted, resumed or preempted, in which
-  every row has length 1, samples, gets 1 token, and nobody ends. (The step before may take a new block and still be
+  start one higher. *Plain* is a step that moves nothing, admits, resumes and preempts no sequence, in which every row
+  has length 1, samples and gets 1 token, and no sequence ends. (The step before may take a new block and still be
   repeated; a step that takes one is not a repeat, because its tables differ.) A repeat only counts in ``repeats``.
 - ``body = tag list(evicted) list(swap_out) list(swap_in) list(copies) list(admitted) list(resumed) list(preempted)
   list(gone) list(row) list(got) list(end)``, with pairs as two ints.

@@ -27,8 +27,8 @@ _NO_MOVES = Moves((), (), ())
 class KVCache:
     """The block pools and the prefix cache, seen from sequences.
 
-    Nothing is ever written to a block that someone else may read: what is shared are full blocks, and a sequence
-    computes only positions behind those that it took.
+    No sequence writes to a block that another may read: only full blocks are shared, and a sequence computes only
+    positions behind those that it took.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -197,14 +197,14 @@ class KVCache:
         not evicted for that. Where there are too few, the first contents get theirs.
 
         Returns:
-            (place in ``hashes``, block) of each; whoever asked writes the content there before the next step.
+            (place in ``hashes``, block) of each; the caller writes the content there before the next step.
         """
         found = [self.prefix.find(block_hash) for block_hash in hashes]
         own = [block for block in found if block is not None]
         self.pool.take(own)
         missing = [place for place in range(start, len(found)) if found[place] is None][: self.pool.num_available]
         allocation = self.pool.allocate(len(missing))
-        assert allocation is not None, "no more are asked for than there are"
+        assert allocation is not None, "no more blocks are allocated than are available"
         self.prefix.forget(*allocation.evicted)
         self._evicted.extend(allocation.evicted)
         self.prefix.publish(allocation.blocks, [hashes[place] for place in missing])

@@ -51,7 +51,7 @@ class StepPlanner:
         """Decide step number ``step``.
 
         Args:
-            explain: told why sequences are passed over or get less than their rest; decides nothing.
+            explain: called with each reason why a sequence is passed over or gets less than its rest; decides nothing.
         """
         running, self._explain = self._running, explain
         num_waiting = len(self._queue) + len(running.preempted) + len(running.prefilling)
@@ -73,7 +73,7 @@ class StepPlanner:
     def _has_bulk(self) -> bool:
         return self._queue.num_bulk > 0 or any(seq.request.is_bulk for seq in self._running.prefilling)
 
-    # -- 1: who samples or replays ------------------------------------------------------------------------------------
+    # -- 1: rows that sample or replay --------------------------------------------------------------------------------
 
     def _choose_sampling(self, builder: StepBuilder) -> tuple[list[Output], list[Sequence]]:
         """Reserve budgets for the sequences that sample or replay, in the order of their shares.
@@ -114,8 +114,8 @@ class StepPlanner:
     # -- 2: growing, by force if need be ------------------------------------------------------------------------------
 
     def _grow(self, builder: StepBuilder, chosen: list[Output], spare: list[Sequence]) -> None:
-        """Write the rows of those who sample or replay, with blocks for what they compute; whoever gets none waits, and
-        its place goes to the next in turn."""
+        """Write the rows of sequences that sample or replay, with blocks for what they compute; a sequence that gets no
+        blocks waits, and its place goes to the next one."""
         block_size = self._config.block_size
         running = SequenceState.RUNNING
         for seq, length in chosen:
@@ -299,7 +299,7 @@ class StepPlanner:
         return first if first is not None and first.num_skips > self._config.max_skips else None
 
     def _supply(self) -> tuple[int, int, int]:
-        """Supply of blocks, which must have grown before anyone fits who lacked some: taking blocks helps nobody."""
+        """Supply of blocks, which must grow before a sequence fits that lacked some: taking blocks makes no room."""
         return (self._kv.pool.num_released, self._kv.prefix.num_published, self._queue.num_changes)
 
     def _start(self, builder: StepBuilder, seq: Sequence) -> bool:

@@ -160,10 +160,10 @@ def prefill_budget(config: SchedulerConfig, num_waiting: int, num_decoding: int)
 
 
 def output_limit(config: SchedulerConfig, request: Request) -> int:
-    """Output tokens that the request gets at most.
+    """Maximum output tokens of the request.
 
     Raises:
-        InvalidParameterError: a count is not positive, or more output was asked than can ever fit.
+        InvalidParameterError: a count is not positive, or the requested output can never fit.
         PromptTooLongError: the prompt itself can never fit.
     """
     prompt, max_tokens = request.num_prompt_tokens, request.max_output_tokens

@@ -1,4 +1,4 @@
-"""The prefix cache: which block holds the KV of which chain of tokens. Knows hashes, never tokens.
+"""The prefix cache: which block holds the KV of which chain of tokens. It holds hashes, never tokens.
 
 A block's hash is BLAKE2b-128 over its parent's hash and its token ids as u32 little-endian; the root stands for the
 namespace (artifact fingerprint and optional salt), so equal prompts under other namespaces share nothing.
@@ -55,7 +55,7 @@ class PrefixCache:
         self.num_published = 0
         """Contents published since the start."""
         self.news: list[ContentNews] | None = None
-        """Changes since whoever follows them took them last; None: nobody does."""
+        """Changes since the last ``drain_contents``; None: they are not collected."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -72,7 +72,7 @@ class PrefixCache:
 
     @property
     def pinned(self) -> Container[int]:
-        """Published blocks of pinned content. No iteration: a set's order is nobody's business."""
+        """Published blocks of pinned content. It cannot be iterated over, because the order of a set is not fixed."""
         return self._pinned
 
     def find(self, block_hash: bytes) -> int | None:

@@ -12,14 +12,14 @@ from lockstep.errors import QueueFullError
 
 _Key = tuple[int, int]
 _Line = tuple[bool, int | str]
-"""Whether its requests are bulk, and their class or tenant."""
+"""Whether its requests are bulk, and their priority or tenant."""
 
 
 class TenantLedger:
     """Tokens served per tenant, for the fair order.
 
     A tenant that is new or returns starts at the least count among those that have unfinished requests, so it neither
-    catches up on time in which it asked for nothing nor is punished for what it got long ago alone.
+    catches up on time without requests nor pays for what it got long ago.
     """
 
     def __init__(self, max_tenants: int) -> None:
@@ -67,8 +67,8 @@ class TenantLedger:
 
 
 class WaitingQueue:
-    """The bounded queue. It is a few first-in-first-out lines (one; one per class; one per tenant) and a rule that says
-    whose head goes next, so that nothing is sorted per step and removing is O(1)."""
+    """The bounded queue: a few first-in-first-out lines (one in all, per priority or per tenant), and a rule that picks
+    the next line, so that nothing is sorted per step and removal is O(1)."""
 
     def __init__(self, config: SchedulerConfig, ledger: TenantLedger) -> None:
         self._config = config
@@ -123,7 +123,7 @@ class WaitingQueue:
             return self._config.aged_priority(seq.request.priority, step - seq.arrival_step)
         return seq.request.priority
 
-    def everyone(self) -> list[Sequence]:
+    def sequences(self) -> list[Sequence]:
         """All requests, line by line."""
         return [seq for line in self._lines.values() for seq in line.values()]
 

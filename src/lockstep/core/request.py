@@ -61,7 +61,7 @@ class Request:
 
 
 class CommandListener(Protocol):
-    """Told of every command that a scheduler obeyed and that may have an effect, whoever gave it. Never raises.
+    """Called after every command of any caller that a scheduler obeyed and that may have an effect. Never raises.
 
     ``step`` is the number of the next plan; a command that comes while a step is under way has that of the step after.
     """
@@ -78,7 +78,7 @@ class CommandListener(Protocol):
 
     def pinned(self, hashes: Sequence[bytes], step: int) -> None: ...
 
-    def swept(self, hashes: Sequence[bytes], step: int) -> None: ...
+    def unpinned(self, hashes: Sequence[bytes], step: int) -> None: ...
 
     def filled(self, hashes: Sequence[bytes], start: int, step: int) -> None: ...
 

@@ -32,10 +32,10 @@ from lockstep.core.step import Explain, Finish, StepEvents, StepPlan, StepResult
 
 
 class Scheduler:
-    """Decides step by step who computes what, in which blocks.
+    """Decides for each step which sequences compute which tokens, in which blocks.
 
     Args:
-        listener: told of every command that may have an effect.
+        listener: called after every command that may have an effect.
     """
 
     def __init__(self, config: SchedulerConfig, listener: CommandListener | None = None) -> None:
@@ -57,7 +57,7 @@ class Scheduler:
         """The rows of the step under way, or of the last one."""
         self._run: DecodeRun | None = None
         self._is_settled = False
-        """True if everybody past the prompt sampled one token in the last step, so has one to compute in the next."""
+        """True if each sequence past its prompt got one token in the last step, so has one to compute in the next."""
         self._finished: deque[FinishedSequence] = deque(maxlen=config.max_finished)
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Scheduler:
         """Undo a ``pin``; returns the blocks that this freed: those that neither a sequence nor another pin needs."""
         freed = self._kv.sweep(hashes)
         if hashes and self._listener is not None:
-            self._listener.swept(hashes, self._step)
+            self._listener.unpinned(hashes, self._step)
         return freed
 
     def fill(self, hashes: Seq[bytes], start: int = 0) -> tuple[tuple[int, int], ...]:
@@ -141,7 +141,7 @@ class Scheduler:
         the chain; between two steps. Where there are too few blocks, the first contents get theirs.
 
         Returns:
-            (place in ``hashes``, device block) of each. They can be hit from now on: whoever asked writes their content
+            (place in ``hashes``, device block) of each. They can be hit from now on: the caller writes their content
             before the next step is executed.
         """
         assert self._pending is None, "a step under way may read the blocks that this would give away"
@@ -152,7 +152,7 @@ class Scheduler:
         return given
 
     def cached_blocks(self, hashes: Seq[bytes]) -> tuple[int | None, ...]:
-        """The device block that holds each content, so that it can be copied before it is swept."""
+        """The device block that holds each content, so that it can be copied before it is evicted."""
         return tuple([self._kv.prefix.find(block_hash) for block_hash in hashes])
 
     def follow_contents(self) -> None:
@@ -178,12 +178,11 @@ class Scheduler:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def schedule(self, explain: Explain | None = None) -> StepPlan:
-        """Decide the next step. It is committed or failed before the next one is decided; but where nobody is
-        unfinished, the plan is empty, needs neither, and changed nothing: a scheduler that made it and one that did
-        not decide alike from then on.
+        """Decide the next step. It is committed or failed before the next one is decided. If no sequence is unfinished,
+        the plan is empty and needs neither, and making it changes no later decision.
 
         Args:
-            explain: told why sequences are passed over or get less than they could; decides nothing.
+            explain: called with each reason why a sequence is passed over or gets less than it could; decides nothing.
         """
         assert self._pending is None, "the step before is neither committed nor failed"
         if not self._sequences:
@@ -196,7 +195,7 @@ class Scheduler:
             self._pending_seqs = builder.seqs
             self._counters.num_preemptions += len(builder.preempted)
             self._count_lookups(builder.admitted)
-        assert plan.has_work, "an empty plan while someone is unfinished"
+        assert plan.has_work, "an empty plan while a sequence is unfinished"
         self._counters.count_moves(plan)
         self._pending = plan
         self._step += 1
@@ -269,7 +268,7 @@ class Scheduler:
     # -- steps that repeat --------------------------------------------------------------------------------------------
 
     def num_quiet_steps(self) -> int:
-        """Number of next steps that are sure to repeat the last one with no new block, if nobody is ended and no
+        """Number of next steps that are sure to repeat the last one with no new block, if no sequence is ended and no
         command comes: a simulator may ``skip`` them."""
         return self._run.num_quiet_steps if self._can_repeat() and self._run is not None else 0
 
@@ -302,7 +301,7 @@ class Scheduler:
         return plan
 
     def _write_back(self) -> None:
-        """Bring the sequences up to date with the run. Whoever looks at them calls it; it decides nothing."""
+        """Bring the sequences up to date with the run, before each use of them; decides nothing."""
         if self._run is not None:
             self._charge(self._run.seqs, [self._run.write_back()] * len(self._run.seqs))
 
@@ -340,7 +339,7 @@ class Scheduler:
         return min(num_tokens, seq.max_known - seq.num_known)
 
     def _charge(self, seqs: Iterable[Sequence], got: list[int]) -> None:
-        """Count generated tokens, and whom they served if anyone wants to know."""
+        """Count generated tokens, in the fair order also by tenant."""
         self._counters.num_generation_tokens += sum(got)
         if self.config.order == "fair":
             for seq, num_tokens in zip(seqs, got, strict=True):
@@ -418,7 +417,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """The same: while somebody is unfinished, no plan is empty."""
+        """The same: while a sequence is unfinished, no plan is empty."""
         return bool(self._sequences)
 
     @property
@@ -447,7 +446,7 @@ class Scheduler:
         return None if seq is None else seq.view()
 
     def stats(self) -> SchedulerStats:
-        """Counts and gauges. Changes nothing, so another thread may ask for a rough picture."""
+        """Counts and gauges. Changes nothing, so another thread may call it for approximate numbers."""
         counters, pool, host = self._counters, self._kv.pool, self._kv.host
         unwritten = 0 if self._run is None else self._run.num_unwritten_tokens
         return SchedulerStats(
@@ -491,7 +490,7 @@ class Scheduler:
         places = {
             SequenceState.RUNNING: [*running.prefilling, *running.decoding],
             SequenceState.PREEMPTED: running.preempted,
-            SequenceState.WAITING: self._queue.everyone(),
+            SequenceState.WAITING: self._queue.sequences(),
         }
         assert sum(map(len, places.values())) == len(self._sequences), "a sequence is lost or listed twice"
         for state, seqs in places.items():

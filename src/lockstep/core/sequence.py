@@ -241,7 +241,7 @@ class RunningLists:
         return len(self.prefilling) + len(self.decoding)
 
     def insert(self, seq: Sequence) -> None:
-        """List an admitted sequence where its state says."""
+        """List an admitted sequence in the list of its state."""
         insort(self._list_of(seq), seq, key=_by_rank)
 
     def run(self, seq: Sequence) -> None:
@@ -283,5 +283,5 @@ class RunningLists:
 
 def _take_out(ordered: list[Sequence], seq: Sequence) -> None:
     index = bisect_left(ordered, seq.rank, key=_by_rank)
-    assert ordered[index] is seq, f"sequence {seq.seq_id} is not where its state says"
+    assert ordered[index] is seq, f"sequence {seq.seq_id} is not in the list of its state"
     del ordered[index]

@@ -1,12 +1,12 @@
 """State of a scheduler and of a fingerprint, as plain values: what decides every step to come, and nothing else.
 
-`Scheduler.state` and `Fingerprint.state` give it, `from_state` goes on from it as the original would; a recording that
-begins in the middle begins with one. No part of it is what follows from the rest (reference counts, running lists, the
-queue), what only saves work (a run of repeating steps, what a planner remembers) and what no one has read yet: two
-schedulers that decide alike for ever have the same state, whatever they were asked.
+`Scheduler.state` and `Fingerprint.state` return it, and `from_state` goes on from it as the original would; a recording
+that begins in the middle begins with one. It leaves out what follows from the rest (reference counts, running lists,
+the queue), what only saves work (a run of repeating steps, what a planner remembers) and results that were not read
+yet. So two schedulers that decide alike for ever have the same state, whatever queries they have answered.
 
 Block hashes and tenants are listed once, in the order in which they are met; everything else has their places in these
-lists, so that whoever writes a state down may put other names for them.
+lists, so that a writer of states may use other names for them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class FingerprintState(NamedTuple):
     before: StepPlan | None
     """The step before; None: there was none, or it failed."""
     ended_before: tuple[int, ...]
-    """Ids of those who ended with it, ascending."""
+    """Ids of sequences that ended with it, ascending."""
     is_plain: bool
     """True if it may be repeated."""
 

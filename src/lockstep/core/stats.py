@@ -72,7 +72,7 @@ class Counters:
         self.num_swapped_in_blocks += len(plan.swap_in)
 
     def count_lookup(self, seq: Sequence) -> None:
-        """A request was admitted; requests that do not read the cache ask it nothing."""
+        """A request was admitted; requests that do not read the cache count no query."""
         if seq.request.reads_cache and seq.request.block_hashes:
             self.prefix_queries_tokens += seq.num_prompt
             self.prefix_hits_tokens += seq.num_cached_tokens

@@ -126,7 +126,7 @@ class Limit(Enum):
     BLOCKS = "blocks"
     STALLED = "running sequences without room"
     PREEMPTED = "preempted sequences that come back first"
-    OVERTAKEN = "waiting sequences that let nobody pass any more"
+    OVERTAKEN = "waiting sequences that no other may pass any more"
     VICTIM = "blocks that it lost in this step"
     SIBLING = "the prompt of its first sibling"
 

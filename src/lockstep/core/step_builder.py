@@ -16,7 +16,7 @@ BULK_PART = 4
 
 
 class StepBuilder:
-    """Budgets and columns of one step. Whoever samples or replays takes one of the ``num_width`` places."""
+    """Budgets and columns of one step. A sequence that samples or replays takes one of the ``num_width`` places."""
 
     def __init__(self, config: SchedulerConfig, step: int, prefill_budget: int) -> None:
         self._config = config
@@ -33,9 +33,9 @@ class StepBuilder:
         self.endings: set[int] = set()
         """Ids that have a place to sample at the end of their prompt."""
         self.left_out: list[int] = []
-        """Ids of running sequences that lack blocks or budget: then nobody new is admitted."""
+        """Ids of running sequences that lack blocks or budget; while there are any, no new sequence is admitted."""
         self.is_budget_short = False
-        """True if somebody in the queue lacked budget."""
+        """True if a sequence in the queue lacked budget."""
         self.seqs: list[Sequence] = []
         self.lengths: list[int] = []
         """The rows; each starts where its sequence is computed to."""
@@ -64,7 +64,7 @@ class StepBuilder:
         self.num_tokens += length
 
     def reserve_outputs(self, count: int, num_tokens: int) -> None:
-        """Take budgets for many output segments; the caller knows that they last."""
+        """Take budgets for many output segments; the caller has checked that they suffice."""
         self.num_width -= count
         self.num_places -= count
         self.num_tokens -= num_tokens
@@ -147,8 +147,8 @@ class StepBuilder:
         )
 
     def limits_on_prompt(self, seq: Sequence, start: int) -> list[Reached]:
-        """Limits that keep a prompt's next chunk from being all that is left of it; what is used of them then is said
-        once the chunk is taken."""
+        """Limits that keep a prompt's next chunk from being all that is left of it; their use is reported when the
+        chunk is taken."""
         left, room = seq.num_prefill - start, self.chunk_room
         reached = self._reached(
             (Limit.PLACES, self.num_places < 1),

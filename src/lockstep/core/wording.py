@@ -16,7 +16,7 @@ TEMPLATES: Mapping[Limit, str] = {
     Limit.SEQS: "{used} of {most} sequences run",
     Limit.PLACES: "{used} of {most} places of the step are taken",
     Limit.WIDTH: "{used} of {most} places to sample are taken",
-    Limit.STALLED: "{names} {are} running without room in the step, so that nobody comes in or back",
+    Limit.STALLED: "{names} {are} running without room in the step, so that no sequence is admitted or resumed",
     Limit.PREEMPTED: "{names} {are} preempted and must come back first",
     Limit.OVERTAKEN: "{names} {wait} before it, and lets at most {most} pass (max_skips)",
     Limit.SIBLING: "the first of its siblings has not computed the prompt",

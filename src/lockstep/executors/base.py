@@ -1,4 +1,4 @@
-"""The executor seam between the engine and whatever computes: one protocol, its inputs, and what it says of itself."""
+"""The interface between the engine and its executors: one protocol, its inputs, and its own properties."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Executor(Protocol):
     def execute(self, batch: StepBatch) -> Logits:
         """Swap out, swap in, copy, forward: logits [len(rows), vocab], valid until the next call.
 
-        They may hold NaN (a faulty model): the sampler sees that row by row, so that a request fails alone.
+        They may hold NaN (from a damaged model): the sampler checks each row, so that a request fails alone.
 
         Raises:
             InvalidPlanError: the plan would touch memory outside the pool; nothing was done.
@@ -116,7 +116,7 @@ class HiddenStates(Protocol):
 
 @runtime_checkable
 class SequenceObserver(Protocol):
-    """Protocol of an executor that wants to see whole requests and not only chunks (the stub does)."""
+    """Protocol of an executor that needs whole requests and not only chunks (the stub does)."""
 
     def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:
         """A sequence was added; called once, before any of its chunks."""

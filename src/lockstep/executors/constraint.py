@@ -1,7 +1,7 @@
 """A constraint on an answer's text: a frozen value that a request carries.
 
-Depends on no grammar engine and no tokenizer; `grammar_compiler.py` puts it to work. Being hashable, it is also the key
-under which a checked grammar is remembered. Of a JSON schema, `schema_text` says which documents it stands for here.
+It depends on no grammar engine and no tokenizer; `grammar_compiler.py` compiles it. It is hashable, and so the key of
+the cache of checked grammars. `schema_text` returns the JSON schema that is enforced in place of the given one.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Constraint(msgspec.Struct, frozen=True):
         return cls(ConstraintKind.LARK, grammar)
 
     def validate(self) -> None:
-        """Check the shape and size; what the grammar says is checked when it is built for a model.
+        """Check the shape and size; the grammar itself is checked when it is built for a model.
 
         Raises:
             InvalidParameterError: ``param`` is ``constraint``.
@@ -155,16 +155,16 @@ def schema_text(constraint: Constraint) -> str:
     assert isinstance(source, str), "validation lets only a choice have several texts"
     try:
         return json.dumps(closed(json.loads(source)), ensure_ascii=False, separators=(",", ":"))
-    except (ValueError, RecursionError):  # whoever compiles it says what is wrong
+    except (ValueError, RecursionError):  # the compiler reports what is wrong
         return source
 
 
 def closed(schema: object) -> object:
-    """A schema whose documents this one accepts as well: an object that declares its properties has no others.
+    """A narrower schema: an object that declares its properties has no others.
 
-    Left open, they are what a model never comes to an end with. So vLLM's and llama.cpp's grammars do, and OpenAI's
-    strict schemas must say it, which clients take out again for other servers. A schema that says anything of
-    undeclared properties keeps its word, and one that joins schemas to one object stays as it is.
+    With open objects a model may add properties without end. The grammars of vLLM and llama.cpp close them as well.
+    OpenAI's strict schemas have to close them explicitly, but some clients remove that for other servers. A schema with
+    a rule for undeclared properties keeps it, and one that joins schemas to one object stays as it is.
     """
     return _closed(schema) if not _joins(schema) else schema
 

@@ -1,8 +1,8 @@
 """A sequence's place in its grammar: which tokens may come next, and which must.
 
-The parser is llguidance's: its masks are a pure function of the grammar and the tokens so far. So what a short choice
-allows after some tokens is remembered (`ChoiceGrammar`), and a choice that is requested again needs no parser: only
-where nobody was before, or not lately, a copy of its matcher is moved there.
+The parser is llguidance's: its masks are a pure function of the grammar and the tokens so far. So the masks of a short
+choice are cached by the tokens so far (`ChoiceGrammar`), and a choice that is requested again needs no parser: only
+for tokens that are not in the cache a copy of its matcher is moved to them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Grammar:
         self._matcher = matcher
         self._mask = ctypes.create_string_buffer(_mask_bytes(vocab_size))
         self._bits: TokenBits = np.frombuffer(memoryview(self._mask), np.uint8)
-        """The same memory; an array's own address costs ten times as much to ask for."""
+        """The same memory; reading the address of an array costs ten times as much."""
         self.is_complete = False
         """True once no text can follow: the sequence needs no end token."""
         self._forced: int | None = None
@@ -221,7 +221,7 @@ class _ChoiceState:
     is_stopped: bool
     forced: tuple[int, ...]
     mask: TokenBits | None = None
-    """None: no one has asked yet."""
+    """None: it was not needed yet."""
 
 
 def _mask_bytes(vocab_size: int) -> int:

@@ -70,8 +70,8 @@ class GrammarCompiler:
         self._deep_stack = DeepStack(STACK_BYTES, MAX_BUILDERS)
 
     def build(self, constraint: Constraint, count: int = 1) -> tuple[AnyGrammar, ...]:
-        """Grammars for ``count`` sequences, each at its beginning. Unless `is_ready` says so it blocks for about a
-        millisecond, at most `MAX_COMPILE_S`; the GIL is free meanwhile.
+        """Grammars for ``count`` sequences, each at its beginning. Unless `is_ready` is true, the call blocks for about
+        a millisecond, at most `MAX_COMPILE_S`; the GIL is free meanwhile.
 
         Raises:
             InvalidParameterError: the constraint is wrong, too large, or cannot be used with this model.
@@ -92,7 +92,7 @@ class GrammarCompiler:
             raise _refused(constraint, f"the compiler broke on it: {error}") from None
 
     def is_ready(self, constraint: Constraint) -> bool:
-        """True if `build` has nothing to compile, so that anybody may call it at any time."""
+        """True if `build` has nothing to compile, so that any thread may call it at any time."""
         try:
             return self._pristine(constraint) is not None
         except TypeError:  # it was not validated yet, and holds what has no hash
@@ -171,7 +171,7 @@ class GrammarCompiler:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokens as `LLTokenizer` takes them in place of a tokenizer: it asks for these names.
+    """A model's tokens as `LLTokenizer` takes them in place of a tokenizer; it reads these names.
 
     Given by us and not read by it from a ``tokenizer.json``, so that the bytes are those of the answer's text, and so
     that text that spells a special token stays text: read from there, it becomes that token, which no grammar accepts.

@@ -90,7 +90,7 @@ def top_block(cols: Columns, bound: np.float32) -> tuple[Floats, Ids, Floats]:
 
 
 def bound_of_greatest(cols: Columns, count: int) -> np.float32:
-    """A bound that at least `count` logits reach; the best that the columns can tell."""
+    """A bound that at least `count` logits reach; the highest that the columns prove."""
     kth = len(cols.maxima) - count
     if kth >= 0:
         return np.float32(np.partition(cols.maxima, kth)[kth])

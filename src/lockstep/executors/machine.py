@@ -1,6 +1,6 @@
 """The machine that computes: usable cores and memory, processor, instruction set.
 
-Imports no executor, so that asking is cheap.
+Imports no executor, so that it is cheap to use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def available_memory_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def processor_name(cpuinfo: Path = CPUINFO) -> str | None:
-    """The processor as its maker calls it; None: this machine does not tell."""
+    """The maker's name of the processor; None: it is not available on this machine."""
     text = _text(cpuinfo)
     return platform.processor() or None if text is None else _field(text, "model name", "Model")
 

@@ -64,7 +64,7 @@ def quick_probe(executor: Executor, num_blocks: int) -> ProbeReport:
     """
     alone = Scenario((_prompt_length(executor, num_blocks, _QUICK_TOKENS),), decodes=2)
     prompt = alone.chunks[0]
-    scenarios = [("alone again", alone), *_in_company(alone, (3,), executor.geometry, num_blocks)]
+    scenarios = [("alone again", alone), *_batched(alone, (3,), executor.geometry, num_blocks)]
     if prompt >= 16:
         scenarios.append((f"in chunks of 13 and {prompt - 13}", replace(alone, chunks=(13, prompt - 13))))
     return _report(executor, num_blocks, alone, scenarios)
@@ -145,7 +145,7 @@ def _long_cases(executor: Executor, num_blocks: int) -> tuple[ProbeCase, ...]:
     ]
     scenarios += [
         (f"{_LONG_TOKENS} tokens {name}", scenario)
-        for name, scenario in _in_company(alone, (7, 31), executor.geometry, num_blocks)
+        for name, scenario in _batched(alone, (7, 31), executor.geometry, num_blocks)
     ]
     return _report(executor, num_blocks, alone, scenarios).cases[1:]
 
@@ -155,7 +155,7 @@ def _circumstances(
 ) -> Iterator[tuple[str, Scenario]]:
     prompt = alone.chunks[0]
     yield "alone again", alone
-    yield from _in_company(alone, range(1, MAX_COMPANIONS + 1), geometry, num_blocks)
+    yield from _batched(alone, range(1, MAX_COMPANIONS + 1), geometry, num_blocks)
     for size in range(1, prompt):
         yield f"in chunks of {size}", replace(alone, chunks=split_prompt(prompt, size))
     for order in ("descending", "scattered"):
@@ -167,7 +167,7 @@ def _circumstances(
             yield f"beside prefills of {', '.join(map(str, beside))}", replace(alone, beside=beside)
             mixed = replace(alone, beside=beside, chunks=split_prompt(prompt, 19), blocks="scattered")
             yield f"in chunks of 19 beside prefills of {', '.join(map(str, beside))}", mixed
-    yield "with every row asked for", replace(alone, all_rows=True)
+    yield "with the logits of every row", replace(alone, all_rows=True)
     if room >= own:
         yield "copied to other blocks", replace(alone, move="copy")
         yield "recomputed in other blocks", replace(alone, blocks="descending")
@@ -175,7 +175,7 @@ def _circumstances(
             yield "swapped out and in", replace(alone, move="swap")
 
 
-def _in_company(
+def _batched(
     alone: Scenario, counts: Sequence[int], geometry: Geometry, num_blocks: int
 ) -> Iterator[tuple[str, Scenario]]:
     """Batches with that many others of ragged lengths, as many as fit the pool."""

@@ -222,7 +222,7 @@ class Head:
         return None, False
 
     def _weight_before(self, token: int) -> tuple[float, float]:
-        """Between what the tokens before it in rank weigh: which of its equals are before it is not asked."""
+        """Bounds of the weight of all tokens before it in rank; equal tokens count in the upper bound only."""
         cols = self._cols
         value = cols.row[token]
         least = row_math().total(self._weights[self._block > value])
@@ -283,7 +283,7 @@ class _Shares:
 
 @dataclass(slots=True)
 class _Nucleus:
-    """Answers whether a token is in the nucleus, and remembers what that says of others."""
+    """Test of tokens for the nucleus, which keeps the ranks that earlier results decide."""
 
     row: Floats
     peak: float

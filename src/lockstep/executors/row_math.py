@@ -53,7 +53,7 @@ class RowMath(Protocol):
         """Natural logarithm of a positive number."""
         ...
 
-    def powers(self, base: float, exponents: Weights) -> Weights:
+    def power(self, base: float, exponents: Weights) -> Weights:
         """base^exponents of a positive base."""
         ...
 
@@ -82,7 +82,7 @@ class NativeMath:
         self._total = function("total", ctypes.c_int, pointer, count, pointer)
         self._log_total = function("log_total", pointer, count, pointer)
         self._unit = function("unit", ctypes.POINTER(_Rows), ctypes.POINTER(_Rows))
-        self._powers = handle["native_powers"]
+        self._powers = handle["native_powers"]  # plain: mathematical powers
         self._powers.argtypes, self._powers.restype = (double, pointer, count, pointer), ctypes.c_char_p
         self._log = handle["native_log"]
         self._log.argtypes, self._log.restype = (double,), double
@@ -120,7 +120,7 @@ class NativeMath:
     def log(self, x: float) -> float:
         return float(self._log(x))
 
-    def powers(self, base: float, exponents: Weights) -> Weights:
+    def power(self, base: float, exponents: Weights) -> Weights:
         exponents = np.ascontiguousarray(exponents, np.float64)
         out = np.empty_like(exponents)
         _check(self._powers(base, exponents.ctypes.data, exponents.size, out.ctypes.data))
@@ -151,7 +151,7 @@ class NumpyMath:
     def log(self, x: float) -> float:
         return math.log(x)
 
-    def powers(self, base: float, exponents: Weights) -> Weights:
+    def power(self, base: float, exponents: Weights) -> Weights:
         return np.asarray(base**exponents, np.float64)
 
 

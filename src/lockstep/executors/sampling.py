@@ -17,7 +17,7 @@ top-p keeps a token when those before it weigh less than top_p of all that were 
 Where few tokens are left they are sorted and the draw is an inverse of their cumulated weights. Where many are left
 (pure temperature, a wide nucleus) rejection_sampling.py draws without looking at them all.
 
-A logit of -inf is a token that cannot come. NaN, +inf or a row of -inf is a faulty row: it fails alone.
+A token with a logit of -inf is never drawn. A row with NaN or +inf, or of -inf alone, is invalid: it fails alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SamplerState:
         self.sampling = sampling
         self._random = None if sampling.is_greedy else TokenRandom(seed)
         self.remembers = sampling.has_penalties
-        """True if it wants to know the tokens of the output."""
+        """True if it needs the tokens of the output."""
         self.edits = bool(sampling.logit_bias) or sampling.has_penalties
         """True if a row must be copied and changed before it is sampled."""
         self.is_plain_greedy = sampling.is_greedy and not self.edits
@@ -168,9 +168,9 @@ def sample(
 
 
 def likeliest(logits: Floats) -> Samples:
-    """The greatest logit's id per row, the lowest of equals: `sample` where every row wants that and nothing else.
+    """The greatest logit's id per row, the lowest of equals: `sample` for rows that are all plain greedy.
 
-    NaN counts as the greatest, so a faulty row costs no second look at the row.
+    NaN counts as the greatest, so an invalid row needs no second pass.
     """
     best = logits.argmax(axis=1)
     tokens: list[int] = best.tolist()

@@ -94,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of one generation; names and meanings are OpenAI's and vLLM's. None: the model's default."""
 
     temperature: Annotated[float | None, TEMPERATURE] = None
-    """0: greedy. Default 1, or what the artifact's generation_config.json says."""
+    """0: greedy. Default: the value in the artifact's generation_config.json, else 1."""
     top_k: Annotated[int | None, TOP_K] = None
     """Keep the k most likely tokens; 0 or -1: all."""
     top_p: Annotated[float | None, TOP_P] = None

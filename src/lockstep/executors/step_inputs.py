@@ -1,7 +1,7 @@
 """A step's chunks as arrays, checked before anything runs. Pure numpy.
 
-A forward pass trusts its block tables: a wrong entry is a segmentation fault or another request's memory. So every
-table, row and token is checked here, and a plan that fails touches nothing.
+A forward pass does not check its block tables: a wrong entry is a segmentation fault or another request's memory. So
+every table, row and token is checked here, and a plan that fails touches nothing.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _flat_tables(plan: StepPlan, needed: Longs, table_rows: TableRows) -> Ints:
 
 
 def _check_blocks(plan: StepPlan, starts: Longs, needed: Longs, blocks: Ints, limits: Limits) -> None:
-    """Every block lies in the pool, and one that is written occurs once: nobody else may write or read it meanwhile."""
+    """Check that every block lies in the pool, and that no other row uses a block that is written."""
     if blocks.min() < 1 or blocks.max() > limits.num_blocks:
         index = int(((blocks < 1) | (blocks > limits.num_blocks)).argmax())
         raise InvalidPlanError(

@@ -1,10 +1,11 @@
 """A deterministic fake model with a byte tokenizer: no files, boots at once, latencies and faults on request.
 
-It ships: benches, replay, the cluster's examples and tests run on it. It ignores the KV pool; what it says depends on
-the request alone, so it can check plumbing and never arithmetic. To it, all tokens of a prompt are equally likely.
+It is part of the package: benchmarks, replay, the cluster's examples and tests run on it. It ignores the KV pool, and
+its answers depend on the request alone, so it can check plumbing and never arithmetic. All tokens of a prompt are
+equally likely.
 
-Texts are tokenised byte by byte. An answer is spelled so, too, where it then ends within ``max_tokens``; where that is
-too few, what it always says is a token each (`HEAD_ID`, `MAX_ID`), so that with 8 it still ends by itself.
+Texts are tokenised byte by byte. So are answers, where they then end within ``max_tokens``; where that is too few, each
+constant part of an answer is one token (`HEAD_ID`, `MAX_ID`), so that it still ends by itself with 8 tokens.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ class _Script(msgspec.Struct, frozen=True):
 
 
 class StubExecutor:
-    """Executor and SequenceObserver: knows each sequence's whole answer from its beginning."""
+    """Executor and SequenceObserver that computes each sequence's whole answer at its beginning."""
 
     def __init__(self, options: StubOptions) -> None:
         self._options = options

@@ -1,8 +1,8 @@
-"""Causes: what a signal most likely comes from, told from all figures together, and which of several signals leads.
+"""Causes: the most likely origin of a signal, derived from all figures together, and which of several signals leads.
 
 A late answer is a symptom. It waited for its first token or for the others; it waited in a queue or for its prefill; it
-was longer; or the pool was smaller. Of unlike answers the tokens say whether they were cut off, thinned out, doubled,
-made from another prompt, or sampled otherwise.
+was longer; or the pool was smaller. Where answers differ, their tokens show whether they were cut off, lost tokens, had
+tokens twice, came from another prompt, or were sampled otherwise.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Cause(NamedTuple):
     """Cause of a signal."""
 
     name: str
-    """Empty: nothing tells."""
+    """Empty: the cause is unknown."""
     words: str
     action: str = ""
     """Instead of the signal's."""
@@ -75,7 +75,7 @@ UNKNOWN = Cause("", "")
 def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
     """Signals with their places and causes, in the order in which a person looks at them.
 
-    Rollback comes first, then causes before their consequences. What a segment says after all pairs is reported once.
+    Rollback comes first, then causes before their consequences. A finding of all pairs is not repeated for a segment.
     """
     cuts = cuts_of(evidence) if signals else ()
     found: dict[tuple[str, str], Finding] = {}
@@ -134,7 +134,7 @@ def _events_of(signal: Signal, evidence: Evidence) -> tuple[Bools, Bools] | None
 # -- which one leads --------------------------------------------------------------------------------------------------
 
 _EVIDENCE_FIRST = ("outputs-policy", "unsound-baseline", "missing-pairs", "missing-join")
-"""Signals without whose mending no other one can be trusted."""
+"""Signals that make all others unreliable until they are fixed."""
 _MAKES_LATE = (SMALLER_POOL, "unlike-prompts", "truncated", "longer-answers", "doubled-tokens", "dropped-tokens")
 """Causes from which unlike times follow: of fewer tokens, each takes another part of the whole."""
 _SYMPTOMS = ("kv-pressure", "decode", "ttft", "latency", "latency-tail")
@@ -215,7 +215,7 @@ _MISMATCHES: Mapping[str, tuple[str, str]] = {
         "compare max_tokens, stop sequences and end tokens of both sides",
     ),
     "doubled-tokens": (
-        "are the baseline's with tokens said twice",
+        "are the baseline's with tokens repeated",
         "look for a gateway or client that sends events of a stream again",
     ),
     "dropped-tokens": (
@@ -246,7 +246,7 @@ def kind_of_difference(baseline: Sequence[Any], candidate: Sequence[Any]) -> str
 
 
 def _is_doubled(baseline: Sequence[Any], candidate: Sequence[Any]) -> bool:
-    """True if it is the baseline's, or a beginning of it, once what stands twice in a row is said as often as there."""
+    """True if the candidate is the baseline, or a beginning of it, with some tokens repeated."""
     at = 0
     for place, token in enumerate(candidate):
         if at < len(baseline) and token == baseline[at]:
@@ -266,8 +266,8 @@ def _of_errors(evidence: Evidence, mask: Bools) -> Cause:
         return UNKNOWN
     wanted = ", ".join(str(int(place)) for place in failed[:MAX_ANSWERS])
     texts = evidence.store.rows(
-        f"SELECT coalesce(nullif(y.error, ''), CASE WHEN {EMPTY} THEN '{_EMPTY_ANSWER}' END) AS told, count(*)"
-        f" FROM ordered o JOIN candidate y ON o.c = y.row WHERE place IN ({wanted}) AND told IS NOT NULL"
+        f"SELECT coalesce(nullif(y.error, ''), CASE WHEN {EMPTY} THEN '{_EMPTY_ANSWER}' END) AS text, count(*)"
+        f" FROM ordered o JOIN candidate y ON o.c = y.row WHERE place IN ({wanted}) AND text IS NOT NULL"
         " GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
     )
     said = f'; most say "{texts[0][0][:80]}"' if texts else ""

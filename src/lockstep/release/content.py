@@ -1,6 +1,6 @@
-"""Content of an input file, told from its bytes and never from its name: lines, a document, CSV or Parquet.
+"""Content of an input file, detected from its bytes and never from its name: lines, a document, CSV or Parquet.
 
-What is compressed is unpacked, and checked to its end. Pickles are never opened.
+Compressed files are unpacked and checked to their end. Pickles are never opened.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def lacking(
 ) -> Iterator[Signal]:
     """Evidence that there is too little of."""
     if summary.pairs < policy.min_pairs or not summary.healthy:
-        words = f"{summary.pairs:,} matched pairs, and the policy wants {policy.min_pairs:,}"
+        words = f"{summary.pairs:,} matched pairs, and the policy needs {policy.min_pairs:,}"
         if summary.pairs >= policy.min_pairs:
             words = f"none of the {summary.pairs:,} matched pairs was answered by both sides"
         yield _hold("too-few-pairs", words, summary.pairs, policy.min_pairs)
@@ -75,7 +75,7 @@ def _few_outputs(
         words = "no pair of answers could be compared; such evidence may promote only with outputs: ignore"
         if num:
             words = (
-                f"{num:,} of {summary.healthy:,} pairs of answers could be compared, and the policy wants {wanted:,}"
+                f"{num:,} of {summary.healthy:,} pairs of answers could be compared, and the policy needs {wanted:,}"
             )
         yield _hold("no-output-evidence", words, num, wanted)
     if not coverage["output_rate"]:
@@ -88,7 +88,7 @@ def _few_outputs(
         lower = agreement_lower(policy, evidence)
         if lower < policy.min_agreement_lower:
             words = f"with confidence {1 - policy.alpha:g} only {100 * lower:.4g} % of the answers agree"
-            sentence = f"{words} ({num:,} were compared), and the policy wants {100 * policy.min_agreement_lower:.4g} %"
+            sentence = f"{words} ({num:,} were compared), and the policy needs {100 * policy.min_agreement_lower:.4g} %"
             yield _hold("uncertain-agreement", sentence, lower, policy.min_agreement_lower)
 
 
@@ -165,7 +165,7 @@ def _low(policy: Policy, coverage: Mapping[str, float | None], name: str, rate: 
     """A rate of `coverage` that is below the policy's."""
     bound, value = getattr(policy, f"min_{rate}"), coverage[rate]
     if bound and (value is None or value < bound):
-        sentence = f"{100 * (value or 0.0):.4g} % {words}, and the policy wants {100 * bound:.4g} %"
+        sentence = f"{100 * (value or 0.0):.4g} % {words}, and the policy needs {100 * bound:.4g} %"
         yield _hold(f"missing-{name}", sentence, value, bound)
 
 

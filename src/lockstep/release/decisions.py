@@ -1,7 +1,7 @@
 """Decisions of two recordings: the first step that differs, and the baseline's load on the candidate's settings.
 
 Steps are priced by a fit to the baseline's recording (`lockstep.replay.calibrate`). The same load is replayed on the
-baseline's own settings too: how far that is from what was measured is how far the prediction can be trusted. It is
+baseline's own settings too; its distance from the measurement is the error of the prediction. The prediction is
 evidence before any traffic was mirrored; it informs, and decides nothing.
 """
 
@@ -84,7 +84,7 @@ def decisions_of(baseline: Trace, candidate: Trace) -> dict[str, Any]:
 
 
 def _difference(baseline: Trace, candidate: Trace, number: int) -> dict[str, Any]:
-    """The first step that is decided differently; a sentence where that cannot be told."""
+    """The first step that is decided differently, or the reason why it is unknown."""
     try:
         [found] = diff_traces(baseline, candidate, number, MAX_STEPS)
     except TraceError as error:
@@ -158,7 +158,7 @@ def _replayed(workload: Workload, config: SchedulerConfig, cost: CostFile) -> tu
 
 
 def figures_of(outcomes: Sequence[RequestOutcome]) -> dict[str, float]:
-    """Figures of requests, by the names of `FIGURES`; those that no one has are left out."""
+    """Figures of requests, by the names of `FIGURES`; those that no request has are left out."""
     if not outcomes:
         return {}
     found: dict[str, float] = {}
@@ -193,7 +193,10 @@ def _trust(figures: Mapping[str, Mapping[str, float | None]], cost: CostFile) ->
         return "nothing was measured that a replay could be compared with, so nothing is predicted"
     stated = {name: error for name, error in errors.items() if error <= MAX_ERROR}
     found = f"the prices of steps are off by {100 * abs(cost.held_out.total_error):.3g} % in all"
-    for some, words in ((stated, "a smaller change says nothing"), (errors.keys() - stated.keys(), "not predicted")):
+    for some, words in (
+        (stated, "a smaller change is within this error"),
+        (errors.keys() - stated.keys(), "not predicted"),
+    ):
         if some:
             worst = max(sorted(some), key=lambda name: errors[name])
             listed = ", ".join(FIGURES[name] for name in errors if name in some)
@@ -231,7 +234,7 @@ def _items(decisions: Mapping[str, Any], margin: float) -> Iterator[Triage]:
             evidence=f"the baseline's load, replayed on the candidate's settings: {changes}",
             response=Decision.PROMOTE.value,
             owner="scheduling",
-            action=f"look at {', '.join(engine['settings']) or 'the settings'}; lockstep diff says which step decides",
+            action=f"look at {', '.join(engine['settings']) or 'the settings'}; lockstep diff shows the deciding step",
         )
 
 

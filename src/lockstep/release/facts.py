@@ -1,7 +1,7 @@
 """Facts of observations: a few scalars each, however long its answer is, computed by DuckDB in one pass over a side.
 
-Lists are looked at once: what is asked of them later is their number, their mean and their hash. Facts lie in a file,
-column by column; labels, which many observations share, in a table of their own.
+Lists are read once: later stages need only their length, their mean and their hash. Facts are stored by column in a
+file, and labels, which many observations share, in a table of their own.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def names_of(store: Store, side: Side, label: str, most: int) -> tuple[str, ...]
 
 
 def is_deterministic(store: Store, side: Side) -> bool:
-    """True if all observations are of engines that promise equal answers in any batch."""
+    """True if all observations are of engines whose answers are independent of batch composition."""
     [[found]] = store.rows(f"SELECT coalesce(bool_and(coalesce(deterministic, false)), false) FROM labels_{side}")
     return bool(found)
 

@@ -1,8 +1,8 @@
-"""Formats of other tools, and of our own logs, as rows: the members that tell each, and the observation it means.
+"""Formats of other tools, and of our own logs, as rows: the members that identify each, and its map to observations.
 
-DuckDB reads lines, of which each is a record: ``columns`` are its members with their types, ``table`` cuts or numbers
-records where one is not one request, and ``fields`` says what a field of an observation is, as SQL over them. Names and
-units are those of each tool's documentation and of files that it wrote.
+DuckDB reads lines, each of which is a record: ``columns`` are its members with their types, ``table`` cuts or numbers
+records where a record is not one request, and ``fields`` has the SQL of each field of an observation. Names and units
+are those of each tool's documentation and of files that it wrote.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Format:
     tells: tuple[str, ...]
     """Members that all its versions have, and no other format."""
     needs: tuple[str, ...] = ()
-    """Members of a record, with dots within them, without which it is a version that nobody here knows."""
+    """Members of a record, with dots within them, that all supported versions have."""
     hint: str = ""
     """Advice where one of those is missing."""
     layout: Literal["lines", "log", "arrays", "benchmarks"] = "lines"
@@ -146,7 +146,7 @@ SGLANG_BENCH = Format(
 
 
 def _sglang_fields(request: str, meta: str) -> dict[str, str]:
-    """Fields of what SGLang says of a request, which stands in two objects."""
+    """Fields of a request in SGLang's logs, which record it as two objects."""
     reason = f"{meta}->>'$.finish_reason.type'"
     return {
         "engine_id": f"{meta}->>'$.id'",

@@ -1,8 +1,8 @@
 """95th percentiles of gaps between tokens, pooled over all answers of a side: exact, in bounded memory.
 
-There are many times more gaps than answers. Where they are too many to be sorted, those that stand beside the facts of
-a few answers tell between which two values the percentile must be; one pass over all of them then counts what is above
-and keeps what is between. If the percentile is not there after all, the two values are moved apart.
+There are many times more gaps than answers. If they are too many to be sorted, the gaps that are stored with the facts
+of a few answers give two values between which the percentile must be; one pass over all gaps then counts those above
+and keeps those between. If the percentile is not there after all, the two values are moved apart.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def _notes(policy: Policy, evidence: Evidence, summary: SegmentSummary) -> Itera
     if unlike:
         yield f"{unlike:,} of {same + unlike:,} pairs have unlike traces of tokens"
     if policy.outputs == "ignore":
-        yield "outputs were not compared: the policy says ignore"
+        yield "outputs were not compared, because the policy sets outputs to ignore"
 
 
 def _transitions(evidence: Evidence) -> tuple[str, ...]:
@@ -288,10 +288,10 @@ def _account(evidence: Evidence) -> dict[str, Any]:
 
 
 def _answers(policy: Policy, evidence: Evidence, second: Evidence | None) -> Answers:
-    """Numbers that sameness of answers is judged by.
+    """Numbers by which the gate judges whether answers are the same.
 
-    A rate of mismatches is estimated where some are borne and engines promise equal answers; others need a second
-    baseline.
+    Where both engines guarantee equal answers and the policy allows some mismatches, their rate is estimated. Other
+    engines need a second baseline.
     """
     output, is_promised = evidence.pairs.output, all(evidence.is_deterministic)
     is_equality = signals.is_equality(policy, evidence)
@@ -341,9 +341,9 @@ def _kind_of_evidence(policy: Policy, evidence: Evidence) -> str:
         return f"agreement of answers in {policy.agreement_field}, then latency, errors and pressure of pairs"
     if signals.is_equality(policy, evidence):
         return (
-            "equality: the weights are the same, and baseline and candidate both promise equal answers in any company, "
-            "so one differing token is proof"
+            "equality: the weights are the same, and the answers of baseline and candidate are both independent of "
+            "batch composition, so one differing token is proof"
         )
     promising = [side for side, promises in zip(SIDES, evidence.is_deterministic, strict=True) if promises]
-    promise = f"; only the {promising[0]} promises equal answers in any company" if len(promising) == 1 else ""
+    promise = f"; only the {promising[0]}'s answers are independent of batch composition" if len(promising) == 1 else ""
     return f"agreement of outputs, then latency, errors and pressure of pairs{promise}"

@@ -1,8 +1,8 @@
-"""A gate that follows growing files and says over HTTP what it finds, to Argo Rollouts, to Flagger, to anybody.
+"""A gate that follows growing files and serves its verdict over HTTP, to Argo Rollouts, Flagger or any other client.
 
-After each change everything that is whole is judged again, so that it says at any time, and after any restart, what
-`lockstep gate` says of the files as they are. A look at files that did not grow reads their last line only, and
-judging takes at most a fifth of the time.
+After each change it judges all whole lines again. So its verdict is that of `lockstep gate` on the same files at any
+time, also after a restart. A check of files that did not grow reads only their last line, and judging takes at most a
+fifth of the time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Follower:
         """0: there is no file. Another file may have the same line there."""
 
     def advance(self) -> bool:
-        """Take over the lines that are new; tells whether the copy has changed.
+        """Copy the new lines; returns whether the copy has changed.
 
         Raises:
             EvidenceError: the file is gone, or cannot be read or copied.
@@ -138,10 +138,10 @@ class LiveGate:
         self._followers = followers
         self._judge = judge
         self._is_judged = False
-        """Whether the standing is of the copies as they are."""
+        """Whether ``standing`` is of the copies as they are."""
 
     def look(self) -> bool:
-        """Judge if there is something new; tells whether there was."""
+        """Judge if there is something new; returns whether there was."""
         try:
             grown = [follower.advance() for follower in self._followers]  # all of them, whichever is first
             if self._is_judged and not any(grown):
@@ -160,7 +160,7 @@ class LiveGate:
         return is_there
 
     def _say(self, standing: Standing) -> None:
-        """Keep a standing; a decision, and a fault, that is new is a line of the log."""
+        """Set ``standing``, and log a new decision or fault."""
         before = self.standing
         if standing.verdict is None and standing.reason == before.reason:
             return
@@ -178,7 +178,7 @@ class LiveGate:
                 await asyncio.to_thread(self.look)
             except Exception:  # whatever it is, the last verdict may not stand for evidence that was not judged
                 log.exception("judging failed")
-                self.standing = Standing(fault="judging failed; the log of the gate says how")
+                self.standing = Standing(fault="judging failed; the log of the gate has the error")
             took_s = time.monotonic() - begun
             await asyncio.sleep(max(POLL_S, took_s * (1 / MAX_DUTY - 1)))
 

@@ -1,7 +1,7 @@
 """Observations: one request as one side answered it, the fields that all inputs are mapped to.
 
 A side is a table of observations in DuckDB. Fields that an input does not have are NULL, never a guess: a request
-without output material is evidence of latency only, and the verdict says so.
+without output material is evidence of latency only, and the verdict reports that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "precision", "VARCHAR", "Precision that weights and KV cache are computed in; unlike ones are other weights."
     ),
-    Field("deterministic", "BOOLEAN", "Whether the engine promises the same tokens in any company."),
+    Field("deterministic", "BOOLEAN", "Whether the engine's tokens are guaranteed independent of batch composition."),
     Field("backend", "VARCHAR", "Engine: vllm, sglang, lockstep, ..."),
     Field("accelerator", "VARCHAR", "Device that computed the answer."),
     Field("route_id", "VARCHAR", "Route that the request took; provenance with the scheduler."),
@@ -85,7 +85,7 @@ class Reason(Enum):
     RETRIED = "retried"
     """A later record of the same key took its place."""
     DUPLICATE = "duplicate-id"
-    """Several records of one side have its key, and nothing says which of them counts."""
+    """Several records of one side have its key, and none of their fields decides which one counts."""
     DOUBLED_INDEX = "doubled-event-index"
     """Two stream events have the same index, or one has none; the events are left out."""
     FALLING_STAMPS = "falling-event-stamps"

@@ -55,7 +55,7 @@ BOTH_ANSWERS = "ordered o JOIN observed_baseline x ON o.b = x.row JOIN observed_
 IN_SEGMENT = "JOIN in_segment ON b.label = in_segment.baseline AND c.label = in_segment.candidate"
 """SQL after `BOTH_SIDES` that adds the pair's ``segment``."""
 _MATERIALS = ("tokens", "vector", "text")
-"""In the order in which they are trusted; stream tokens stand for token ids. A given fingerprint is the last."""
+"""In order of preference; stream tokens stand for token ids. A given fingerprint is the last."""
 
 
 def _both(material: str) -> str:

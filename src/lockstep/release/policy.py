@@ -1,4 +1,4 @@
-"""Policy of a gate: which differences between baseline and candidate are borne, and what follows from others.
+"""Policy of a gate: which differences between baseline and candidate are allowed, and what follows from others.
 
 "Outside" means strictly beyond a bound. Bounds that are None do not count. A policy is read from the input, from a YAML
 or JSON file, and from ``--set``, later ones over earlier ones.
@@ -104,7 +104,7 @@ class Policy:
     """In sequential mode: records that the candidate lacks less those that the baseline lacks, in percentage points;
     what is not certainly below is not promoted."""
     mismatch_margin: Annotated[float, Range(0.01, 50)] = 1.0
-    """In sequential mode, of engines that do not promise equal answers: mismatches beyond those of a second baseline,
+    """In sequential mode, of engines that do not guarantee equal answers: mismatches beyond those of a second baseline,
     in percentage points, from which there is a rollback."""
     burst_pairs: Annotated[int, Range(1, 10_000)] = 5
     """In sequential mode: failures may come in bursts of so many pairs, of which none may have been seen yet."""

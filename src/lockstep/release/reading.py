@@ -1,6 +1,6 @@
-"""Input files to tables of observations: what a file is, is told from its content; DuckDB reads it.
+"""Input files to tables of observations: the content of a file shows its format, and DuckDB reads it.
 
-Lines, CSV and Parquet are streamed and may be of any size; a file that is one JSON document is bounded.
+Lines, CSV and Parquet are streamed and may have any size; a file that is one JSON document has a maximum size.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read(
     """Read a file as the view of its side, or of both.
 
     Args:
-        side: whose file it is; None: it says itself, by pairs, by two lists, or in each observation.
+        side: the side of the file; None: the file itself has both, as pairs, as two lists, or by a field.
         given: the file's name in messages and in the source, if it is a copy of another.
 
     Returns:
@@ -175,7 +175,7 @@ def _read_pairs(store: Store, content: Content, first: Members) -> tuple[str, ..
 
 
 def _read_format(store: Store, content: Content, found: Format, sides: tuple[Side, ...]) -> Path:
-    """Read records of one format, those of one side, or of both if each says whose it is; returns their file."""
+    """Read records of one format, of one side, or of both if each record has its side; returns their file."""
     is_shared = len(sides) > 1
     if is_shared and found is not OWN:
         raise EvidenceError(
@@ -265,7 +265,7 @@ def _parquet_types(store: Store, content: Content) -> dict[str, str]:
 
 
 def _first_record(record: Members, found: Format) -> Any:
-    """The first of what a format's ``needs`` speak of."""
+    """The first record to which a format's ``needs`` apply."""
     if found.layout != "benchmarks":
         return record
     return next((msgspec.json.decode(line) for line in lines_of(record, found)), None)
@@ -362,7 +362,7 @@ def _check_sides(
     if "side" not in fields:
         if len(sides) > 1:
             right = "give two files, the baseline's and the candidate's, or a field side"
-            raise EvidenceError(f"{content.given}: nothing in it says whose an observation is; {right}")
+            raise EvidenceError(f"{content.given}: its observations have no side; {right}")
         return
     known = ", ".join(f"'{side}'" for side in sides)
     wrong = "side IS NULL OR" if len(sides) > 1 else "side IS NOT NULL AND"
@@ -470,6 +470,6 @@ def _words(kind: str) -> str:
     return f"a list of {word}s" if kind.endswith("[]") else f"a {word}"
 
 
-def _value(told: str) -> str:
-    """DuckDB's message from where it speaks of the value."""
-    return re.sub(r'^.*? in file ".*", in line \d+: ', "", told)
+def _value(message: str) -> str:
+    """DuckDB's message, from the value on."""
+    return re.sub(r'^.*? in file ".*", in line \d+: ', "", message)

@@ -163,7 +163,7 @@ def _write(place: Path, rows: Iterator[dict[str, Any]]) -> int:
 
 @dataclass(slots=True)
 class _Sequence:
-    """One recorded sequence: what was asked, its times and tokens, its end."""
+    """One recorded sequence: its request, its times and tokens, its end."""
 
     sibling_of: int | None = None
     num_prompt_tokens: int | None = None
@@ -294,7 +294,7 @@ class _Sequences:
         self._number(sequence)
 
     def _number(self, sequence: _Sequence) -> None:
-        """Give a request the caller's id, or one of what it asks; a number where it is not the first of that."""
+        """Give a request the caller's id, or one of its content, with a number from the second equal one on."""
         name = sequence.request_id or ""
         if sequence.prompt and (not name or _OF_SERVER.fullmatch(name)):
             name = f"{sequence.prompt.hex()}{sequence.parameters.hex()}"

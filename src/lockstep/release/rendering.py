@@ -86,7 +86,7 @@ def _advice(verdict: Verdict) -> Iterator[str]:
 
 
 def _item(item: Triage) -> Finding:
-    """One thing to look after: its evidence, who shall do what, and where it can be seen."""
+    """One item of the triage: its evidence, its owner and action, and requests that show it."""
     response = "prediction" if item.response == Decision.PROMOTE else item.response
     examples = (f"requests: {', '.join(item.examples)}",) if item.examples else ()
     reasons = (f"for {item.owner}: {item.action}", *examples)
@@ -172,8 +172,8 @@ def _decisions(decisions: Mapping[str, Any]) -> Iterator[Block]:
             head = f"equal for {difference['equal_steps']:,} steps; then another {change} (A: baseline, B: candidate):"
         reasons = tuple(filter(None, (*difference.get("reasons", ()), difference.get("input"))))
         states = (f"settings: {'; '.join(settings) or 'the same on both sides'}",)
-        told = f"no prediction: {prediction['unknown']}" if "unknown" in prediction else prediction["trust"]
-        rest = (told, *prediction.get("notes", ()))
+        forecast = f"no prediction: {prediction['unknown']}" if "unknown" in prediction else prediction["trust"]
+        rest = (forecast, *prediction.get("notes", ()))
         yield Finding(f"engine {engine['engine']} ({engine['model']}): {head}", reasons, states, rest=rest)
         if "figures" in prediction:
             yield _prediction(engine["engine"], prediction)
@@ -212,7 +212,7 @@ def _joining(verdict: Verdict) -> Table:
 def _sides(verdict: Verdict) -> Table | Paragraph:
     names = sorted({name for side in verdict.sides.values() for name in side})
     if not names:
-        return Paragraph("Neither side says which model, route or scheduler answered.")
+        return Paragraph("Neither side names the model, route or scheduler that answered.")
     table = Table("Sides", words("", *SIDES), id="sides")
     for name in names:
         values = [", ".join(verdict.sides[side].get(name, ())) or ABSENT for side in SIDES]

@@ -6,8 +6,9 @@ one set of looks.
 
 - **Rollback** is by e-BH over all series, at each look. The first look that rejects is a stopping time, so the rejected
   series have a false discovery rate of at most alpha there; where no series is above its bound, that is the chance of a
-  rollback at any look. The decision is latched: a batch says rollback if any look before its end would have. Series
-  that are rejected at the last look are named as well, which has the same rate, so at most twice alpha for both.
+  rollback at any look. The decision is latched: the verdict of a batch is rollback if that of any look before its end
+  would be. Series that are rejected at the last look are named as well, which has the same rate, so at most twice alpha
+  for both.
 - **Promotion** is by intersection and union: every series has to be below its bound with certainty alpha at the last
   look. That needs no correction: a wrong promotion is wrong in one series at least, and that one alone has a chance
   of alpha.

@@ -49,10 +49,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Numbers per pair that sameness of answers is judged by; None: such a series is not followed."""
+    """Numbers per pair by which the gate judges whether answers are the same; None: there is no such series."""
 
     is_estimated: bool = False
-    """Whether mismatches are borne up to a rate, on engines that promise equal answers."""
+    """Whether the policy allows a rate of mismatches on engines that guarantee equal answers."""
     excess: Floats | None = None
     """Mismatches less those of a second baseline; NaN: not all three answers could be compared."""
     is_bounded: bool = False

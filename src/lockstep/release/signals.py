@@ -36,7 +36,7 @@ class Rule:
     words: str
     unit: str = ""
     is_of_service: bool = False
-    """Whether it is of the server and not of requests: no series of pairs tells it, so it holds in every mode."""
+    """Whether it is of the server and not of requests: no series of pairs has it, so its rule applies in every mode."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -77,7 +77,7 @@ def regressions(policy: Policy, evidence: Evidence, summary: SegmentSummary, mas
             name=rule.signal,
             response=Decision.HOLD,
             segment=summary.name,
-            sentence=f"{rule.words} is {by} the baseline's ({both}); {bound:g} is borne",
+            sentence=f"{rule.words} is {by} the baseline's ({both}); the limit is {bound:g}",
             value=value,
             bound=bound,
             examples=slowest(evidence, rule.metric, mask),
@@ -149,10 +149,10 @@ def errors(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bo
 
 
 def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: str, mask: Bools) -> Iterator[Signal]:
-    """Answers that are not the same, as facts: what is left to sequential evidence is not among them.
+    """Answers that differ, as facts, without those that are left to sequential evidence.
 
-    In sequential mode a fact is what needs no statistics: answers may not differ at all, and either both engines
-    promise equal ones or a rule says which vectors are equal.
+    In sequential mode a difference is a fact if it needs no statistics: the policy allows no difference, and either
+    both engines guarantee equal answers or a rule defines which vectors are equal.
     """
     if policy.outputs == "ignore":
         return
@@ -160,53 +160,55 @@ def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: st
     compared = int((mask & np.isin(output, COMPARED)).sum())
     differing = np.flatnonzero(mask & (output == Output.DIFFERS))
     if policy.agreement_field:
-        borne = 1 - policy.min_agreement
-        if policy.mode == "threshold" or not borne:
+        allowed = 1 - policy.min_agreement
+        if policy.mode == "threshold" or not allowed:
             words = f"disagree in {policy.agreement_field}"
-            yield from _unlike(evidence, "agreement", differing, compared, borne, segment, words)
+            yield from _unlike(evidence, "agreement", differing, compared, allowed, segment, words)
         return
-    borne = 0.0 if is_equality(policy, evidence) else policy.max_mismatch_rate
+    allowed = 0.0 if is_equality(policy, evidence) else policy.max_mismatch_rate
     if policy.mode == "threshold" and answers.excess is not None:
         yield from _beyond_second(policy, evidence, answers.excess, segment, mask)
     elif policy.mode == "threshold" or (all(evidence.is_deterministic) and not answers.is_estimated):
         words = "differ"
         if not all(evidence.is_deterministic):
-            words += ", and the engines do not promise equal ones: a second baseline (--aa) tells a change from noise"
-        yield from _unlike(evidence, "output-mismatch", differing, compared, borne, segment, words)
+            words += (
+                ", and the engines do not guarantee equal ones: a second baseline (--aa) separates changes from noise"
+            )
+        yield from _unlike(evidence, "output-mismatch", differing, compared, allowed, segment, words)
     elif len(differing) and not answers.is_estimated and answers.excess is None:
         yield Signal(
             name="output-mismatch",
             response=Decision.HOLD,
             segment=segment,
-            sentence=f"{len(differing):,} of {compared:,} compared answers differ, and the engines do not promise "
-            "equal ones: only a second baseline (--aa) can tell a change from noise",
+            sentence=f"{len(differing):,} of {compared:,} compared answers differ, and the engines do not "
+            "guarantee equal ones: only a second baseline (--aa) shows how much is noise",
             value=len(differing) / compared,
-            bound=borne,
+            bound=allowed,
             examples=examples(evidence, differing),
         )
     drifted = np.flatnonzero(mask & (output == Output.DRIFTED))
     words = "are vectors that differ beyond their tolerance"
-    yield from _unlike(evidence, "numeric-drift", drifted, compared, borne, segment, words)
+    yield from _unlike(evidence, "numeric-drift", drifted, compared, allowed, segment, words)
 
 
 def is_equality(policy: Policy, evidence: Evidence) -> bool:
-    """True if any differing answer is proof: the same weights, on engines that both promise equal answers."""
+    """True if any differing answer is proof: the same weights, on engines that both guarantee equal answers."""
     weights, precision = evidence.names["artifact"], evidence.names["precision"]
     is_same = weights[0] == weights[1] != () and precision[0] == precision[1]
     return all(evidence.is_deterministic) and is_same and policy.outputs in (None, "exact")
 
 
 def _unlike(
-    evidence: Evidence, name: str, places: NDArray[np.intp], compared: int, borne: float, segment: str, words: str
+    evidence: Evidence, name: str, places: NDArray[np.intp], compared: int, allowed: float, segment: str, words: str
 ) -> Iterator[Signal]:
-    if compared and len(places) / compared > borne + 1e-12:
+    if compared and len(places) / compared > allowed + 1e-12:
         yield Signal(
             name=name,
             response=Decision.ROLLBACK,
             segment=segment,
             sentence=f"{len(places):,} of {compared:,} compared answers {words}",
             value=len(places) / compared,
-            bound=borne,
+            bound=allowed,
             examples=examples(evidence, places),
         )
 
@@ -241,7 +243,7 @@ def logprob_gap(policy: Policy, evidence: Evidence, answers: Answers, segment: s
             response=Decision.ROLLBACK,
             segment=segment,
             sentence=f"log-probabilities of the same tokens differ by {gaps.mean():.4g} nats on average; "
-            f"{policy.max_logprob_gap:g} are borne",
+            f"the limit is {policy.max_logprob_gap:g}",
             value=float(gaps.mean()),
             bound=policy.max_logprob_gap,
             examples=examples(evidence, np.sort(places[widest])),

@@ -1,7 +1,7 @@
 """Statistics that hold however often one looks: nearest ranks, long-run variances, e-processes, e-BH.
 
-Three things are here, and nothing else decides in sequential mode. Each is exact under a condition that a server does
-not quite fulfil, and says by what that is replaced:
+Three methods decide in sequential mode, and nothing else does. Each is exact under a condition that a server does not
+quite fulfil; its description has the condition that holds instead:
 
 - `track`: the mean of a series against a bound, by a half-normal mixture of Gaussian likelihood ratios (Robbins,
   "Statistical methods related to the law of the iterated logarithm", 1970). For Gaussian excesses of variance 1 it is
@@ -19,9 +19,9 @@ not quite fulfil, and says by what that is replaced:
   asymptotically so (Ignatiadis, Wang, Ramdas, "Asymptotic and compound e-values", 2024), jointly, since series of one
   stream converge to one Gaussian process of independent increments.
 
-Answers of one server remember each other, so `track` divides by the long-run deviation. Its variance is that of means
-of blocks of 1, 2, 4, ... neighbours, as long as there are `MIN_BLOCKS` of them, times their length, and one standard
-error (of as many normal blocks) more; the largest counts. Blocks of about the square root of n alone would be
+Successive answers of one server are correlated, so `track` divides by the long-run deviation. Its variance is that of
+means of blocks of 1, 2, 4, ... neighbours, as long as there are `MIN_BLOCKS` of them, times their length, and one
+standard error (of as many normal blocks) more; the largest counts. Blocks of about the square root of n alone would be
 consistent (under mixing, with more than two moments); the largest is not less, so it errs to the side of no decision.
 Without the standard error, a queue that is rarely long has 7 % false alarms for 5 %. Memory that is longer than the
 series cannot be seen in it: then variances grow with the length of blocks up to the longest, and as long as n is below

@@ -35,15 +35,15 @@ _ADVICE = ("LINE ", "Try ", "Possible ", "Column ", "See ", "This type", "*")
 
 
 _INTERRUPTED = "Query interrupted"
-"""How DuckDB tells of Ctrl-C, in an error that says no more."""
+"""DuckDB's whole error message after Ctrl-C."""
 
 
 @dataclass(slots=True)
 class Store:
-    """A DuckDB, and the folder in which it keeps what is too large for memory.
+    """A DuckDB database, and the folder for data that is too large for memory.
 
-    Once both sides are read, it has the views ``baseline`` and ``candidate``: the fields of observations, ``row``,
-    their number, and ``pair``, equal on both sides where the file says which two belong together.
+    Once both sides are read, it has the views ``baseline`` and ``candidate``: the fields of observations, ``row`` with
+    their number, and ``pair``, which is equal on both sides where the file itself pairs observations.
     """
 
     connection: DuckDBPyConnection

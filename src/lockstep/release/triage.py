@@ -1,4 +1,4 @@
-"""Triage: what each signal means, who looks after it, and what to do next."""
+"""Triage: the meaning of each signal, its owner, and what to do next."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ HINTS: Mapping[str, Hint] = {
     ),
     "undecided": Hint("mirroring", "mirror more traffic, or for longer; or widen the bound that is too narrow"),
 }
-"""By signal, in the order in which to look: causes before what follows from them. Owners are hints: a policy or a
-file of owners says who it is."""
+"""Hints by signal, in the order in which to look: causes before their consequences. Owners are defaults: a policy or a
+file of owners sets the real ones."""
 RANKS = {name: rank for rank, name in enumerate(HINTS)}
 """Places of signals in that order."""
 _SEVERITY = {Decision.ROLLBACK: "critical", Decision.HOLD: "warning", Decision.PROMOTE: "info"}

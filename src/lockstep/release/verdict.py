@@ -184,21 +184,21 @@ class Triage(msgspec.Struct, frozen=True, kw_only=True):
     segment: str
     """Place that it comes from: a segment, version, replica or route; ``all``: all pairs."""
     evidence: str
-    """The signal's sentence, and what tells its cause."""
+    """The signal's sentence, and the evidence of its cause."""
     response: str
     """What follows from it: rollback or hold."""
     owner: str
-    """Who looks after it, by the file of owners, the policy, or the built-in hint."""
+    """Its owner, by the file of owners, the policy, or the built-in hint."""
     action: str
     """What to look at next."""
     cause: str = ""
-    """Most likely cause in a word; empty: nothing tells."""
+    """Most likely cause in a word; empty: it is unknown."""
     examples: tuple[str, ...] = ()
     """Ids of requests that show it."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a gate says. The same evidence and policy give the same bytes."""
+    """Everything that a gate reports. The same evidence and policy give the same bytes."""
 
     decision: Decision
     """promote, hold or rollback."""

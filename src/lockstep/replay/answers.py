@@ -1,6 +1,6 @@
 """Recorded answers of a recording with content: what each request got, when, and in which chunks it was shown.
 
-Which row of a step was whose is decided again, as everywhere in this room; nothing is computed.
+The steps are decided again, as everywhere in this package, which gives the sequence of each row; nothing is computed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _Reader:
         return _answers_of(self._requests, notes)
 
     def _seen(self) -> Iterator[Entry | Cut]:
-        """All entries, taken down as far as a playback does not tell them, or too late."""
+        """All entries; those that a playback does not report, or reports too late, are noted on the way."""
         for entry in self._trace.entries():
             match entry:
                 case Header(run=run, file=file, gap=gap):

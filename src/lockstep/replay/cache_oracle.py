@@ -9,11 +9,12 @@ MAX_CONTENTS = 1 << 22
 
 
 class UnboundedCache:
-    """A cache that forgets nothing, and has the full blocks of a prompt as soon as its request is admitted.
+    """A prefix cache without a limit, which has the full blocks of a prompt as soon as its request is admitted.
 
-    Asked in the order of admission it counts what the scheduler's own cache counts, by the same rules: full blocks of
-    prompts, something left to compute, and each request once, so that what a preempted one finds again is no hit. So no
-    pool hits more, and one that evicts nothing hits the same if each request comes after the one before has ended.
+    It takes the requests in the order of admission and counts hits by the rules of the scheduler's own cache: only full
+    blocks of prompts hit, at least one token is left to compute, and each request counts once, so that a preempted
+    request which finds its blocks again is no hit. No pool has more hits. A pool that evicts nothing has as many if
+    each request arrives after the end of the one before.
 
     Args:
         content_size: tokens that an id stands for, a multiple of the block size.
@@ -26,9 +27,9 @@ class UnboundedCache:
         self._num_hits = 0
         self._is_exceeded = False
         self._first_new = 0
-        """All ids below it came, with all their blocks unless ``_blocks`` knows better: most traces number them so."""
+        """All ids below it have occurred, with all their blocks unless ``_blocks`` has fewer; most traces number so."""
         self._blocks: dict[int, int] = {}
-        """Blocks of an id that were there, as far as the number above does not say it."""
+        """Blocks of an id that occurred, for the ids that ``_first_new`` does not cover."""
 
     @property
     def num_hit_tokens(self) -> int | None:

@@ -1,8 +1,9 @@
 """Calibration of step prices from a live run: a robust fit, prediction intervals, and how well both hold.
 
-A step's cost is its duration and the gap before it, while there was work; each is fitted for itself, because a gap
-after idleness says nothing, and the sum of two linear models is one. Steps go to three parts by their number, so that
-each part sees the whole run: three fifths make the fit, one fifth the interval, one fifth only tests.
+A step's cost is its duration and the gap before it, while there was work. The two are fitted apart, because a gap
+after an idle time has no relation to the step, and because the sum of two linear models is linear again. Steps are
+divided into three parts by their number, so that each part spans the whole run: three fifths give the fit, one fifth
+gives the interval, and one fifth only tests.
 
 The interval is that of split conformal prediction (Lei, G'Sell, Rinaldo, Tibshirani and Wasserman, "Distribution-free
 predictive inference for regression", JASA 2018) with residuals relative to the prediction: with a = 1 - level, from the
@@ -214,7 +215,7 @@ def robust(features: Array, values: Array) -> Array:
     """Non-negative coefficients that follow the mean of the values, stalls excepted.
 
     First Huber's estimator on relative residuals, because a step's noise grows with the step, reweighted until it
-    settles, with the median absolute deviation as scale: it says what is an outlier. Then residuals are cut at ``CUT``
+    settles, with the median absolute deviation as scale, which defines the outliers. Then residuals are cut at ``CUT``
     deviations of it, and weighted least squares with the inverse of the prediction as weight gives the coefficients:
     with those weights the predictions add up to the (cut) values, as sums of steps need.
     """

@@ -63,8 +63,8 @@ def find_cause(
     """Find the differing fields that make ``a`` behave as ``b``.
 
     Args:
-        suffices: whether a config between the two behaves as ``b``; ``b`` itself is taken to.
-        may_probe: whether ``suffices`` may be asked once more.
+        suffices: whether a config between the two behaves as ``b``; ``b`` itself is assumed to.
+        may_probe: whether ``suffices`` may be called once more.
     """
     names = differing_fields(a, b)
     if len(names) == 1:
@@ -87,7 +87,7 @@ class Minimum(Generic[Item]):
     items: tuple[Item, ...]
     """In their old order; they show it."""
     is_minimal: bool
-    """Whether it was seen that none of them can be left out alone; False: asking had to stop before."""
+    """Whether it is certain that none of them can be left out alone; False: the probes ended before."""
     num_probes: int
 
 
@@ -97,14 +97,14 @@ def minimise(
     """Leave out what is not needed, in ever smaller pieces, until no single item can be left out.
 
     The algorithm is ddmin (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", IEEE TSE 2002)
-    that asks for complements only: what we look for needs many items together as a rule (a full pool, a full batch), so
-    that a small part alone shows it rarely.
+    with complements only: the behaviour usually needs many items together (a full pool, a full batch), so that a small
+    part alone rarely shows it.
 
     Args:
-        items: all; they are taken to show it.
-        shows: whether some of the items, in their order, still show it; always the same answer to the same items.
-        may_probe: whether ``shows`` may be asked once more; without a bound it is asked, in the worst case, about as
-            often as the square of the number of items.
+        items: all items; together they are assumed to show it.
+        shows: whether some of the items, in their order, still show it; the same items always give the same result.
+        may_probe: whether ``shows`` may be called once more; without a bound the number of calls is, in the worst case,
+            about the square of the number of items.
     """
     kept = tuple(items)
     num_probes = 0

@@ -1,6 +1,6 @@
 """Scheduler configs of replays: a workload's own, what the command line sets over it, defaults for the rest; and grids.
 
-Defaults are those of a server that refuses nobody, so that a trace runs whole whatever machine it was taken on:
+Defaults are those of a server that refuses no request, so that a trace of any machine runs to its end:
 
 - ``block_size``: the ``content_size`` of a workload that has contents, else 16;
 - ``num_blocks``: a pool of 1,048,576 tokens;
@@ -60,7 +60,7 @@ def config_for(workload: Workload, overrides: Mapping[str, str] | None = None) -
     """The config of a replay.
 
     Args:
-        overrides: field to value as text; they win over what the workload says.
+        overrides: field to value as text; they have precedence over those of the workload.
 
     Raises:
         UsageError: an unknown field, or a value that is not of its type.
@@ -179,5 +179,5 @@ def combinations(grid: Mapping[str, Sequence[str]]) -> tuple[Settings, ...]:
     if not grid:
         raise UsageError("there is no grid to sweep; give one --grid field=value,value or more")
     if count > MAX_CONFIGS:
-        raise UsageError(f"the grid has {count:,} combinations; at most {MAX_CONFIGS:,} are swept at once")
+        raise UsageError(f"the grid has {count:,} combinations; one sweep takes at most {MAX_CONFIGS:,}")
     return tuple(dict(zip(grid, values, strict=True)) for values in product(*grid.values()))

@@ -1,4 +1,4 @@
-"""Cost models on disk and in words: prices, how far they can be trusted, and what they were measured on."""
+"""Cost models on disk and in words: prices, their errors, and the recording of their measurement."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Priced(NamedTuple):
 
     model: CostModel
     ranges: Ranges
-    """Ranges of what was measured; empty: nothing says."""
+    """Ranges that the measurement covered; empty: unknown."""
 
 
 def to_bytes(file: CostFile) -> bytes:
@@ -130,7 +130,7 @@ def to_bytes(file: CostFile) -> bytes:
 
 
 def read_priced(path: str | Path) -> Priced:
-    """The prices of a file, and what they were measured on; what else it says is for readers.
+    """The prices of a file and the ranges of their measurement; its other fields are for human readers.
 
     Raises:
         UsageError: it cannot be read, is no cost model, of a newer version, or has a price that cannot be.
@@ -155,7 +155,7 @@ def read_priced(path: str | Path) -> Priced:
         if price < 0:
             raise UsageError(f"{path}: {name} is {price}; no step takes negative time")
         if price > MAX_PRICE_PS:
-            raise UsageError(f"{path}: {name} is {price}; at most {MAX_PRICE_PS} can be meant")
+            raise UsageError(f"{path}: {name} is {price}; the maximum is {MAX_PRICE_PS}")
     return Priced(CostModel(**values), prices.ranges)
 
 

@@ -1,6 +1,6 @@
 """Diff of two configs, workloads or recordings: the first step that is decided differently.
 
-Workloads are simulated, recordings are read. Between two configs on one workload it also tells the cause (the config
+Workloads are simulated, recordings are read. Between two configs on one workload it also finds the cause (the config
 fields that decide) and a reproducer (a few requests that show the same).
 """
 
@@ -253,7 +253,7 @@ def differing_request(a: Iterable[WorkloadRequest], b: Iterable[WorkloadRequest]
         if x.contents != y.contents:
             differing.append("its prompt has another content")
         if differing:
-            return f"what is asked differs first in {called(x.name)}: {'; '.join(differing)}"
+            return f"the inputs differ first in {called(x.name)}: {'; '.join(differing)}"
     return ""
 
 
@@ -261,10 +261,10 @@ def differing_command(a: Iterable[Command], b: Iterable[Command]) -> str:
     """The first command that two recordings of an engine do not share, or have at another step; empty: none."""
     for x, y in zip_longest(a, b):
         if x is not None and y is not None and x != y:
-            return f"they were told other things: first A of {_words_of(x)}, and B of {_words_of(y)}"
+            return f"their commands differ: the first other one of A is {_words_of(x)}, that of B is {_words_of(y)}"
         if x is None or y is None:
             longer, command, shorter = ("A", x, "B") if y is None else ("B", y, "A")
-            return f"they were told other things: first {longer} of {_words_of(command)}, and {shorter} nothing more"
+            return f"their commands differ: {longer} goes on with {_words_of(command)}, and {shorter} has no more"
     return ""
 
 

@@ -63,7 +63,7 @@ class Execution:
     diverged: DivergedError | None = None
     """The first thing that is not computed as it was recorded; None: everything is."""
     request: RequestTokens | None = None
-    """The one request that is asked about; None: all are."""
+    """The only request that is compared; None: all requests are."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class _Listener:
 
     def pinned(self, hashes: Sequence[bytes], step: int) -> None: ...
 
-    def swept(self, hashes: Sequence[bytes], step: int) -> None: ...
+    def unpinned(self, hashes: Sequence[bytes], step: int) -> None: ...
 
     def filled(self, hashes: Sequence[bytes], start: int, step: int) -> None: ...
 
@@ -283,8 +283,8 @@ def execute(
     Args:
         source: of the model, as for `load_model`.
         cache_dir: where built graphs are kept; None: as for serving.
-        request: the caller's name for one request: only the engines that had it are computed, and each of them, with
-            everybody who was beside it, to its end; None: everything is.
+        request: the caller's name for one request: only the engines that had it are computed, each of them to the
+            request's end with all requests beside it; None: everything is.
         machine: how it is computed here, where that is not to change a bit.
 
     Raises:
@@ -405,7 +405,7 @@ def _fingerprint_of(source: str, cache_dir: Path | None) -> str:
 
 
 def _load_options(engine: EngineEntry, cache_dir: Path | None, machine: MachineOptions) -> LoadOptions:
-    """As it was loaded, as far as the recording knows, and computed as this machine is to."""
+    """The recorded options of the model, as far as the recording has them, with the compute options of this machine."""
     config, environment = engine.config, engine.environment
     options = EngineOptions(
         max_model_len=config.max_model_len,

@@ -1,4 +1,4 @@
-"""A divergence in words: what differs over which request, and which limits the planner says were reached. Pure."""
+"""A divergence in words: which requests differ, in what, and which limits the planner reports as reached. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Fleet: a workload on several replicas of one model, each with the real scheduler, behind the real balancer.
 
-One logical clock: when a request arrives, every replica has begun all steps that begin before, and the balancer knows
-of each step that has ended. So what it decides is what a gateway would decide that hears of its replicas at once.
+All replicas share one logical clock. When a request arrives, every replica has begun all steps that begin before, and
+the balancer has the results of all steps that have ended. So it decides as a gateway to which replicas report without
+delay.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Fleet:
             self._advance(now_ps)
             hashes = self._replicas[0].hashes_of(request)
             choice = self.balancer.choose(hashes)
-            assert choice is not None, "nobody withdraws a replica here"
+            assert choice is not None, "a simulated fleet never withdraws a replica"
             replica = self._replicas[choice.replica]
             was_idle = not replica.scheduler.has_work
             outcome = replica.arrive(request, hashes)
@@ -127,13 +128,13 @@ class Fleet:
         return self._report([each.replay() for each in self._replicas])
 
     def _advance(self, until_ps: int) -> None:
-        """Let every step begin that begins before a time, and the balancer hear of all that have ended by then."""
+        """Begin all steps that begin before a time, and give the balancer the results of those that ended by then."""
         busy, ended = self._busy, self._ended
         while busy and busy[0][0] < until_ps:
             _, number = busy[0]
             replica = self._replicas[number]
             tick = replica.advance(until_ps)
-            assert tick is not None, "who has nothing to do is not among the busy"
+            assert tick is not None, "a replica without work is not among the busy ones"
             num_ended = 0 if tick.events is None else len(tick.events.finished)
             news = replica.scheduler.drain_contents()
             if num_ended or news:

@@ -33,7 +33,7 @@ class FolderVerdict(NamedTuple):
     findings: tuple[Finding, ...]
 
     def is_in_order(self, allows_gaps: bool) -> bool:
-        """True if nothing was changed, added or removed; see `wholeness.are_in_order`."""
+        """True if nothing was changed, added or removed; see `trace_integrity.are_in_order`."""
         return are_in_order(self.findings, allows_gaps)
 
     def facts(self) -> dict[str, Any]:
@@ -42,13 +42,13 @@ class FolderVerdict(NamedTuple):
 
 
 def folder_findings(path: Path, noted: Sequence[Finding] = (), simulated: Collection[str] = ()) -> tuple[Finding, ...]:
-    """Files of a recording that are not as its manifests list them.
+    """Files of a recording that differ from what its manifests list.
 
     Args:
-        path: a folder, or one file, of which only the file itself and the texts beside it are looked at, and only where
+        path: a folder or one file; of a single file, only the file and the texts beside it are checked, and only where
             a manifest lists them.
-        noted: faults that are known: the same is not said of their files again.
-        simulated: names of files that need no manifest: a replay wrote them, or nothing is in them.
+        noted: known faults; their files are not reported again.
+        simulated: names of files that need no manifest, because a replay wrote them or because they are empty.
 
     Raises:
         TraceError: a manifest was changed, is of another version, or cannot be read.

@@ -10,7 +10,7 @@ A request's times, from its arrival on (which is the begin of its arrival tick w
   rounded.
 
 A time that spans ticks ``a`` to ``b`` whole is ``b - a + 1`` ticks. The percentile ``p`` is the least value that at
-least ``p`` percent do not exceed (nearest rank), so every percentile is a time that somebody saw.
+least ``p`` percent do not exceed (nearest rank), so every percentile is a time that was observed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Latencies(msgspec.Struct, frozen=True):
-    """One unit's distributions; None where no one has such a time."""
+    """One unit's distributions; None where no request has such a time."""
 
     ttft: Distribution | None
     tpot: Distribution | None

@@ -87,7 +87,7 @@ def header_of(line: Line, kind: type[Header], schema: int, what: str) -> Header:
 
 
 def part_of(path: Path, kind: type[Header], schema: int, what: str) -> Part:
-    """The file as a part of its recording. Nothing says that it was closed: it is whole where a line ends it.
+    """The file as a part of its recording. It has no mark of its end, so it counts as whole if its last line is.
 
     Raises:
         TraceError: it is damaged, of another version, or no such recording.

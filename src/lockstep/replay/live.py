@@ -30,7 +30,7 @@ class LiveStep(NamedTuple):
     gap_us: int
     """Between the end of the device's turn before and the start of this one, idle time included."""
     is_after_idle: bool
-    """Whether nobody had work in that gap: it says nothing of what a step costs."""
+    """Whether no engine had work in that gap; then the gap is no part of a step's cost."""
     num_prefill_tokens: int
     num_decode_seqs: int
     """Tokens that are no prompt: one for each sequence that decodes, or each token of a forced segment."""
@@ -153,8 +153,8 @@ def live_requests(trace: Trace, engine: int | None = None) -> Iterator[RequestOu
 def workload_of(trace: Trace, engine: int = 0) -> Workload:
     """An engine's requests with the lengths that their answers had, in picoseconds from the first one's arrival.
 
-    Who was aborted, or was under way at the end, gets the tokens that it got; who got none is left out, and so is who
-    was under way in the beginning.
+    A request that was aborted, or was under way at the end, has the tokens that it got. Requests without tokens, and
+    requests that were under way at the beginning, are left out.
 
     Raises:
         TraceError: there is no such engine, or the recording cannot be read on.

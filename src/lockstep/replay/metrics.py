@@ -53,10 +53,10 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def metric_named(name: str, names: Collection[str]) -> str:
-    """The figure that somebody calls ``name``: its path, or ``ttft_p99`` for ``latency_ms.ttft.p99``.
+    """The path of the metric ``name``, which may be the path itself or short: ``ttft_p99`` for ``latency_ms.ttft.p99``.
 
     Raises:
-        UsageError: there is none; the message has the nearest, and all.
+        UsageError: there is no such metric; the message lists the nearest names, and all.
     """
     for form in _forms_of(name):
         if form in names:
@@ -108,11 +108,11 @@ def parse_goals(text: str, option: str, names: Sequence[str]) -> dict[str, float
     """``ttft:500,tpot:50`` (or with spaces) as milliseconds by metric.
 
     Args:
-        option: what gave the text, for messages.
+        option: the option that has the text, for messages.
         names: metrics that can be goals.
 
     Raises:
-        UsageError: it says what would be right.
+        UsageError: the text is invalid; the message has the expected form.
     """
     goals: dict[str, float] = {}
     for pair in text.replace(",", " ").split():

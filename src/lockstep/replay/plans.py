@@ -48,7 +48,7 @@ class PlansVerdict(NamedTuple):
     """What of the files is not there, or not where it belongs."""
 
     def is_in_order(self, allows_gaps: bool) -> bool:
-        """True if every plan came out as recorded, and none is missing; see `wholeness.are_in_order`."""
+        """True if every plan came out as recorded, and none is missing; see `trace_integrity.are_in_order`."""
         return self.divergence is None and are_in_order(self.findings, allows_gaps)
 
 

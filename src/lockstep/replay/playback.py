@@ -177,7 +177,7 @@ class Playback:
             case Idle():
                 self._is_idle = True
                 chosen = self._turns.choose(self._classes, ())
-                assert chosen is None, "nobody has work"
+                assert chosen is None, "no engine has work"
             case Cut():
                 self._is_whole = False
 
@@ -230,7 +230,7 @@ class Playback:
         recorded = self._keys[number]
         chosen = self._turns.choose(self._classes, with_work)
         if chosen != recorded:
-            what = f"in this turn {recorded} stepped, but it is the turn of {chosen or 'nobody'}"
+            what = f"in this turn {recorded} stepped, but it is the turn of {chosen or 'no engine'}"
             raise DivergedError(TURNS, self.tally.num_turns, what)
         self._turns.spend(chosen, turn.duration_us)
         self.tally.num_turns += 1

@@ -57,7 +57,7 @@ class Life:
 
 
 class Progress:
-    """The lives under way, and the batch: those who sampled in the last step.
+    """The sequences under way, and the batch: those that sampled in the last step.
 
     As long as the same ones sample, their tokens are counted once for all of them.
     """
@@ -72,7 +72,7 @@ class Progress:
         """Tokens that each of the batch got since it is this batch, not yet taken off from what is left."""
         self._least = 0
         """Tokens that were left, when it became this batch, to the one with the fewest."""
-        self._nobody_ends: tuple[None, ...] = ()
+        self._no_ends: tuple[None, ...] = ()
         self._ones: tuple[int, ...] = ()
         self._last_tick = -1
         self._last_ps = -1
@@ -84,7 +84,7 @@ class Progress:
             outcome.admitted_tick, outcome.admitted_ps = tick, start_ps
 
     def answer(self, plan: StepPlan) -> StepResult:
-        """One token for whoever samples; STOP for those who are through before their limit."""
+        """One token for each sequence that samples; STOP for those that are done before their limit."""
         ids = plan.seq_ids
         if False in plan.samples:
             ids = tuple(compress(ids, plan.samples))
@@ -92,7 +92,7 @@ class Progress:
             self.settle()
             self._form(ids)
         if self._num_got + 1 < self._least:
-            return StepResult(self._ones, self._nobody_ends)
+            return StepResult(self._ones, self._no_ends)
         last = self._num_got + 1
         return StepResult(self._ones, tuple([_reason(life) if life.left == last else None for life in self._batch]))
 
@@ -122,11 +122,11 @@ class Progress:
 
     @property
     def num_quiet_steps(self) -> int:
-        """Steps of this batch in which nobody is through."""
+        """Steps of this batch in which no sequence ends."""
         return self._least - self._num_got - 1
 
     def settle(self) -> None:
-        """Let the lives of the batch know what they got."""
+        """Add the tokens since the last call to the sequences of the batch."""
         num_got, self._num_got = self._num_got, 0
         self._ids = None
         if num_got:
@@ -139,10 +139,10 @@ class Progress:
         self._ids = ids
         self._batch = [self.lives[seq_id] for seq_id in ids]
         self._least = min([life.left for life in self._batch], default=0)
-        self._nobody_ends = (None,) * len(ids)
+        self._no_ends = (None,) * len(ids)
         self._ones = (1,) * len(ids)
 
 
 def _reason(life: Life) -> FinishReason | None:
-    """The scheduler itself says LENGTH at the limit."""
+    """STOP, or None at the token limit, where the scheduler itself ends the request with LENGTH."""
     return FinishReason.STOP if life.request.num_output_tokens < life.request.max_output_tokens else None

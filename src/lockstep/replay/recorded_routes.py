@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lockstep.cluster.route_recorder import (
-    NOBODY,
+    NO_REPLICA,
     ROUTE_SCHEMA_VERSION,
     ROUTE_SUFFIX,
     Admitted,
@@ -59,7 +59,7 @@ class RoutesVerdict(NamedTuple):
     """What of the files is not there, or not where it belongs."""
 
     def is_in_order(self, allows_gaps: bool) -> bool:
-        """True if every route came out as recorded, and none is missing; see `wholeness.are_in_order`."""
+        """True if every route came out as recorded, and none is missing; see `trace_integrity.are_in_order`."""
         return self.divergence is None and are_in_order(self.findings, allows_gaps)
 
 
@@ -202,7 +202,9 @@ class _Playing:
         hashes = [*contents, _UNKNOWN] if entry.num_blocks > len(contents) else contents
         self.num_routes += 1
         decided = balancer.choose(hashes, entry.session)
-        fields = (NOBODY, "", 0) if decided is None else (decided.replica, decided.why.value, decided.num_cached_blocks)
+        fields = (
+            (NO_REPLICA, "", 0) if decided is None else (decided.replica, decided.why.value, decided.num_cached_blocks)
+        )
         recorded = (entry.replica, entry.why, entry.num_cached)
         if fields == recorded:
             return None
@@ -210,13 +212,13 @@ class _Playing:
 
 
 def _shown(replica: int, why: str, num_cached: int) -> str:
-    if replica == NOBODY:
-        return "nobody"
+    if replica == NO_REPLICA:
+        return "no replica"
     return f"replica {replica} ({why}{f', {num_cached} blocks cached' if num_cached else ''})"
 
 
 def _contents(runs: Runs) -> list[bytes]:
-    """Contents of numbers, as good as their hashes: a choice asks only which are the same."""
+    """Contents of numbers, as good as their hashes: a choice depends only on which are the same."""
     if len(runs) % 2 or min(runs, default=0) < 0 or sum(runs[1::2]) > MAX_RUN:
         raise ValueError("these are no numbers of contents")
     return [number.to_bytes(_NUMBER_BYTES, "big") for number in ids_of(runs)]

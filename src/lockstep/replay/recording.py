@@ -93,7 +93,7 @@ class RunRecording:
             self._file.close()
 
     def arrived(self, seq_id: int, request: Request, arrival_ps: int) -> None:
-        """A request was queued; told before the step that it came for."""
+        """A request was queued; the call comes before the step in which the request takes part first."""
         tenant = self._tenants.setdefault(request.tenant, len(self._tenants))
         contents = (content_number(each, self._per_content) for each in request.block_hashes)
         self._chunk.put(Added.of(_ENGINE, self._num_steps, seq_id, request, tenant, contents))

@@ -72,7 +72,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int
     max_active: int
     queue_pressure_ticks: int
-    """Ticks in which somebody waited after admission."""
+    """Ticks after whose admission requests still waited."""
     active_capacity_ticks: int
     """Ticks in which as many ran as may."""
     prefill_capacity: int
@@ -104,7 +104,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     latency_ticks: Latencies
     latency_ms: Latencies | None
-    """None: nothing said how long a tick is."""
+    """None: the duration of a tick is unknown."""
     goodput: Goodput | None
     """None: no goals were given."""
     fairness: float

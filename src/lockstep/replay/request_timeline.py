@@ -56,7 +56,7 @@ class Wait:
     """Steps in which it had no part, for one reason."""
 
     reason: str
-    """As the planner told it last."""
+    """The last reason that the planner reported."""
     first_step: int
     last_step: int
     num_steps: int
@@ -94,7 +94,7 @@ class SequenceTimeline:
 
 
 class RequestTimeline:
-    """Collects what a playback tells of one request.
+    """Collects the events of one request from a playback.
 
     Args:
         name: the caller's name for it.
@@ -121,7 +121,7 @@ class RequestTimeline:
     # -- what it is told --------------------------------------------------------------------------------------------
 
     def read(self, entries: Iterable[Entry | Cut]) -> Iterator[Entry | Cut]:
-        """The same entries, for the playback; what they say of the request is noted on the way."""
+        """The same entries, for the playback; those of the request are noted on the way."""
         for entry in entries:
             match entry:
                 case Header():
@@ -169,8 +169,8 @@ class RequestTimeline:
         """
         if not self.sequences:
             raise TraceError(
-                f"{trace.files[0].parent}: no request {self.name!r} is recorded there; a name is what the answer's "
-                "x-request-id said, the latest second may not be written yet, and the oldest files may be gone"
+                f"{trace.files[0].parent}: no request {self.name!r} is recorded there; the name of a request is the "
+                "x-request-id of its answer, the latest second may not be written yet, and the oldest files may be gone"
             )
 
     def _begin_file(self, header: Header) -> None:
@@ -248,14 +248,14 @@ class RequestTimeline:
         arrival_us = self._arrivals_us.get((engine, seq_id))
         return None if arrival_us is None else (event.timing.start_us + event.timing.duration_us - arrival_us) / 1e3
 
-    # -- what it tells ------------------------------------------------------------------------------------------------
+    # -- its forms ----------------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """The account as an object."""
+        """The timeline as an object."""
         return {"id": self.name, "sequences": [asdict(sequence) for sequence in self.sequences]}
 
     def describe(self) -> Iterator[str]:
-        """The account, line by line."""
+        """The timeline, line by line."""
         count = len(self.sequences)
         yield f"request {self.name}: {count} sequence{'s' * (count != 1)}"
         for sequence in self.sequences:

@@ -129,7 +129,7 @@ def apply_to_cache(scheduler: Scheduler, command: Command, hash_of: Callable[[in
 class EngineRerun:
     """A scheduler that decides one engine's steps again.
 
-    Block hashes and tenants are what their ids say: equal where they were equal.
+    Block hashes and tenants are made from their ids: equal where they were equal.
     """
 
     def __init__(self, number: int, config: SchedulerConfig, scheduler_of: SchedulerOf = Scheduler) -> None:
@@ -141,7 +141,7 @@ class EngineRerun:
         self.timings: deque[Timing] = deque()
         """Of steps whose records are yet to come: a turn is recorded when it ends, a record when it closes."""
         self.explain: Explain | None = None
-        """Told why a step passes sequences over, from the next one on."""
+        """Called with the reason why a step passes sequences over, from the next step on."""
         self._fingerprint = Fingerprint()
         self._next_step = 0
         self._commands: deque[Command] = deque()
@@ -327,7 +327,7 @@ class EngineRerun:
         raise DivergedError(self.number, self._next_step if step is None else step, what, recorded)
 
     def _damaged(self, why: str, recorded: StepPlan | None) -> NoReturn:
-        """The record of the next step cannot be trusted: show what is decided here."""
+        """The record of the next step is damaged: report the plan that is decided here."""
         deque(self._apply_due(), maxlen=0)
         decided = self.scheduler.schedule()
         raise DivergedError(self.number, self._next_step, f"the record is damaged: {why}", recorded, decided)
@@ -365,7 +365,7 @@ def _result(plan: StepPlan, num_tokens: dict[int, int], ends: dict[int, FinishRe
 
 
 def _ends_text(ends: dict[int, FinishReason]) -> str:
-    return ", ".join(f"{seq_id} ended with {reason.value}" for seq_id, reason in ends.items()) or "nobody ended"
+    return ", ".join(f"{seq_id} ended with {reason.value}" for seq_id, reason in ends.items()) or "no sequence ended"
 
 
 class Row(NamedTuple):
@@ -420,7 +420,7 @@ class StepRecord(NamedTuple):
             if row is None:
                 chunk = next(following, None)
                 if chunk is None:
-                    raise ValueError(f"nobody continues at row {position}")
+                    raise ValueError(f"no sequence continues at row {position}")
                 columns.append((chunk.seq_id, chunk.start + chunk.length, 1, chunk.table, True))
                 continue
             old = known[row.seq_id].table if row.seq_id in known else ()
@@ -456,7 +456,7 @@ def decode_record(record: bytes) -> StepRecord:
             repeats=next(numbers),
         )
     except (StopIteration, RuntimeError, IndexError) as error:
-        raise ValueError("it ends too early, or ends somebody for no known reason") from error
+        raise ValueError("it ends too early, or a sequence ends for an unknown reason") from error
     if next(numbers, None) is not None:
         raise ValueError("it goes on behind its end")
     return read

@@ -110,7 +110,7 @@ class Simulation:
         self._requests = iter(workload.requests)
         self._next: WorkloadRequest | None = next(self._requests, None)
         self._horizon: int | None = None if self._next is None else self._next.arrival
-        """When somebody may arrive next."""
+        """The time before which no request arrives; None: no more requests come."""
 
     @property
     def fingerprint(self) -> str:
@@ -173,9 +173,9 @@ class Simulation:
         return self.scheduler.has_work
 
     def advance(self, until_ps: int) -> Tick | None:
-        """Simulate the next tick if it begins before a time at which somebody may arrive; None: there is none.
+        """Simulate the next tick if it begins before ``until_ps``, the next possible arrival; None: it does not.
 
-        For those who give requests by ``arrive``, to a simulation whose workload has none and counts picoseconds.
+        For callers that add requests by ``arrive``, to a simulation whose workload is empty and counts picoseconds.
         """
         if not self.scheduler.has_work or self.now_ps >= until_ps:
             return None

@@ -117,7 +117,7 @@ def simulated_snapshot(label: str, simulation: Simulation, place: DivergencePoin
 def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, place: DivergencePoint) -> Snapshot | None:
     """An engine of a recording as it stood after so many steps, before the next; None: there was no such engine.
 
-    Sequences that came before the recording have no standing.
+    Sequences that came before the recording have no entry in ``standings``.
     """
     playback, lives = Playback(trace.entries()), Lives()
     standings: dict[int, Standing] = {}

@@ -1,6 +1,6 @@
 """Sweeps: many configs on one workload, each in a replay of its own, in several processes; the best and the cheapest.
 
-The order of answers is that of the configs, whoever was first.
+Results have the order of the configs, whichever replay ends first.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def sweep(
 
 @contextmanager
 def _answers(job: Job, combinations: Sequence[Settings], num_processes: int) -> Iterator[Iterator[Outcome]]:
-    """The outcomes as they are requested. Whatever ends the asking, ends the processes.
+    """The outcomes as they are requested. The end of the block, however it comes, ends the processes.
 
     Each process has every n-th combination from the start and a pipe of its own: a pool sends each combination with
     the whole job, and waits for ever to send it once its processes are gone.
@@ -139,9 +139,9 @@ def _received(answers: Connection) -> Outcome:
 
 @contextmanager
 def _interrupt_kept_back() -> Iterator[None]:
-    """Let Ctrl-C wait until the block ends: a process that is begun by halves is known to nobody who would end it.
+    """Delay Ctrl-C until the block ends: nothing could end a process that is only half started.
 
-    A terminal sends it to the new processes as well. They keep it back for good and end by their parent.
+    A terminal sends the signal to the new processes as well. They ignore it, and their parent ends them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -11,7 +11,7 @@ from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import StepEvents, StepPlan
 
 MAX_TICKS = 500_000
-"""Ticks that a report holds at most; those after them are left out, and the report says so."""
+"""Maximum ticks of a report; it leaves out those after them, and notes that."""
 MAX_TICKS_UNASKED = 10_000
 """A replay of more has them only where they are requested."""
 
@@ -29,7 +29,7 @@ class Tick(NamedTuple):
     plan: StepPlan | None
     """Of the first; None: idle, nothing ran."""
     events: StepEvents | None
-    """Of the first. Only the first can admit, preempt, take blocks or finish somebody."""
+    """Of the first. Only the first can admit, preempt or finish sequences, or take blocks."""
     num_prefill_tokens: int
     """Prompt tokens that each of them computes; 0 in a run of several."""
     num_decoded_tokens: int
@@ -147,7 +147,7 @@ class Totals:
         self.max_queued = 0
         self.max_active = 0
         self.num_queue_pressure_ticks = 0
-        """Ticks after whose admission somebody waited."""
+        """Ticks after whose admission requests still waited."""
         self.num_active_capacity_ticks = 0
         """Ticks in which as many ran as may."""
 

@@ -57,7 +57,7 @@ class Trace:
                 )
 
     def check_unbroken(self, verb: str) -> None:
-        """Refuse a recording with faults or gaps, for who has to follow it from step to step.
+        """Refuse a recording with faults or gaps, for callers that follow it from step to step.
 
         Raises:
             TraceError: something is not there; the message states what.
@@ -78,13 +78,13 @@ class Trace:
 
 
 def open_trace(path: str | Path, noted: Sequence[Finding] = ()) -> Trace:
-    """Find the files of a recording, in a directory or one by itself, and read what the first says of its engines.
+    """Find the files of a recording, in a directory or a single file, and read the engines of the first file.
 
     Args:
-        noted: what is known of other files in the directory.
+        noted: known findings about other files in the directory.
 
     Raises:
-        TraceError: there is none, it is of another version, or damaged.
+        TraceError: there is no recording, it is of another version, or it is damaged.
     """
     path = Path(path)
     found = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]

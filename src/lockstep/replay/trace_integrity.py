@@ -40,7 +40,7 @@ class Part(NamedTuple):
     is_whole: bool = True
     """Whether it was written to its end."""
     goes_on: bool = False
-    """Whether it says that another file follows."""
+    """Whether its end announces another file."""
     is_simulated: bool = False
     """A replay's recording: a run of its own, called as its user liked."""
 
@@ -166,10 +166,10 @@ def is_whole(findings: Sequence[Finding]) -> bool:
 
 
 def are_in_order(findings: Sequence[Finding], allows_gaps: bool) -> bool:
-    """True if there is nothing to object to.
+    """True if no finding is a fault.
 
     Args:
-        allows_gaps: holes are no fault: somebody took files away on purpose.
+        allows_gaps: missing parts are no fault, because files were removed on purpose.
     """
     return all(allows_gaps and each.kind.is_hole for each in findings if each.kind.is_fault)
 
@@ -219,7 +219,7 @@ def _at_the_end(last: Part) -> Iterator[Finding]:
         yield _cut(last, Kind.OPEN, "; it was read as far as that")
     elif last.goes_on:
         name = _name_of(last, last.number + 1)
-        yield Finding(Kind.MISSING, name, f"{name} is missing: {last.path.name} says that another file follows")
+        yield Finding(Kind.MISSING, name, f"{name} is missing: {last.path.name} announces another file")
 
 
 def _missing(part: Part, first: int, last: int, before: Part | None) -> Finding:

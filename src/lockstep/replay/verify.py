@@ -36,26 +36,28 @@ class Verification:
         return self.diverged is None
 
     def is_in_order(self, allows_gaps: bool) -> bool:
-        """True if it is identical and nothing is missing; see `wholeness.are_in_order`."""
+        """True if it is identical and nothing is missing; see `trace_integrity.are_in_order`."""
         return self.is_identical and are_in_order(self.findings, allows_gaps)
 
 
-def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler, account: RequestTimeline | None = None) -> Verification:
+def verify(
+    trace: Trace, scheduler_of: SchedulerOf = Scheduler, timeline: RequestTimeline | None = None
+) -> Verification:
     """Decide everything again, up to the first difference.
 
     Args:
-        account: of one request, told what happens on the way.
+        timeline: of one request; it is filled on the way.
 
     Raises:
         TraceError: the recording cannot be read on.
     """
-    entries = trace.entries() if account is None else account.read(trace.entries())
+    entries = trace.entries() if timeline is None else timeline.read(trace.entries())
     playback = Playback(entries, scheduler_of)
     diverged = None
     try:
         for event in playback.play():
-            if account is not None:
-                account.take(event, playback)
+            if timeline is not None:
+                timeline.take(event, playback)
     except DivergedError as error:
         diverged = error
     return Verification(playback.tally, with_losses(trace.findings, playback.losses), diverged)

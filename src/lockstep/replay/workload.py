@@ -21,7 +21,7 @@ class ArrivalUnit(Enum):
     TICKS = "ticks"
     """A request joins the queue before the step of that number; an idle tick is a tick."""
     PS = "ps"
-    """Picoseconds of logical time; steps take what the cost model says, idle time is skipped."""
+    """Picoseconds of logical time; the cost model gives the duration of a step, and idle time is skipped."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival, and what the file says of the scheduler that should serve them.
+    """Requests in order of arrival, and the scheduler fields that their file sets.
 
     ``requests`` may be iterated over more than once; when it streams from a file, each time reads the file anew.
     """

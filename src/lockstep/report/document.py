@@ -1,8 +1,8 @@
-"""Documents of figures: sections of tables, tiles, charts and findings, before it is known who writes them.
+"""Documents of figures: sections of tables, tiles, charts and findings, independent of their writer.
 
-A document says what there is to say and never how it looks: numbers keep their value and say by their style how many
-digits mean something; writers align, escape and draw. What only a page can show (tiles, charts, folded tables) is left
-out by writers of text. Programs read none of this: their JSON is of the values that documents are made from.
+A document has content and no layout: numbers keep their value, and their style gives the number of significant digits;
+writers align, escape and draw. Writers of text leave out what only a page can show (tiles, charts, folded tables).
+Programs do not read documents: their JSON has the values that documents are made from.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Column(NamedTuple):
 
     name: str
     kind: Literal["word", "number", "change", "alarm", "strip"] = "number"
-    """``change``: by how much two of the others differ; ``alarm``: words that tell of a loss."""
+    """``change``: by how much two of the others differ; ``alarm``: words that report a loss."""
 
     @property
     def is_word(self) -> bool:
@@ -125,7 +125,7 @@ class Tables:
 
 
 class Tile(NamedTuple):
-    """A figure that one asks for first, large."""
+    """One of the most important figures, in large type."""
 
     label: str
     value: str
@@ -157,7 +157,7 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a search, told in this order."""
+    """Result of a search; the fields are written in this order."""
 
     verdict: str
     """Whether, and where."""

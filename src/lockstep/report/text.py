@@ -1,4 +1,4 @@
-"""Documents as text: drawn by rich where somebody looks, plain Markdown anywhere else."""
+"""Documents as text: drawn by rich on a terminal, plain Markdown anywhere else."""
 
 from __future__ import annotations
 

@@ -199,9 +199,9 @@ def test_a_gguf_repository_needs_a_file_unless_it_has_one(hub: StandIn, models: 
 
 
 REFUSALS: list[tuple[str, Repo, type[ArtifactError], str]] = [
-    ("hf://acme/absent", Repo({}), ArtifactNotFoundError, "knows no such model, or it is private and HF_TOKEN is not"),
+    ("hf://acme/absent", Repo({}), ArtifactNotFoundError, "has no such model, or it is private and HF_TOKEN is not"),
     ("hf://acme/x@v9", Repo({}), ArtifactNotFoundError, "no revision 'v9'"),
-    ("hf://acme/x", Repo({}, token="t", gated=True), DownloadError, "gated: http.*/acme/x asks for consent.*HF_TOKEN"),
+    ("hf://acme/x", Repo({}, token="t", gated=True), DownloadError, "gated: http.*/acme/x requires consent.*HF_TOKEN"),
     ("hf://acme/x", Repo({"a.bin": b""}), ArtifactNotFoundError, "holds no model.*a.bin is a pickle"),
     ("hf://acme/x", Repo({"adapter_config.json": b""}), UnsupportedArtifactError, "an adapter"),
     ("hf://acme/x", Repo({"config.json": b"", "m.safetensors": b""}), MissingTokenizerError, "no tokenizer.json"),

@@ -10,7 +10,15 @@ from playwright.sync_api import Page
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.replay.configs import Settings
-from lockstep.replay.render.sweep import Swept, facts, metrics_shown, sweep_notes, sweep_page, sweep_table, verdict
+from lockstep.replay.render.sweep import (
+    SweepResult,
+    facts,
+    metrics_shown,
+    sweep_notes,
+    sweep_page,
+    sweep_table,
+    verdict,
+)
 from lockstep.replay.sweep import Outcome, cheapest, front
 from lockstep.report.document import cell_text
 from tests.replay.shows import HOSTILE_NAMES
@@ -30,10 +38,10 @@ def outcome(number: int, figures: tuple[float, ...] | None, settings: Settings |
     return Outcome(settings, config, {**dict(zip(names, figures, strict=True)), "kv_capacity": 5.0})
 
 
-def swept(*more: Outcome, name: str = "w.json", goals: bool = True) -> Swept:
+def sweep_result(*more: Outcome, name: str = "w.json", goals: bool = True) -> SweepResult:
     outcomes = (*(outcome(number, figures) for number, figures in enumerate(POINTS)), *more)
     objectives = (TTFT, SPEED)
-    return Swept(
+    return SweepResult(
         name=name,
         outcomes=outcomes,
         objectives=objectives,
@@ -48,7 +56,7 @@ def swept(*more: Outcome, name: str = "w.json", goals: bool = True) -> Swept:
 @pytest.fixture
 def page(visit: Visit, tmp_path: Path) -> Page:
     path = tmp_path / "sweep.html"
-    path.write_text(sweep_page(swept(outcome(4, None))))
+    path.write_text(sweep_page(sweep_result(outcome(4, None))))
     opened = visit.open(path)
     opened.wait_for_selector("#plot circle")
     assert visit.requests == [path.as_uri()]
@@ -120,7 +128,7 @@ def test_other_figures_can_be_plotted_and_their_front_is_found_anew(page: Page) 
 def test_hostile_values_are_only_text(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "sweep.html"
     hostile = outcome(4, POINTS[0], {"max_num_seqs": HOSTILE_NAMES[0], "order": HOSTILE_NAMES[1]})
-    path.write_text(sweep_page(swept(hostile, name=HOSTILE_NAMES[1])))
+    path.write_text(sweep_page(sweep_result(hostile, name=HOSTILE_NAMES[1])))
     page = visit.open(path)
     assert page.locator("img").count() == 0
     assert HOSTILE_NAMES[0] in page.locator("#configs").inner_text()
@@ -129,7 +137,7 @@ def test_hostile_values_are_only_text(visit: Visit, tmp_path: Path) -> None:
 
 def test_nothing_works_is_a_page_too(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "sweep.html"
-    nothing = Swept("w.json", (outcome(0, None), outcome(1, None)), (), (False, False), {}, 99.0, None, {})
+    nothing = SweepResult("w.json", (outcome(0, None), outcome(1, None)), (), (False, False), {}, 99.0, None, {})
     path.write_text(sweep_page(nothing))
     page = visit.open(path)
     assert page.locator("#plot").count() == 0
@@ -137,7 +145,7 @@ def test_nothing_works_is_a_page_too(visit: Visit, tmp_path: Path) -> None:
 
 
 def test_a_sweep_is_shown_as_text_and_as_an_object_with_equal_content() -> None:
-    sweep = swept(outcome(4, None), goals=False)
+    sweep = sweep_result(outcome(4, None), goals=False)
     assert metrics_shown(sweep) == [TTFT, SPEED, "goodput.ratio"]
     assert [cell_text(row[0]) for row in sweep_table(sweep).rows] == ["*", "*", "", "*", ""]
     unit, _, *rest = sweep_notes(sweep)
@@ -151,7 +159,7 @@ def test_a_sweep_is_shown_as_text_and_as_an_object_with_equal_content() -> None:
 def test_figures_of_many_sizes_are_laid_out_by_their_logarithms(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "sweep.html"
     far = outcome(4, (10_000.0, 130.0, 1.0))
-    path.write_text(sweep_page(swept(far)))
+    path.write_text(sweep_page(sweep_result(far)))
     page = visit.open(path)
     page.wait_for_selector("#plot circle")
     places = page.locator("#plot circle.point").evaluate_all("points => points.map(p => Number(p.getAttribute('cx')))")

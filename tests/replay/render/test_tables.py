@@ -24,7 +24,7 @@ from lockstep.replay.report import Goodput, Report
 from lockstep.report.document import ABSENT, Number, Strip, Style, Table, cell_text
 from tests.replay.shows import crowded, few
 
-NOBODY = Latencies(None, None, None, None, None)
+NO_TIMES = Latencies(None, None, None, None, None)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +103,9 @@ def test_latencies_of_two_are_in_the_unit_that_both_have(in_ticks: Report, timed
     assert latency_comparison(timed, timed)[0].columns[0].name == "latencies, ms"
     assert latency_comparison(timed, in_ticks)[0].columns[0].name == "latencies, ticks"
     assert latency_strips(in_ticks, timed).columns[0].name == "ticks"
-    nobody = msgspec.structs.replace(in_ticks, latency_ticks=NOBODY)
-    assert latency_comparison(in_ticks, nobody) == latency_tables(nobody) == []
-    assert latency_strips(nobody, in_ticks).rows == []
+    empty = msgspec.structs.replace(in_ticks, latency_ticks=NO_TIMES)
+    assert latency_comparison(in_ticks, empty) == latency_tables(empty) == []
+    assert latency_strips(empty, in_ticks).rows == []
 
 
 def test_strips_of_two_share_their_length(in_ticks: Report) -> None:

@@ -71,10 +71,10 @@ def cache_directory() -> Path:
 
 
 def find_cached(source: HubSource, *, is_online: bool = True) -> Path | None:
-    """The directory or GGUF file that a source means, if it is whole and beyond doubt in the cache.
+    """The directory or GGUF file of a source, if it is complete and unambiguous in the cache.
 
     Args:
-        is_online: the hub can be asked, so whatever leaves a doubt is None; else the only GGUF file there will do.
+        is_online: the hub can be reached, so an ambiguous source gives None; if not, the only GGUF file there is used.
     """
     repo = CachedRepo.of(source.repo)
     commit = source.revision
@@ -125,7 +125,7 @@ def plan_removal(source: HubSource) -> DeleteCacheStrategy:
     names = {file.file_path: _name_in(revision, file.file_path) for revision in named for file in revision.files}
     chosen = cached_gguf(source, sorted(name for name in names.values() if name.endswith(".gguf")))
     if chosen is None:
-        raise ArtifactNotFoundError(f"no one file {source.file!r} is in the cache", path=str(source))
+        raise ArtifactNotFoundError(f"the cache does not have exactly one file {source.file!r}", path=str(source))
     return info.delete_files(*(file for file in files if names[file.file_path] == chosen))
 
 

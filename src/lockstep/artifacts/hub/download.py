@@ -52,11 +52,11 @@ _UNAUTHORISED, _FORBIDDEN, _TOO_MANY = 401, 403, 429
 
 
 def local_path(source: HubSource, progress: DownloadProgress) -> Path:
-    """A model's directory or GGUF file. What the cache holds is used as it is, and the hub is not asked: the same
-    model answers tomorrow, and with no network. `pull` looks for a newer one.
+    """A model's directory or GGUF file. A model in the cache is used without a request to the hub, so that the same
+    model is served at any time, also without a network. `pull` looks for a newer one.
 
     Raises:
-        ArtifactError: it is not there and cannot be fetched; one line says why.
+        ArtifactError: it is not there and cannot be fetched; the message has the reason in one line.
     """
     path = find_cached(source)
     if path is not None:
@@ -124,11 +124,11 @@ class Revision:
         self.snapshot = self.cached.snapshot(commit)
 
     def fetch(self, names: Sequence[str], progress: DownloadProgress) -> None:
-        """Bring these files into the snapshot.
+        """Download these files into the snapshot.
 
         Raises:
             DownloadError: a file is not in the repository, or there is no room for them.
-            CorruptArtifactError: what came is not what the hub's digest says.
+            CorruptArtifactError: the received bytes do not match the hub's digest.
             Exception: of the HTTP library; see `reported`.
         """
         absent = [name for name in names if name not in self.listing]
@@ -275,7 +275,7 @@ def reported(source: HubSource) -> Iterator[None]:
         yield
     except OfflineModeIsEnabled:
         raise HubUnreachableError(
-            "HF_HUB_OFFLINE is set, so the hub is not asked; unset it, or run what was pulled before",
+            "HF_HUB_OFFLINE is set, so nothing is downloaded; unset it, or use a model that was pulled before",
             path=str(source),
         ) from None
     except HfHubHTTPError as error:
@@ -323,11 +323,11 @@ def _refused(source: HubSource, error: Exception) -> ArtifactError:
     if isinstance(error, GatedRepoError):
         place = f"{_endpoint()}/{source.repo}"
         hint = (
-            "the account of the token in use has no access yet; ask for it there"
+            "the account of the token in use has no access yet; request it there"
             if _has_token()
-            else "ask for access there and set HF_TOKEN to a token of the account"
+            else "request access there and set HF_TOKEN to a token of the account"
         )
-        return DownloadError(f"gated: {place} asks for consent first; {hint}", path=where)
+        return DownloadError(f"gated: {place} requires consent first; {hint}", path=where)
     if isinstance(error, RevisionNotFoundError):
         return ArtifactNotFoundError(
             f"the repository has no revision {source.revision!r}; a branch, tag or commit is expected after '@'",
@@ -338,14 +338,14 @@ def _refused(source: HubSource, error: Exception) -> ArtifactError:
     if isinstance(error, RepositoryNotFoundError):
         hint = "the token in use cannot see it" if _has_token() else "HF_TOKEN is not set"
         return ArtifactNotFoundError(
-            f"the hub knows no such model, or it is private and {hint}; {EXPECTED_FORM}", path=where
+            f"the hub has no such model, or it is private and {hint}; {EXPECTED_FORM}", path=where
         )
     if status in (_UNAUTHORISED, _FORBIDDEN):
         return DownloadError(
             f"the hub refused the token ({status}); set HF_TOKEN to a valid one that may read, or unset it", path=where
         )
     if status == _TOO_MANY:
-        return HubUnreachableError("the hub asks to slow down (429); try later, or with HF_TOKEN set", path=where)
+        return HubUnreachableError("the hub limits requests (429); try later, or with HF_TOKEN set", path=where)
     if status >= 500:
         return HubUnreachableError(f"the hub is out of order ({status}); try later", path=where)
     return DownloadError(f"the hub refused ({status}): {error.server_message or 'no reason given'}", path=where)

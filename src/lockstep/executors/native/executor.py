@@ -131,7 +131,7 @@ def _frequencies(config: ModelConfig) -> Frequencies:
 
 def _plain_frequencies(rotary_dim: int, theta: float) -> npt.NDArray[np.float32]:
     """theta ** -(2 i / rotary_dim): see `rotary.plain_frequencies`."""
-    return row_math().powers(theta, -np.arange(0, rotary_dim, 2) / rotary_dim).astype(np.float32)
+    return row_math().power(theta, -np.arange(0, rotary_dim, 2) / rotary_dim).astype(np.float32)
 
 
 class NativeExecutor:

@@ -86,7 +86,7 @@ class _Scan:
         return found
 
     def line(self) -> int:
-        """Line of the position, counted on from where it was asked last."""
+        """Line of the current position, counted from the position of the last call."""
         self._line += self._text.count("\n", self._line_at, self._at)
         self._line_at = self._at
         return self._line

@@ -1,8 +1,8 @@
 """Foreign trace formats (Azure, Mooncake, AIPerf, vLLM's bench): for each, a function from its records to requests.
 
-`reading.py` opens the file, knows its format by its beginning, and sorts and cuts the requests. A format of lines may
-be of any size; one that is a JSON document is read whole. A request that failed where it was recorded was load all the
-same, and an output of 0 tokens counts as 1, because every request gets one.
+`reading.py` opens the file, detects its format from its beginning, and sorts and cuts the requests. A file of lines may
+have any size; a JSON document is read whole. A request that failed when it was recorded is still load, and an output of
+0 tokens counts as 1, because every request gets one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LineFormat:
     read: Callable[[Lines, str], Requests]
     """From lines and the file's name to requests, arrivals in picoseconds."""
     content_size: int = 0
-    """Prompt tokens that one content id stands for; 0: the format says nothing of contents."""
+    """Prompt tokens that one content id stands for; 0: the format has no contents."""
     is_sorted: bool = True
     """Whether lines come in the order of arrivals; if not, all requests are read and sorted first."""
 
@@ -52,7 +52,7 @@ class LineFormat:
 def _request(
     place: str, name: str, num_prompt: int, num_output: int, arrival_ps: int, contents: tuple[int, ...] = ()
 ) -> WorkloadRequest:
-    """A request of a format that says how many tokens were answered, and not how many were allowed."""
+    """A request of a format that has the number of output tokens, but not their limit."""
     most = max(1, num_output)
     return WorkloadRequest(name, max(1, num_prompt), most, most, arrival_ps, contents=contents, place=place)
 
@@ -69,8 +69,8 @@ _YEAR_1 = datetime.fromisoformat("0001-01-01T00:00:00+00:00")
 def _azure_requests(lines: Lines, name: str) -> Requests:
     """Azure's LLM inference traces (Splitwise, ISCA '24): ``TIMESTAMP,ContextTokens,GeneratedTokens``.
 
-    A stamp is a date and a time with up to 12 digits of a second, with or without an offset from UTC. Nothing is said
-    of contents, so requests share nothing.
+    A timestamp is a date and a time with up to 12 decimals of a second, with or without an offset from UTC. The format
+    has no contents, so requests share no prefix.
     """
     expected = ",".join(AZURE_COLUMNS)
     has_header = False

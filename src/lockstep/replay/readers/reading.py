@@ -1,4 +1,4 @@
-"""Workloads from files: a format is seen by its content, and arrivals become what the options ask for."""
+"""Workloads from files: formats are detected from the content, and arrivals are changed as the options require."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _RANDOM_BITS = 64
 Timed = tuple[int, WorkloadRequest]
 """A request with the arrival that it is given."""
 HEAD_BYTES = 64 << 10
-"""Bytes that are looked at to tell formats apart."""
+"""Bytes from which the format is detected."""
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]{1,64})"')
 KNOWN = (
     'a recording of lockstep serve --trace, a workload ({"config": ..., "requests": [...]}), a Mooncake trace '

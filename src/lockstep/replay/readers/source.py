@@ -17,7 +17,7 @@ from lockstep.errors import TraceError
 MAX_LINE_BYTES = 16 << 20
 """A line of a trace is some kilobytes; the longest are recordings of every token's time."""
 MAX_WINDOW_BYTES = 128 << 20
-"""Memory of decompression; zstd itself asks for more only when told so (``--ultra``, ``--long``)."""
+"""Memory of decompression; only files of ``zstd --ultra`` or ``zstd --long`` need more."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _GZIP_MAGIC = b"\x1f\x8b"
 _FEED_BYTES = 1 << 10
@@ -70,7 +70,7 @@ def numbered_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
 
 
 class _Decompressed(io.RawIOBase):
-    """Content of zstd frames, one after the other. Knows whether the last one is whole."""
+    """Content of zstd frames, one after the other; a last frame that is cut is an error."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._name = name

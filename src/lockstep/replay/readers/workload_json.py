@@ -49,12 +49,12 @@ class WorkloadFile(NamedTuple):
     """A workload file as it was read; its config is not checked yet."""
 
     config: dict[str, object]
-    """The scheduler's fields that the file sets; whoever makes a scheduler of them checks them (replay/configs.py)."""
+    """The scheduler's fields that the file sets; `replay/configs.py` checks them."""
     unit: ArrivalUnit
     requests: list[WorkloadRequest]
     """Requests in order of arrival, those of one time in that of the file."""
     block_size: int
-    """Tokens that one of ``prefix_hashes`` stands for; 0: the file does not say."""
+    """Tokens that one of ``prefix_hashes`` stands for; 0: the file does not set it."""
 
 
 def read_workload_file(document: Members, name: str) -> WorkloadFile:

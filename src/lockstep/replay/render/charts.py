@@ -12,8 +12,8 @@ from lockstep.report.document import Chart, Series, Timeline
 from lockstep.shown import printable
 
 MAX_LANES = 60
-"""Requests that a page draws one below the other; those of a longer workload cannot be told apart. In a comparison
-each has two lanes."""
+"""Requests that a page draws one below the other; more lanes would be too thin to distinguish. In a comparison each
+request has two lanes."""
 _LETTERS = ("A", "B")
 _QUEUE = Chart(
     "chart-queue", "Queue", "Requests that wait after admission.", (Series("queued", "queued", "queued"),), 110

@@ -32,7 +32,7 @@ def finding_of(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed:
     """Difference between two configs or workloads, in words.
 
     Args:
-        is_timed: whether somebody said how long a step is; if not, a time means nothing.
+        is_timed: whether the duration of a step is given; without one, times have no meaning.
     """
     divergence = found.divergence
     if divergence is None or found.a is None or found.b is None:
@@ -68,8 +68,8 @@ def _input_line(found: Diff) -> str:
     if found.input_difference:
         return found.input_difference
     if found.fields:
-        return "both were told the same up to there, so what differs is what the configs say"
-    return "both were told the same up to there under the same config: what was recorded differs by itself"
+        return "both had the same inputs up to there, so the difference comes from the configs"
+    return "both had the same inputs and the same config up to there: the recordings themselves differ"
 
 
 def configs_line(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> str:

@@ -68,11 +68,11 @@ def replay_page(side: Side) -> str:
 
 
 def comparison_page(a: Side, b: Side, found: Finding | None = None, mark: Mark | None = None) -> str:
-    """The page of two replays; the same ones give the same.
+    """The page of two replays; equal replays give equal pages.
 
     Args:
-        found: where they first differ, if somebody has looked.
-        mark: the moment of that, which the charts show.
+        found: their first difference; None: they were not compared.
+        mark: the moment of that difference, which the charts show.
     """
     sides, one, other = (a, b), a.report, b.report
     settings = settings_table(one, other)

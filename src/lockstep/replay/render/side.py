@@ -10,7 +10,7 @@ from lockstep.replay.report import Report
 from lockstep.replay.timeline import RequestOutcome, Tick, TickRecorder
 
 MAX_LINES = 500
-"""Lines that the table of ticks has; more no one reads, and a page that has them is slow."""
+"""Maximum lines of the table of ticks; a page with more is slow."""
 
 
 class Side:

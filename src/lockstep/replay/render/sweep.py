@@ -36,13 +36,13 @@ VERSION = 1
 _SHOWN = ("kv_occupancy", "preemptions", "requests_refused", "goodput.ratio")
 """Figures that a table has beside times, speed and objectives."""
 _SPEED = {"latency_ms": "output_tokens_per_s", "latency_ticks": "total_ticks"}
-"""Speed by what times count: where nobody said how long a tick is, nothing is per second."""
+"""The figure of speed by the unit of the latencies; without the duration of a tick, no figure is per second."""
 _CHEAPEST = "cheapest"
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
-    """A sweep that is over."""
+class SweepResult:
+    """Result of a whole sweep."""
 
     name: str
     """Of the workload."""
@@ -60,100 +60,100 @@ class Swept:
     """Settings that all have."""
 
 
-def sweep_page(swept: Swept) -> str:
+def sweep_page(result: SweepResult) -> str:
     """The page of a sweep; the same sweep gives the same."""
-    names, objectives = metrics_shown(swept), _objectives_text(swept) or "nothing"
+    names, objectives = metrics_shown(result), _objectives_text(result) or "nothing"
     unit = _unit_of_times(names)
     hint = f"★ is on the Pareto front of {objectives}: no other is as good in everything and better in something."
-    table = sweep_table(swept, Style.SHORT)
+    table = sweep_table(result, Style.SHORT)
     sections = [
-        Section("", (Tiles(list(_tiles(swept))),)),
-        Section("What is best", (scatter_of(swept),)),
+        Section("", (Tiles(list(_tiles(result))),)),
+        Section("What is best", (scatter_of(result),)),
         Section("All configs", (table, Paragraph(hint + (f" Times are in {unit}." if unit else ""), "hint"))),
-        Section("What all have in common", (_common(swept),)),
+        Section("What all have in common", (_common(result),)),
     ]
-    said = verdict(swept)
+    said = verdict(result)
     return to_html(
         Document(
-            title=f"Sweep of {swept.name}",
+            title=f"Sweep of {result.name}",
             sections=sections,
-            leads=[Lead(_grid_text(swept))],
+            leads=[Lead(_grid_text(result))],
             verdict=said[:1].upper() + said[1:],
-            notes=list(_extrapolation_notes(swept)),
+            notes=list(_extrapolation_notes(result)),
         )
     )
 
 
-def sweep_blocks(swept: Swept) -> tuple[Block, ...]:
+def sweep_blocks(result: SweepResult) -> tuple[Block, ...]:
     """The sweep for a terminal, beside its notes and verdict."""
-    table = sweep_table(swept)
-    return (table, scatter_of(swept)) if len(swept.objectives) > 1 else (table,)
+    table = sweep_table(result)
+    return (table, scatter_of(result)) if len(result.objectives) > 1 else (table,)
 
 
-def sweep_table(swept: Swept, style: Style = Style.GENERAL) -> Table:
+def sweep_table(result: SweepResult, style: Style = Style.GENERAL) -> Table:
     """A row for each config, those on the front marked."""
-    names, settings = metrics_shown(swept), tuple(swept.outcomes[0].settings)
+    names, settings = metrics_shown(result), tuple(result.outcomes[0].settings)
     columns = (*words("", *settings), *numbers(*map(short_name, names)))
     table = Table("Configs", columns, id="configs", can_sort=True)
-    for index, (outcome, is_best) in enumerate(zip(swept.outcomes, swept.is_on_front, strict=True)):
-        badge = _CHEAPEST if index == swept.best else ""
+    for index, (outcome, is_best) in enumerate(zip(result.outcomes, result.is_on_front, strict=True)):
+        badge = _CHEAPEST if index == result.best else ""
         figures: list[Cell] = [
             Number(outcome.figures[name], style) if name in outcome.figures else "" for name in names
         ]
         if outcome.refusal:
             figures = [Remark(f"cannot work: {outcome.refusal}")]
-        meaning = f"on the Pareto front of {_objectives_text(swept)}"
+        meaning = f"on the Pareto front of {_objectives_text(result)}"
         table.rows.append((Flag(is_best, meaning, badge), *outcome.settings.values(), *figures))
     return table
 
 
-def scatter_of(swept: Swept) -> Scatter:
+def scatter_of(result: SweepResult) -> Scatter:
     """The configs as points of objectives, and of all figures that are not the same everywhere."""
-    names = _plotted(swept)
+    names = _plotted(result)
     axes = [Axis(name, _label(name), short_name(name), better(name)) for name in names]
     points = [
-        Point(_settings_text(outcome), outcome.figures, is_best, index == swept.best)
-        for index, (outcome, is_best) in enumerate(zip(swept.outcomes, swept.is_on_front, strict=True))
+        Point(_settings_text(outcome), outcome.figures, is_best, index == result.best)
+        for index, (outcome, is_best) in enumerate(zip(result.outcomes, result.is_on_front, strict=True))
     ]
-    return Scatter(axes, points, "" if swept.best is None else "cheapest that meets the goals")
+    return Scatter(axes, points, "" if result.best is None else "cheapest that meets the goals")
 
 
-def sweep_notes(swept: Swept) -> Iterator[str]:
+def sweep_notes(result: SweepResult) -> Iterator[str]:
     """Caveats of the table."""
-    unit = _unit_of_times(metrics_shown(swept))
+    unit = _unit_of_times(metrics_shown(result))
     if unit:
         yield f"times in {unit}"
-    if swept.objectives:
-        front = f"* is on the Pareto front of {_objectives_text(swept)}"
+    if result.objectives:
+        front = f"* is on the Pareto front of {_objectives_text(result)}"
         yield f"{front}: no other is as good in everything and better in something"
-    for outcome in swept.outcomes:
+    for outcome in result.outcomes:
         if outcome.refusal:
             yield f"{_settings_text(outcome)} cannot work: {outcome.refusal}"
-    yield from _extrapolation_notes(swept)
+    yield from _extrapolation_notes(result)
 
 
-def verdict(swept: Swept) -> str:
+def verdict(result: SweepResult) -> str:
     """The cheapest config that meets the goals, in a sentence; empty without goals."""
-    if not swept.goals_ms:
+    if not result.goals_ms:
         return ""
-    what = ", ".join(f"{name} of {limit:g} ms" for name, limit in swept.goals_ms.items())
-    if swept.best is None:
-        return f"no config meets {what} for {swept.percent:g} % of the requests"
-    best = swept.outcomes[swept.best]
+    what = ", ".join(f"{name} of {limit:g} ms" for name, limit in result.goals_ms.items())
+    if result.best is None:
+        return f"no config meets {what} for {result.percent:g} % of the requests"
+    best = result.outcomes[result.best]
     share = 100 * (best.good_share or 0.0)
     return f"cheapest that meets {what}: {_settings_text(best)} ({share:.6g} % of the requests meet it)"
 
 
-def facts(swept: Swept) -> dict[str, Any]:
+def facts(result: SweepResult) -> dict[str, Any]:
     """All of it as an object."""
     return {
         "version": VERSION,
-        "name": swept.name,
-        "common": dict(swept.common),
-        "objectives": [{"name": each, "better": better(each)} for each in swept.objectives],
-        "goals_ms": dict(swept.goals_ms),
-        "slo_percent": swept.percent if swept.goals_ms else None,
-        "cheapest": None if swept.best is None else swept.outcomes[swept.best].settings,
+        "name": result.name,
+        "common": dict(result.common),
+        "objectives": [{"name": each, "better": better(each)} for each in result.objectives],
+        "goals_ms": dict(result.goals_ms),
+        "slo_percent": result.percent if result.goals_ms else None,
+        "cheapest": None if result.best is None else result.outcomes[result.best].settings,
         "rows": [
             {
                 "set": each.settings,
@@ -162,18 +162,18 @@ def facts(swept: Swept) -> dict[str, Any]:
                 "note": each.note or None,
                 "figures": each.figures,
             }
-            for each, is_best in zip(swept.outcomes, swept.is_on_front, strict=True)
+            for each, is_best in zip(result.outcomes, result.is_on_front, strict=True)
         ],
     }
 
 
-def metrics_shown(swept: Swept) -> list[str]:
+def metrics_shown(result: SweepResult) -> list[str]:
     """Paths of the figures that tables have: objectives first."""
-    figures = next((outcome.figures for outcome in swept.outcomes if outcome.figures), {})
+    figures = next((outcome.figures for outcome in result.outcomes if outcome.figures), {})
     form = next((form for form in SHORT_FORMS if f"{form}.ttft.p50" in figures), SHORT_FORMS[0])
     times = [f"{form}.{measure}.{kind}" for measure in ("ttft", "tpot") for kind in ("p50", "p99")]
     others = [name for name in (_SPEED[form], *times, *_SHOWN) if name in figures]
-    return list(dict.fromkeys((*swept.objectives, *others)))
+    return list(dict.fromkeys((*result.objectives, *others)))
 
 
 def better(metric: str) -> Literal["more", "less"]:
@@ -181,16 +181,16 @@ def better(metric: str) -> Literal["more", "less"]:
     return "more" if metric in MORE_IS_BETTER else "less"
 
 
-def _plotted(swept: Swept) -> list[str]:
-    outcomes = [outcome.figures for outcome in swept.outcomes if outcome.figures]
+def _plotted(result: SweepResult) -> list[str]:
+    outcomes = [outcome.figures for outcome in result.outcomes if outcome.figures]
     names = dict.fromkeys(name for figures in outcomes for name in figures)
     varying = (name for name in names if len({figures.get(name) for figures in outcomes}) > 1)
-    return list(dict.fromkeys((*swept.objectives, *varying)))
+    return list(dict.fromkeys((*result.objectives, *varying)))
 
 
-def _extrapolation_notes(swept: Swept) -> Iterator[str]:
+def _extrapolation_notes(result: SweepResult) -> Iterator[str]:
     """Caveat of configs with steps larger than any that was measured."""
-    noted = [outcome for outcome in swept.outcomes if outcome.note]
+    noted = [outcome for outcome in result.outcomes if outcome.note]
     if noted:
         number = "1 config has" if len(noted) == 1 else f"{len(noted):,} configs have"
         yield f"{number} steps larger than any that was measured, as {_settings_text(noted[-1])}: {noted[-1].note}"
@@ -202,8 +202,8 @@ def _unit_of_times(names: Sequence[str]) -> str:
     return "ms" if SHORT_FORMS[0] in forms else "ticks" if SHORT_FORMS[1] in forms else ""
 
 
-def _objectives_text(swept: Swept) -> str:
-    return " and ".join(map(short_name, swept.objectives))
+def _objectives_text(result: SweepResult) -> str:
+    return " and ".join(map(short_name, result.objectives))
 
 
 def _settings_text(outcome: Outcome) -> str:
@@ -218,28 +218,28 @@ def _label(name: str) -> str:
     return f"{short_name(name)}, ms" if name.startswith("latency_ms.") else name
 
 
-def _grid_text(swept: Swept) -> str:
-    axes = {name: len({outcome.settings[name] for outcome in swept.outcomes}) for name in swept.outcomes[0].settings}
+def _grid_text(result: SweepResult) -> str:
+    axes = {name: len({outcome.settings[name] for outcome in result.outcomes}) for name in result.outcomes[0].settings}
     grid = ", ".join(f"{count} of {name}" for name, count in axes.items())
-    return f"{len(swept.outcomes):,} configs ({grid}), each replayed on the real scheduler."
+    return f"{len(result.outcomes):,} configs ({grid}), each replayed on the real scheduler."
 
 
-def _common(swept: Swept) -> Table:
-    return Table("Settings", (*words("setting"), *numbers("value")), list(swept.common.items()), id="common")
+def _common(result: SweepResult) -> Table:
+    return Table("Settings", (*words("setting"), *numbers("value")), list(result.common.items()), id="common")
 
 
-def _tiles(swept: Swept) -> Iterator[Tile]:
-    works = [outcome for outcome in swept.outcomes if outcome.figures]
-    refused = len(swept.outcomes) - len(works)
-    yield Tile("Configs", f"{len(swept.outcomes):,}", f"{refused:,} cannot work" if refused else "all work")
-    yield Tile("Pareto front", f"{sum(swept.is_on_front):,}", _objectives_text(swept))
-    for name in swept.objectives:
+def _tiles(result: SweepResult) -> Iterator[Tile]:
+    works = [outcome for outcome in result.outcomes if outcome.figures]
+    refused = len(result.outcomes) - len(works)
+    yield Tile("Configs", f"{len(result.outcomes):,}", f"{refused:,} cannot work" if refused else "all work")
+    yield Tile("Pareto front", f"{sum(result.is_on_front):,}", _objectives_text(result))
+    for name in result.objectives:
         having = [outcome for outcome in works if name in outcome.figures]
         if having:
             best = min(having, key=lambda outcome: as_less_is_better(outcome.figures, name))
             title = "Most" if better(name) == "more" else "Least"
             value = format_number(best.figures[name], Style.SHORT)
             yield Tile(f"{title} {_label(name)}", value, _settings_text(best))
-    if swept.goals_ms:
-        meeting = sum((outcome.good_share or 0.0) >= swept.percent / 100 for outcome in works)
-        yield Tile("Meet the goals", f"{meeting:,}", f"for {swept.percent:g} % of the requests")
+    if result.goals_ms:
+        meeting = sum((outcome.good_share or 0.0) >= result.percent / 100 for outcome in works)
+        yield Tile("Meet the goals", f"{meeting:,}", f"for {result.percent:g} % of the requests")

@@ -98,7 +98,7 @@ def same_or_not(one: Report, other: Report) -> str:
 
 
 def comparison_notes(one: Report, other: Report) -> list[str]:
-    """Notes of both, each once; what only one of them has says whose it is."""
+    """Notes of both reports, each once; a note of only one of them begins with ``A:`` or ``B:``."""
     return [
         *(note if note in other.notes else f"A: {note}" for note in one.notes),
         *(f"B: {note}" for note in other.notes if note not in one.notes),
@@ -243,14 +243,14 @@ def _goals(report: Report) -> Iterator[tuple[str, Cell]]:
 
 
 def latencies_of(report: Report) -> tuple[Latencies, str]:
-    """The distributions in milliseconds, or in ticks where nothing said how long one is; and their unit."""
+    """The distributions in milliseconds, or in ticks where the duration of a tick is unknown; and their unit."""
     if report.latency_ms is not None:
         return report.latency_ms, "ms"
     return report.latency_ticks, "ticks"
 
 
 def latency_tables(report: Report) -> list[Table]:
-    """The distributions that somebody has: one table, or none. Pages have each as a strip, too."""
+    """The distributions that have values, as one table or none. Pages also draw each as a strip."""
     latencies, unit = latencies_of(report)
     columns = (*words(f"latencies, {unit}"), *numbers(*LATENCY_COLUMNS), Column("0 to p99: median, p90, mean", "strip"))
     table = Table("Latencies", columns, id="latencies")
@@ -315,7 +315,7 @@ def _strip(each: Distribution, whole: float, side: str = "") -> Strip:
 
 
 def tiles_of(report: Report) -> Tiles:
-    """The figures that one asks for first."""
+    """The most important figures."""
     return Tiles(list(_tiles(report)))
 
 

@@ -408,7 +408,7 @@ class EngineRecorder:
             self._put(Pinned(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
 
     @guarded
-    def swept(self, hashes: Seq[bytes], step: int) -> None:
+    def unpinned(self, hashes: Seq[bytes], step: int) -> None:
         if self._records():
             self._put(Swept(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
 
