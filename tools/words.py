@@ -95,4 +95,4 @@ def denied_words(root: Path) -> dict[str, Counter[str]]:
     pages = found.setdefault("documents", Counter())
     for path in (*(root / name for name in DOCUMENTS), *sorted((root / "docs").glob("*.md"))):
         pages.update(denied_in(document_text(path.read_text())))
-    return {place: words for place, words in found.items() if words}
+    return found

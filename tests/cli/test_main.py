@@ -105,7 +105,7 @@ def test_a_chat_remembers_until_it_is_cleared() -> None:
         (("run", STUB, "-p", "x", "--raw", "--system", "y"), "--system needs a chat template"),
         (("run", "stub://x?bad=1", "-p", "x"), "unknown stub option 'bad'"),
         (("run", "no/such/model.gguf", "-p", "x"), "nothing is there"),
-        (("run", STUB, "-p", "x", "--kv-cache-dtype", "u8"), "kv_cache_precision is 'u8'"),
+        (("run", STUB, "-p", "x", "--kv-cache-dtype", "u8"), "'--kv-cache-dtype': 'u8'"),
         (("models", "info", "stub://x"), "a stub is a fake model"),
     ],
 )

@@ -55,19 +55,23 @@ ADDED = Added(0, 3, 7, Request(40, allows_forced=False), 0, ())
         (
             [ADDED],
             [replace(ADDED, step=5)],
-            "first A of request 7 of 40 prompt tokens and as many output tokens as fit, priority 0, before step 3, and "
-            "B of request 7 of 40 prompt tokens and as many output tokens as fit, priority 0, before step 5",
+            "A is request 7 of 40 prompt tokens and as many output tokens as fit, priority 0, before step 3, "
+            "that of B is request 7 of 40 prompt tokens and as many output tokens as fit, priority 0, before step 5",
         ),
-        ([ADDED, CacheReset(0, 9)], [ADDED], "first A of the prefix cache to forget before step 9, and B nothing more"),
+        (
+            [ADDED, CacheReset(0, 9)],
+            [ADDED],
+            "A goes on with the prefix cache to forget before step 9, and B has no more",
+        ),
         (
             [Named(0, 4, 7, (1, 2), True)],
             [],
-            "first A of 2 blocks of the answer of request 7 to publish before step 4, and B nothing more",
+            "A goes on with 2 blocks of the answer of request 7 to publish before step 4, and B has no more",
         ),
         (
             [Swept(0, 4, (1, 2))],
             [Aborted(0, 4, 7, FinishReason.ABORT, False)],
-            "first A of 2 blocks of a session to give up before step 4, and B of the end of request 7 (abort) before "
+            "A is 2 blocks of a session to give up before step 4, that of B is the end of request 7 (abort) before "
             "step 4",
         ),
     ],

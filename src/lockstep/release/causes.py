@@ -266,8 +266,8 @@ def _of_errors(evidence: Evidence, mask: Bools) -> Cause:
         return UNKNOWN
     wanted = ", ".join(str(int(place)) for place in failed[:MAX_ANSWERS])
     texts = evidence.store.rows(
-        f"SELECT coalesce(nullif(y.error, ''), CASE WHEN {EMPTY} THEN '{_EMPTY_ANSWER}' END) AS text, count(*)"
-        f" FROM ordered o JOIN candidate y ON o.c = y.row WHERE place IN ({wanted}) AND text IS NOT NULL"
+        f"SELECT coalesce(nullif(y.error, ''), CASE WHEN {EMPTY} THEN '{_EMPTY_ANSWER}' END) AS fault_text, count(*)"
+        f" FROM ordered o JOIN candidate y ON o.c = y.row WHERE place IN ({wanted}) AND fault_text IS NOT NULL"
         " GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
     )
     said = f'; most say "{texts[0][0][:80]}"' if texts else ""
