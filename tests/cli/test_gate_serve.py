@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from lockstep.cli.gate import judge_files
 from lockstep.cli.main import invoke
 from lockstep.errors import EvidenceError
+from lockstep.release.judging import judge_files
 from tests.processes import Piped
 from tests.waiting import until
 

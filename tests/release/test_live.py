@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.cli.gate import PolicyFlags, judge_files
 from lockstep.errors import EvidenceError
 from lockstep.release import live
+from lockstep.release.judging import PolicySources, judge_files
 from lockstep.release.live import MAX_HOOK_BYTES, Follower, LiveGate, app_of
 from lockstep.release.verdict import Verdict, to_json
 from tests.release.judging import pair_line as line
@@ -42,7 +42,7 @@ def gate_on(path: Path, folder: Path, policy: tuple[str, ...] = THRESHOLD) -> Li
 
 
 def judged(paths: list[Path], policy: tuple[str, ...] = THRESHOLD) -> Verdict:
-    return judge_files(paths, PolicyFlags(settings=[*policy])).verdict
+    return judge_files(paths, PolicySources(settings=[*policy])).verdict
 
 
 def check(gate: LiveGate, path: Path, policy: tuple[str, ...] = THRESHOLD) -> None:

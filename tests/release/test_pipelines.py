@@ -18,14 +18,14 @@ import httpx2
 import pytest
 import yaml
 
-from lockstep.cli.gate import PolicyFlags, judge_files
 from lockstep.cli.main import invoke
+from lockstep.release.judging import PolicySources, judge_files
 from lockstep.release.live import Follower, LiveGate, app_of
 from tests.release.judging import pair_line
 
 GATE = Path("examples/gate")
 HOST = "127.0.0.1"
-POLICY = PolicyFlags(settings=["min_pairs=3"])
+POLICY = PolicySources(settings=["min_pairs=3"])
 
 
 def documents(name: str) -> list[dict[str, Any]]:

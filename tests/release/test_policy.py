@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli.gate import PolicyFlags, policy_from
 from lockstep.errors import EvidenceError
 from lockstep.option_fields import field_docs, option_types
+from lockstep.release.judging import PolicySources
 from lockstep.release.policy import FIELD_NAMES, Layer, Policy, digest_of, policy_of, with_settings
 
 
@@ -104,13 +104,13 @@ def test_a_field_of_a_file_is_refused_with_its_line(tmp_path: Path) -> None:
     for text, line in (("min_pairs: 5\nalpha: 7\n", 2), ("policy:\n  min_pairs: 5\n  alpha: 7\n", 3)):
         path.write_text(text)
         with pytest.raises(EvidenceError, match=rf"policy\.yaml, line {line}: alpha is 7; it must be a number"):
-            policy_from(PolicyFlags(policy=path))
+            PolicySources(path).policy()
 
 
 def test_a_file_of_a_policy_is_a_map_in_yaml_or_empty(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text("")
-    assert policy_from(PolicyFlags(policy=path)) == Policy()
+    assert PolicySources(path).policy() == Policy()
     for text, fault in (
         ("[1]", "no object of fields"),
         ("a: b: c", "line 1: it is not YAML"),
@@ -118,4 +118,4 @@ def test_a_file_of_a_policy_is_a_map_in_yaml_or_empty(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(EvidenceError, match=fault):
-            policy_from(PolicyFlags(policy=path))
+            PolicySources(path).policy()

@@ -8,25 +8,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli.flag_groups import Flag, with_flags
 from lockstep.cli.writing import OutputFile, check_outputs, expanded, make_folder, write_file
-from lockstep.errors import ConfigError, EvidenceError, UsageError
+from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.release.evidence import Evidence
-    from lockstep.release.policy import Layer, Policy
-    from lockstep.release.reading import Source
-    from lockstep.release.recordings import Recordings
-    from lockstep.release.store import Store
+    from lockstep.release.judging import PolicySources
     from lockstep.release.verdict import Verdict
     from lockstep.report.document import Plots
 
@@ -89,6 +84,12 @@ class PolicyFlags:
     settings: Set = None
     owners: Owners = None
 
+    def sources(self) -> PolicySources:
+        """As the judging of files takes them."""
+        from lockstep.release.judging import PolicySources
+
+        return PolicySources(self.policy, tuple(self.settings or ()), self.owners)
+
 
 @dataclass(frozen=True, slots=True)
 class ReportFlags:
@@ -141,6 +142,7 @@ def mirror(
 ) -> int:
     """Convert what other tools wrote to one file of observations that the gate reads."""
     from lockstep.release.evidence import gather
+    from lockstep.release.judging import read_sides
     from lockstep.release.mirroring import write_gate_input
     from lockstep.release.store import open_store
 
@@ -150,10 +152,10 @@ def mirror(
     check_outputs(((output, _GATE_INPUT),), paths)
     make_folder(output, _GATE_INPUT)
     with open_store() as store:
-        sources, given, _ = _read(store, paths)
+        sides = read_sides(store, paths)
         joining = gather(store).joining
-        write_gate_input(store, output, given)
-    for source in sources:
+        write_gate_input(store, output, sides.policy)
+    for source in sides.sources:
         print(f"{source.path}: {source.num_rows:,} records of {source.format}", file=sys.stderr)
     print(f"{output}: {joining.num_pairs:,} pairs; lockstep gate {output} judges them", file=sys.stderr)
     return 0
@@ -192,68 +194,16 @@ def _judge(
     gate_input: Path | None = None,
 ) -> int:
     from lockstep.release.curves import plots_of
+    from lockstep.release.judging import judge_files
 
     check_outputs((*reports.places(), (gate_input, _GATE_INPUT)), (*paths, policy.policy, policy.owners, second))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # files of gigabytes go with this process
-    verdict, rules, evidence = judge_files(paths, policy, second, gate_input)
+    if gate_input is not None:
+        make_folder(gate_input, _GATE_INPUT)
+    verdict, rules, evidence = judge_files(paths, policy.sources(), second, gate_input)
     _write(verdict, plots_of(rules, evidence, verdict.series) if reports.html is not None else (), reports)
     _show(verdict, as_json)
     return verdict.decision.exit_code
-
-
-class Judged(NamedTuple):
-    """A verdict with what it is of."""
-
-    verdict: Verdict
-    policy: Policy
-    evidence: Evidence
-    """Its store is closed; its columns stay."""
-
-
-def judge_files(
-    paths: Sequence[Path],
-    policy: PolicyFlags = _DEFAULT_POLICY,
-    second: Path | None = None,
-    gate_input: Path | None = None,
-    names: Sequence[Path] | None = None,
-) -> Judged:
-    """Judge one file with both sides, or a file or recording of each.
-
-    Args:
-        second: answers of a second baseline, of the kind of the first one's.
-        gate_input: where the converted files go; None: nowhere.
-        names: of the files in messages, if they are copies of others.
-
-    Raises:
-        EvidenceError: the files, the policy or the owners cannot be read.
-        UsageError: a second baseline without a file of the first.
-    """
-    from lockstep.release.evidence import gather
-    from lockstep.release.gate import SecondBaseline, judge
-    from lockstep.release.mirroring import write_gate_input
-    from lockstep.release.store import open_store
-
-    if second is not None and len(paths) != 2:
-        raise UsageError("--aa goes with two files: BASELINE CANDIDATE --aa SECOND_BASELINE")
-    with ExitStack() as stores:
-        store = stores.enter_context(open_store())
-        sources, given, recorded = _read(store, paths, names)
-        rules = policy_from(policy, str(sources[0].path), given)
-        evidence = gather(store, rules)
-        beside = None
-        if second is not None:
-            second_store = stores.enter_context(open_store())
-            source = _read(second_store, (paths[0], second))[0][1]
-            beside = SecondBaseline(gather(second_store, rules), source)
-        verdict = judge(rules, evidence, tuple(sources), beside)
-        if gate_input is not None:
-            make_folder(gate_input, _GATE_INPUT)
-            write_gate_input(store, gate_input, given)
-    if recorded is not None:
-        from lockstep.release.decisions import with_decisions
-
-        verdict = with_decisions(verdict, recorded.decisions(), recorded.notes)
-    return Judged(verdict, rules, evidence)
 
 
 def paths_of(files: list[Path] | None, given: Path | None) -> list[Path]:
@@ -262,64 +212,6 @@ def paths_of(files: list[Path] | None, given: Path | None) -> list[Path]:
     if len(paths) not in (1, 2):
         raise UsageError("name one FILE that holds both sides, or two: BASELINE CANDIDATE")
     return paths
-
-
-def _read(
-    store: Store, paths: Sequence[Path], names: Sequence[Path] | None = None
-) -> tuple[list[Source], dict[str, Any] | None, Recordings | None]:
-    from lockstep.release.observation import SIDES
-    from lockstep.release.reading import read
-    from lockstep.release.recordings import is_recording, read_recordings
-
-    recorded = [is_recording(path) for path in paths]
-    if names is not None and any(recorded):
-        name = names[recorded.index(True)]
-        raise EvidenceError(f"{name}: a recording, which cannot be followed; lockstep gate judges it once it is whole")
-    names = names or paths
-    if len(paths) == 1:
-        if recorded[0]:
-            raise EvidenceError(f"{paths[0]}: a folder or recording is one side; give two: BASELINE CANDIDATE")
-        source, policy = read(store, paths[0], None, names[0])
-        return [source], policy, None
-    if any(recorded):
-        recordings = read_recordings(store, list(paths))
-        return list(recordings.sources), None, recordings
-    found = [read(store, *each) for each in zip(paths, SIDES, names, strict=True)]
-    return [source for source, _ in found], None, None
-
-
-def policy_from(policy: PolicyFlags, name: str = "", fields: Mapping[str, Any] | None = None) -> Policy:
-    """The policy of the input, of a file and of the command line, later ones over earlier ones.
-
-    Args:
-        name: what the input is called.
-        fields: the policy in it.
-    """
-    from lockstep.release.policy import Layer, policy_of, with_settings
-    from lockstep.release.triage import read_owners
-
-    layers = [Layer(name, fields)]
-    if policy.policy is not None:
-        layers.append(_policy_file(policy.policy))
-    layers.append(Layer("--set", with_settings(policy.settings or ())))
-    if policy.owners is not None:
-        layers.append(Layer(str(policy.owners), {"owners": read_owners(policy.owners)}))
-    return policy_of(*layers)
-
-
-def _policy_file(path: Path) -> Layer:
-    """The policy of a YAML or JSON file; it may stand under ``policy:``."""
-    from lockstep.release.policy import Layer
-    from lockstep.yaml_reading import read_plain, read_text
-
-    try:
-        found, lines = read_plain(read_text(path, "the policy"), str(path))
-    except (ConfigError, UsageError) as error:
-        raise EvidenceError(str(error)) from None
-    if isinstance(found, dict) and isinstance(found.get("policy"), dict):
-        inner = {where.removeprefix("policy."): line for where, line in lines.items() if where.startswith("policy.")}
-        return Layer(str(path), found["policy"], inner)
-    return Layer(str(path), {} if found is None else found, lines)
 
 
 def _write(verdict: Verdict, plots: Sequence[Plots], reports: ReportFlags) -> None:

@@ -37,6 +37,7 @@ def gate_serve(
     import uvicorn
 
     from lockstep.owned_folders import temporary_folder
+    from lockstep.release.judging import judge_files
     from lockstep.release.live import Follower, LiveGate, app_of
     from lockstep.release.store import TEMPORARY
     from lockstep.server.options import ServerOptions
@@ -46,13 +47,13 @@ def gate_serve(
     log_to_stderr("text", "info", "gate")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn hands it on; the copies go with this process
     paths = judging.paths_of(files, None)
-    judging.policy_from(policy)  # faults of the policy come before the first line of evidence
+    policy.sources().policy()  # faults of the policy come before the first line of evidence
     keys = tuple(api_key or ())
     options = ServerOptions(host=host, port=port, api_keys=keys)
 
     with temporary_folder(TEMPORARY) as folder:
         followers = [Follower(path, folder / f"{number}-{path.name}") for number, path in enumerate(paths)]
-        live = LiveGate(followers, lambda copies: judging.judge_files(copies, policy, names=paths).verdict)
+        live = LiveGate(followers, lambda copies: judge_files(copies, policy.sources(), names=paths).verdict)
         listener = bind(options)
         live.look()  # so that the first request gets the verdict of the files as they are
         listen(listener, options)
