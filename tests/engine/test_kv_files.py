@@ -116,7 +116,7 @@ def test_swapped_files_are_misses(tmp_path: Path) -> None:
     second.rename(first)
     aside.rename(second)
     for number in range(2):
-        with pytest.raises(BlockError, match="is another block than its name says"):
+        with pytest.raises(BlockError, match="is another block than its name states"):
             read(files, key_of(number))
 
 

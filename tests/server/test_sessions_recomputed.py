@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Callable[[Kept], None] | None, str]] = {
     "nothing": (lambda kept: None, ""),
     "a flipped bit": (flip, "has another checksum than its content"),
     "a truncated file": (cut, "has another length"),
-    "a swapped file": (swap, "is another block than its name says"),
+    "a swapped file": (swap, "is another block than its name states"),
     "another artifact": (another_artifact, "of another artifact, precision or library"),
     "another version": (None, "of another artifact, precision or library"),
 }

@@ -62,7 +62,7 @@ def _local(entry: Entry) -> Entry:
 
 
 def _routing_stub(manifest: Manifest, entry: Entry) -> Entry:
-    """A stub that is to route is told what it may say, as far as its source does not; all other entries as they are."""
+    """Give a stub that routes its possible answers, unless its source has them; other entries stay as they are."""
     routing = manifest.routing
     if routing is None or routing.entry != entry.id or entry.tier is Tier.REMOTE or not entry.source.startswith(STUB):
         return entry

@@ -21,11 +21,11 @@ class Hop(msgspec.Struct, frozen=True):
 
     model: str
     completion: str
-    """What it said."""
+    """Its answer."""
     intent: str | None
-    """What was read from it; None: nothing that the rule knows."""
+    """The value that the rule read from it; None: no value that the rule has."""
     target: str | None
-    """Who answers next, as ``set.id`` or an id; None: nobody, the hop's own answer stands."""
+    """The model that answers next, as ``set.id`` or an id; None: the hop's own answer stands."""
     latency_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -88,4 +88,4 @@ class Health:
     reason: str
     """Why not, in one sentence; empty when ready."""
     warnings: tuple[str, ...] = ()
-    """What somebody should look after although requests are answered, a sentence each."""
+    """Warnings for the operator while requests are answered, a sentence each."""

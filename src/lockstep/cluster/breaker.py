@@ -19,7 +19,7 @@ class BreakerState(StrEnum):
     CLOSED = "closed"
     """Everybody."""
     OPEN = "open"
-    """Nobody, until its rest is over."""
+    """No request, until its rest is over."""
     HALF_OPEN = "half_open"
     """One request, which tries."""
 
@@ -35,7 +35,7 @@ tries has its first byte, or never will have, or its client left before anything
 
 @dataclass(frozen=True, slots=True)
 class BreakerOptions:
-    """Bounds of a breaker: the failures that are borne, and the rest of the server after them."""
+    """Bounds of a breaker: the number of failures in a row, and the rest of the server after them."""
 
     num_failures: int = 5
     """In a row, until it opens."""

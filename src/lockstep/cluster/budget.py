@@ -78,7 +78,7 @@ class Budget:
 
     name: str
     declared_bytes: int | None
-    """None: the manifest says nothing."""
+    """None: the manifest sets none."""
     effective_bytes: int | None
     """What holds; None: nothing bounds it."""
     needed_bytes: int = 0
@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def is_cut(self) -> bool:
-        """True where the machine has less than the manifest says."""
+        """True if the machine has less than the manifest declares."""
         return None not in (self.declared_bytes, self.effective_bytes) and self.declared_bytes != self.effective_bytes
 
     @property
@@ -255,7 +255,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def cut_texts(budgets: Budgets) -> list[str]:
-    """A sentence for each budget of which the machine has less than the manifest says."""
+    """A sentence for each budget of which the machine has less than the manifest declares."""
     return [
         f"{budget.name} is cut from {size(budget.declared_bytes or 0)} to "
         f"{size(budget.effective_bytes or 0)}, which this machine can give"
@@ -288,7 +288,7 @@ class Ledger:
 
     def __init__(self, room: int, coming: Iterable[tuple[str | None, int]], claims: Mapping[str, int]) -> None:
         self.room = max(0, room)
-        """Free, and claimed by nobody yet."""
+        """Free and not claimed yet."""
         self.missing = max(0, -room)
         """Bytes by which the budget is exceeded."""
         self._spare = 0
@@ -311,7 +311,7 @@ class Ledger:
         return num_bytes - self._own[key] - self._spare - self.room
 
     def spend(self, key: str, num_bytes: int) -> None:
-        """Take free bytes now; what was to become free for this claim is for whoever needs it."""
+        """Take free bytes now; what was to become free for this claim is available to others."""
         assert num_bytes <= self.room, f"{num_bytes} bytes for {key!r} are more than the {self.room} that are free"
         self.room -= num_bytes
         self._spare += self._own.pop(key, 0)

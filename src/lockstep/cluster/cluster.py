@@ -1,4 +1,4 @@
-"""Cluster of a manifest, and all that the server knows of its models: one or many on one device worker, and some of
+"""Cluster of a manifest, the only interface of the server to its models: one or many on one device worker, and some of
 other servers."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from lockstep.worker.supervised import SupervisedWorker
 log = logging.getLogger(__name__)
 
 STEPS_PER_S = 4.0
-"""Of each replica, reported while somebody watches."""
+"""Of each replica, reported while steps are watched."""
 
 Validators = Mapping[str, Validator]
 
@@ -126,7 +126,7 @@ class Cluster:
         """Answer a request. Leaving the stream early aborts it within one step.
 
         Args:
-            progress: told how far the call has come, and what it waits for.
+            progress: records the stations of the call, and what it waits for.
 
         Raises (from the first ``anext``, as far as it is known by then):
             ModelNotFoundError, InvalidParameterError, PromptTooLongError, ChatTemplateError: it can never be served.
@@ -147,7 +147,7 @@ class Cluster:
         return trace is not None and trace.has_content and self._state.hosts is None
 
     def shown(self, progress: CallProgress, chunks: Sequence[ShownChunk]) -> None:
-        """Record in which chunks the answer to a request of one call was streamed, for whoever gives it again."""
+        """Record in which chunks the answer to a request of one call was streamed, so that a replay can repeat them."""
         worker = self._state.worker
         if chunks and progress.places and isinstance(worker, SupervisedWorker):
             place = progress.places[-1]  # an entry model's part comes before
@@ -165,7 +165,7 @@ class Cluster:
         return found
 
     async def stats(self, window_s: float) -> ClusterStats:
-        """Rates and times over the last so many seconds, as far as somebody asked then."""
+        """Rates and times over the last seconds, as far back as stats were read."""
         metrics, num_requests = await self.metrics(), self.snapshot().counters.requests_total
         return stats_of(self._history, metrics, self.kv_tiers, num_requests, window_s)
 
@@ -407,7 +407,7 @@ class Cluster:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _read(self, text: str) -> Manifest:
-        """A manifest that gateways of this cluster told each other; it may refer to this server's environment."""
+        """A manifest that another gateway of this cluster brought in; it may refer to this server's environment."""
         return parse(text, validators=self._validators, environment=self._state.options.environment)
 
     @property
@@ -416,7 +416,7 @@ class Cluster:
         return self._state.models.declared
 
     async def _sweep(self) -> None:
-        """Now and then give up the KV of sessions that nobody comes back to, and look whether somebody watches."""
+        """Periodically evict the KV of idle sessions, and check whether steps are still watched."""
         was_watched = False
         while True:
             await asyncio.sleep(self._state.models.declared.sessions.sweep_interval_s)

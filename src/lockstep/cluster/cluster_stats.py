@@ -61,7 +61,7 @@ class ClusterStats(msgspec.Struct, frozen=True):
     """All engines at one moment."""
 
     window_s: float | None
-    """What rates are over; null: no one has asked before."""
+    """Seconds that rates are over; null: the first reading."""
     uptime_s: float | None
     requests_per_s: float | None
     engines: tuple[EngineStats, ...]

@@ -43,7 +43,7 @@ class Leaving:
     until_s: float
     """It goes then, whatever it has to do."""
     version: int
-    """Of the first word that says so: a gateway that has not heard it may send it requests."""
+    """Version of the first state that has it: a gateway with an earlier one may send it requests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -196,6 +196,6 @@ def why_not_drained(
 
 
 def is_older(place: ReplicaStatus, known: ReplicaStatus | None) -> bool:
-    """True where the same actor has said something since then."""
+    """True if the same actor has reported since then."""
     is_same = known is not None and (place.node_id, place.actor_pid) == (known.node_id, known.actor_pid)
     return known is not None and is_same and place.version < known.version

@@ -172,7 +172,7 @@ class Controller:
         return self._state
 
     async def report(self, gateway: str, report: GatewayReport) -> tuple[SessionNews, ...]:
-        """Take over what a gateway demands and uses; what others have told of sessions since its last report."""
+        """Record a gateway's demand and use; returns what others have reported of sessions since its last report."""
         if (known := self._gateways.get(gateway)) is None:
             return ()
         known.report, known.contact_s = report, self._clock()
@@ -314,7 +314,7 @@ class Controller:
         """Plan, and carry it out."""
         now_s = self._clock()
         for name in [name for name, each in self._gateways.items() if now_s - each.contact_s > LEASE_S]:
-            log.warning("gateway %s says nothing any more", name)
+            log.warning("gateway %s has stopped reporting", name)
             del self._gateways[name]
         if self._gateways:
             self._alone_since_s = now_s
@@ -332,7 +332,7 @@ class Controller:
         self._publish()
 
     def _abandon(self) -> None:
-        """Nobody has come back: take everything away."""
+        """No gateway has come back: remove everything."""
         for key, group in self._groups.items():
             self._unload(key, group, None)
         for key, numbers in self._found.items():

@@ -39,7 +39,7 @@ class ControllerLink(Protocol):
     """`lockstep.cluster.controller.Controller`, here or elsewhere.
 
     Raises (each method):
-        PlacingError: nobody answers.
+        PlacingError: the controller does not answer.
     """
 
     async def join(

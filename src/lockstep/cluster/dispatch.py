@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from lockstep.errors import ConfigError
 
 NONE_OF_THESE = "none"
-"""What an entry model says when no specialist fits; no model of a set may have this id."""
+"""The answer of an entry model when no specialist fits; no model of a set may have this id."""
 RULE_SHAPE = "<entry>.output.<field> -> <set>.{<field>} or <entry>.output.<field> -> <set>.<id>"
 MAX_ANSWER_CHARS = 4096
 """Of an entry's answer that is looked at: a word was requested."""
@@ -61,7 +61,7 @@ class DispatchRule:
         return (*words, NONE_OF_THESE)
 
     def read(self, answer: str) -> str | None:
-        """The field's value in an entry's answer; None where it says nothing of the field.
+        """The field's value in an entry's answer; None if the answer does not have the field.
 
         Understood are a JSON object that has the field, ``field=value`` or ``field: value`` on the first line that is
         not empty, and that line alone where it is one word. Quotes and punctuation around a value fall away.
@@ -85,7 +85,7 @@ class DispatchRule:
         return value.strip(_AROUND_A_WORD) or None if isinstance(value, str) else None
 
     def target_of(self, value: str | None, ids: Sequence[str]) -> str | None:
-        """The id of who answers; None: nobody, the fallback does. Case decides only between ids that differ in it."""
+        """The id of the model that answers; None: the fallback. Case decides only between ids that differ in it."""
         if value is None or value.lower() == NONE_OF_THESE:
             return None
         if self.target is not None:

@@ -13,7 +13,7 @@ import msgspec
 MAX_KEPT_EVENTS = 1024
 """What a watcher may lag behind, or catch up with after it was away; older events are gone."""
 LAGGED = "lagged"
-CALLER = "name of the API key whose request it was, who alone is told beside admins; empty: it came without one"
+CALLER = "name of the API key whose request it was, which alone sees it beside admins; empty: it came without one"
 
 EVENTS: Mapping[str, Mapping[str, str]] = {
     "tier_changed": {
@@ -26,10 +26,10 @@ EVENTS: Mapping[str, Mapping[str, str]] = {
     },
     "hop": {
         "caller": CALLER,
-        "model": "who was asked",
-        "completion": "what it said",
-        "intent": "what the rule read from it; null: nothing that it knows",
-        "target": "who answers next; null: nobody",
+        "model": "the model that answered",
+        "completion": "its answer",
+        "intent": "the value that the rule read from it; null: none that it has",
+        "target": "the model that answers next; null: none",
         "duration_ms": "submission to the end of the hop",
     },
     "session_admitted": {"caller": CALLER, "session": "its id", "model": "where it began"},
@@ -37,7 +37,7 @@ EVENTS: Mapping[str, Mapping[str, str]] = {
         "caller": CALLER,
         "session": "its id; once, however many models held it, until its next request",
         "model": "who gave up its KV; of several at once, the one that answered last",
-        "reason": "room: another session took its place; idle: nobody came back; unloaded: with its model; worker lost",
+        "reason": "room: another session took its place; idle: unused for long; unloaded: with its model; worker lost",
     },
     "co_activation_warmed": {"model": "id of the warmed model", "by": "the model whose requests warm it"},
     "manifest_replacing": {"cluster": "name in the new manifest"},
@@ -56,7 +56,7 @@ EVENTS: Mapping[str, Mapping[str, str]] = {
         "num_tokens": "tokens that it computed, of prompts and of answers",
         "num_samples": "sequences that got a token",
         "duration_ms": "of the forward pass and all around it",
-        "num_unreported": "steps of the replica since the one that was told before",
+        "num_unreported": "steps of the replica since the last one that was reported",
     },
     LAGGED: {"num_lost": "events that this watcher was too slow for"},
 }
@@ -77,7 +77,7 @@ class ClusterEvent(msgspec.Struct, frozen=True):
     fields: Mapping[str, Any]
 
     def concerns(self, caller: str) -> bool:
-        """True if a caller may know of it, by the name of its key: it is about its own request, or about nobody's."""
+        """True if a caller may see it, by the name of its key: it is about its own request, or about no request."""
         return bool(self.fields.get("caller", caller) == caller)
 
 

@@ -51,7 +51,7 @@ class Remote:
     """The environment variable that holds its key."""
     timeout_s: float = 60.0
     only_public: bool = False
-    """Whether it is asked at public addresses only, as whoever named it may not name others. No text says so."""
+    """Whether only public addresses are connected to, since its author may not name others. Not a key of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Hosts:
     ray: str = "auto"
     """``HOST:PORT`` of a Ray cluster, or ``auto``: the one that this machine belongs to, else a local one."""
     replicas: Mapping[str, HostedReplicas] = field(default_factory=dict)
-    """By id of a model; `demand` says what holds for all others."""
+    """By id of a model; `demand` returns the default for all others."""
     routing: RoutingPolicy = RoutingPolicy.PREFIX
     max_imbalance: int = 4
     """Open requests that a preferred replica may have more than the least loaded one."""
@@ -183,14 +183,14 @@ class Manifest:
     resources: Resources = field(default_factory=Resources)
     routing: Routing | None = None
     fallback: str | None = None
-    """Id of the model that answers when the rule names nobody."""
+    """Id of the model that answers when the rule names none."""
     sessions: SessionLimits = field(default_factory=SessionLimits)
     hosts: Hosts | None = None
     """None: everything runs on this machine."""
     rollouts: object | None = None
     """Another room's block, as it was written, in dicts, lists and scalars; its validator is injected."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What its text said that was taken, and should be written otherwise: a sentence each, with its line."""
+    """Warnings about what was accepted and should be written differently: a sentence each, with its line."""
 
     @classmethod
     def of_model(cls, source: str, names: Sequence[str], chat_template: str | None = None) -> Manifest:

@@ -163,7 +163,7 @@ def _check_entry(entry: EntryDraft, draft: ManifestDraft, reading: Reading) -> N
     if entry.is_remote:
         for key in ("engine", "size", "chat_template"):
             if f"{entry.where}.{key}" in reading.lines:
-                message = "says nothing of a remote model, which is loaded by another server; leave it out"
+                message = "does not apply to a remote model, which another server loads; leave it out"
                 reading.fault(f"{entry.where}.{key}", message)
 
 

@@ -1,6 +1,6 @@
-"""Keys of a manifest's ``hosts:`` block: which replicas are placed where, and whom their links believe.
+"""Keys of a manifest's ``hosts:`` block: where replicas are placed, and which peers their links trust.
 
-Paths are those on every host, so nothing is looked up here; neither Ray nor the secret's file is asked.
+Paths are those on every host, so nothing is looked up here; neither Ray nor the secret's file is read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MIN_AMOUNT = 0.0001
 MAX_IMBALANCE = 1_000_000
 _MEMORY = "memory"
 _KNOWN = ("CPU", "GPU", _MEMORY)
-"""Resources that Ray knows by itself, and that a replica may need."""
+"""Built-in resources of Ray that a replica may need."""
 _STORE = "object_store_memory"
 
 

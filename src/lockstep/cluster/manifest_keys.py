@@ -32,7 +32,7 @@ MIN_SWEEP_INTERVAL_S = 0.01
 MAX_PRIORITY = 100
 MAX_NAME_CHARS = 128
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
-"""Fields of SamplingParams whose None says that the request was silent; only those can have a default."""
+"""Fields of SamplingParams whose None means that the request did not set them; only those can have a default."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:(\$)|\{([^{}]*)\}|\{)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -70,7 +70,7 @@ def text(node: YamlNode) -> str:
     """A string that is not empty."""
     value = node.scalar()
     if not isinstance(value, str):
-        quote = f'; write "{value}" in quotes if that is meant' if value is not None else ""
+        quote = f'; write "{value}" in quotes for the text' if value is not None else ""
         raise ConfigError(f"is {shown(value)}; it must be a string{quote}")
     if not value.strip():
         raise ConfigError("is empty; it must be a string")
@@ -78,8 +78,7 @@ def text(node: YamlNode) -> str:
 
 
 def check_name(value: str, shape: Shape = Shape.NAME) -> str:
-    """Refuse what cannot be called so: an id, a cluster's name, or a word that an entry says, unless another shape is
-    given."""
+    """Refuse an invalid name: of an id, a cluster, or a word of an entry's answer, unless another shape is given."""
     pattern, right = shape.value
     if len(value) > MAX_NAME_CHARS or not pattern.fullmatch(value):
         odd = odd_character(value)

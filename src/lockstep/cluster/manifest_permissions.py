@@ -43,13 +43,13 @@ _LINKS: Mapping[str, str] = {
     "tls_key": "tls.key",
     "allows_plain": "allow_plain",
 }
-"""Fields of `Hosts` that only the operator's file says, and their keys."""
+"""Fields of `Hosts` that only the operator's file may set, and their keys."""
 _POCKET = "pocket://"
 
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Powers of a manifest's bringer: names that it may have, beyond those that are vouched for."""
+    """Permissions of a manifest's sender: what it may name beyond the operator's names."""
 
     any_source: bool = False
     """Any file that this process can read, and any model on the hub, which is fetched with our token."""
@@ -105,7 +105,7 @@ class OperatorNames:
         return remote.api_key_env is None or (remote.base_url, remote.api_key_env) in self._keys
 
     def may_ask(self, remote: Remote) -> bool:
-        """True where a server is asked wherever it may be."""
+        """True if a server may be at any address."""
         return not self._opens_sources or remote.base_url in self._urls
 
     def may_open(self, source: str) -> bool:
@@ -144,7 +144,7 @@ class PermissionCheck:
         self._powers = powers
         self._served = served
         self._opened: dict[str, Problem] = {}
-        """Files: what is told where one of them turns out to be no model after all."""
+        """Files, and the message if one of them turns out to be no model."""
 
     def entry(self, entry: EntryDraft, reading: Reading) -> None:
         remote: Remote | None = entry.fields.get("remote")

@@ -26,7 +26,7 @@ class Model:
     entry: Entry
     """As the backend serves it."""
     declared: Entry
-    """As the manifest says."""
+    """As in the manifest."""
     replica: ReplicaState | None
     """The replica that computes for it; None: it is remote, or its source was not opened yet."""
     remote: RemoteModel | RecordedModel | None
@@ -52,7 +52,7 @@ class Model:
         """The model as it is shown outside.
 
         Args:
-            worker_trouble: why the worker would answer nobody now; empty: it would.
+            worker_trouble: why the worker would answer no request now; empty: it would.
         """
         replica, entry, state = self.replica, self.entry, self.status(now_s)
         reason = ""
@@ -104,7 +104,7 @@ class ModelSet:
             name: model for model in self.by_id.values() for name in (*model.entry.aliases, model.id)
         }
         self._by_name[None] = next(iter(self.by_id.values()))
-        """Who is intended where a request names nobody: the entry model, or the first one."""
+        """The model of a request that names none: the entry model, or the first one."""
         if self.router is not None:
             self._by_name[None] = self.by_id[self.router.entry]
             self._by_name.setdefault(declared.cluster, self._by_name[None])
@@ -118,7 +118,7 @@ class ModelSet:
         """The model of an id or alias; the entry model of the cluster's name or none.
 
         Raises:
-            ModelNotFoundError: nobody is called so.
+            ModelNotFoundError: no model has that name.
         """
         model = self._by_name.get(name)
         if model is None:

@@ -31,7 +31,7 @@ from lockstep.worker.supervised import Notice
 log = logging.getLogger(__name__)
 
 MAX_REPORT_AGE_S = 5.0
-"""A report of the controller that is older says nothing of the hosts of now; a new one comes every second."""
+"""An older report of the controller does not describe the present hosts; a new one comes every second."""
 
 if TYPE_CHECKING:
     from lockstep.cluster.models import ModelSet

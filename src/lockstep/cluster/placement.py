@@ -45,11 +45,11 @@ class Placement:
     table: BudgetTable
     """Without the models of `unknown`."""
     unknown: Mapping[str, str]
-    """By id, models of whose size nothing can be said, and why."""
+    """By id, models whose size is unknown, and why."""
     refusals: tuple[str, ...]
     """Why it would not boot; empty: it would."""
     warnings: tuple[str, ...]
-    """What its author may not have meant."""
+    """What its author may not have intended."""
 
     def row(self, id_: str) -> Row | None:
         """The row of one model; None: nothing is known of its size."""

@@ -54,7 +54,7 @@ def action_fields(action: Action) -> ActionFields:
 
 
 class PlanRecorder:
-    """Writes every plan, in a thread of its files; what cannot be written is said once, and nothing waits for it."""
+    """Writes every plan, in a thread of its files; what cannot be written is logged once, and nothing waits for it."""
 
     def __init__(self, options: TraceOptions) -> None:
         share = msgspec.structs.replace(options, max_bytes=options.max_bytes // SHARE)

@@ -20,7 +20,7 @@ from lockstep.cluster.budget import GPU_BUDGET, Ledger
 from lockstep.shown import size
 
 OVER_BUDGET = ""
-"""Stands for the key of a replica where room is made for nobody, because more is loaded than the budget allows."""
+"""In the place of a replica's key, if room is made because more is loaded than the budget allows."""
 
 
 class Phase(StrEnum):
@@ -68,11 +68,11 @@ class Replica:
     retry_at_s: float = 0.0
     """Not loaded before, because the last load failed."""
     wants_warm: bool = False
-    """Somebody will probably need it soon."""
+    """It will probably be needed soon."""
     idle_limit_s: float | None = None
     """Unused for so long it is unloaded; None: only to make room."""
     makes_room_for: str | None = None
-    """Of a draining or unloading replica: what the last `Drain` or the `Unload` said."""
+    """Of a draining or unloading replica: the replica that the last `Drain` or the `Unload` named."""
     num_lost: int = 0
     """Loads in a row over which the worker ended: what may end it again is loaded after all others."""
 
@@ -261,7 +261,7 @@ class _Outcome(Enum):
     BLOCKED = auto()
     """Those whose room it needs are in use."""
     HOLDS = auto()
-    """The same, for too long: nobody younger may take room."""
+    """The same, for too long: no younger one may take room."""
 
 
 class _PlanBuilder:

@@ -12,7 +12,7 @@ from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.engine.tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 4_096
-"""Longer prompts are tokenised on another thread, so that they delay nobody's tokens."""
+"""Longer prompts are tokenised on another thread, so that they do not delay the tokens of others."""
 PIECE_CHARS = 16
 """What a message, a number or a list takes beside its text: as much time as so many characters of it."""
 MAX_TURN_CHARS = 16_384

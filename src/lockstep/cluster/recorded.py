@@ -87,7 +87,7 @@ class RecordedModel:
 
         Raises:
             NotRecordedError: no recorded request fits.
-            InvalidParameterError: what is asked was not recorded: log-probabilities, embeddings.
+            InvalidParameterError: log-probabilities or embeddings, which are not recorded.
             DeadlineError: the call's time is up, or it was when it was recorded.
             RequestFailedError: the recorded answer failed, or its client left.
         """

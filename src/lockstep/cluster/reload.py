@@ -29,7 +29,7 @@ class Reloads:
     """Replacements of a manifest, one at a time; on several hosts, by one gateway at a time, and then by all others.
 
     Args:
-        read: reads a manifest that gateways told each other.
+        read: reads a manifest that another gateway brought in.
     """
 
     def __init__(self, state: ClusterState, read: Callable[[str], Manifest]) -> None:
@@ -70,7 +70,7 @@ class Reloads:
         """Bring in a manifest that was checked; goes on when the caller leaves.
 
         Args:
-            vetting: of who sent it over the network, and is told no more than they may know; None: the operator's.
+            vetting: permissions of its sender over the network, which limit what errors show; None: the operator's.
 
         Raises:
             LockstepError: it cannot be served; what was served still is.
@@ -81,7 +81,7 @@ class Reloads:
         return await asyncio.shield(self._replacing)
 
     def follow(self, text: str) -> None:
-        """Take over what another gateway has brought in; while something else is, it will be told again."""
+        """Apply a manifest that another gateway brought in; during a replacement it is ignored, and comes again."""
         if not self.is_replacing and self._state.is_booted and self._state.hosts is not None:
             self._taking_over = asyncio.get_running_loop().create_task(self._follow(self._state.hosts, text))
 

@@ -42,7 +42,7 @@ BACKOFF_S = 0.1
 MAX_CONNECTIONS = 256
 """Of one model: more calls than that wait for one to end, as long as for a connection."""
 TEMPLATE = "{{ messages }}{{ tools }}{{ reasoning_effort }}{{ verbosity }}"
-"""Never rendered: it says which variables are passed on."""
+"""Never rendered: it shows which variables are passed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class RemoteModel:
     """One entry of tier remote. Used from one event loop; `close` it.
 
     Args:
-        entry: its `remote` says where; its timeout bounds the wait for the first byte and every silence after.
+        entry: its `remote` has the address; its timeout bounds the wait for the first byte and every silence after.
         api_key: the value of the environment variable that the entry names; sent, and never shown.
         clock: by which it rests after failures.
     """
@@ -140,7 +140,7 @@ class RemoteModel:
         """Answer a call, as `lockstep.cluster.cluster.Cluster.stream`. Leaving the stream closes the connection.
 
         Raises:
-            InvalidParameterError: what is asked cannot be had there, or is refused there.
+            InvalidParameterError: the other server cannot do it, or refuses it.
             UnavailableError: it is overloaded, or has failed too often.
             DeadlineError: it was silent for longer than the entry's timeout, or the call's time is up.
             RemoteFailedError: it cannot be reached, broke off, answered nonsense, or refuses us.
@@ -158,7 +158,7 @@ class RemoteModel:
                         if exchange.is_whole:
                             self._breaker.succeeded(admission)
                             if exchange.is_cut:
-                                log.warning("remote %s said more than was asked for, and was cut", self.entry.id)
+                                log.warning("remote %s sent more than was requested, and was cut", self.entry.id)
                         if outputs:
                             yield outputs
             except AttemptError as refused:
@@ -229,7 +229,7 @@ class RemoteModel:
         self._breaker.failed(admission, self._clock())
         if self.state is not before:
             rest_s = self._breaker.wait_s(self._clock())
-            log.warning("remote %s is not asked for %.1f s: %s", self.entry.id, rest_s, refused.error)
+            log.warning("remote %s gets no requests for %.1f s: %s", self.entry.id, rest_s, refused.error)
 
     def _rested(self) -> UnavailableError:
         wait_s = self._breaker.wait_s(self._clock())

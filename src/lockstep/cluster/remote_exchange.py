@@ -52,7 +52,7 @@ _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-l
 
 
 class Patience:
-    """Deadlines of one call over all its attempts, and whether somebody ended it."""
+    """Deadlines of one call over all its attempts, and whether it was ended."""
 
     def __init__(self, call: GenerationRequest, now_s: float) -> None:
         self._began_s = now_s
@@ -237,7 +237,7 @@ class Exchange:
             error = UnavailableError(f"{server} has as many requests of ours as it gets; try again later")
             raise AttemptError(error, is_fault=False) from None
         except NotPublicError:
-            text = f"{server} is at no public address, and whoever brought its manifest may name no other"
+            text = f"{server} is at no public address, and the sender of its manifest may name no other"
             raise AttemptError(RemoteFailedError(text)) from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             text = f"{server} cannot be reached ({type(error).__name__})"
@@ -265,7 +265,7 @@ async def _beginning(response: httpx2.Response) -> bytes:
 
 
 class NotPublicError(httpx2.ConnectError):
-    """The name leads to no address, or to one that is not public; which of both is nobody's business."""
+    """The name leads to no address, or to one that is not public; the message does not show which."""
 
 
 def is_public(address: str) -> bool:
@@ -281,7 +281,7 @@ def is_public(address: str) -> bool:
 
 
 def is_plainly_private(host: str) -> bool:
-    """True where a URL's host says by itself that it is not public; what a name leads to is known when it is asked."""
+    """True if a URL's host is by itself not public; the address of a name is known once it is resolved."""
     try:
         return not is_public(host.strip("[]"))
     except ValueError:

@@ -1,7 +1,7 @@
 """Messages of the remote tier: a request as OpenAI's API takes it, and the stream, the refusals and the failures of
 another server as ours. Pure.
 
-Everything that a request says is sent, or refused by name here; what the other server refuses comes back as its answer.
+Every parameter of a request is sent, or refused by name here; what the other server refuses comes back as its answer.
 Priority, tenant and session are this cluster's own and are not sent. Clients are shown the entry's id and never the
 other server's address. They are shown its text only where it refuses their request (400, 413, 422): it contains what to
 change. The text of every other failure goes to the log, except what it says about our key.
@@ -37,7 +37,7 @@ COMPLETIONS_PATH = "/completions"
 SCHEMA_NAME = "answer"
 """OpenAI wants every schema to have a name."""
 _OWN_PARAMETERS = ("tools", "reasoning_effort", "verbosity")
-"""Variables of templates that OpenAI's API knows as parameters."""
+"""Variables of templates that are parameters of OpenAI's API."""
 _STRUCTURED: Mapping[ConstraintKind, str] = {
     ConstraintKind.CHOICE: "choice",
     ConstraintKind.REGEX: "regex",
@@ -48,7 +48,7 @@ _STRUCTURED: Mapping[ConstraintKind, str] = {
 _SENT_OTHERWISE = ("logprobs", "constraint")
 """Parameters of sampling that are refused, or have another form."""
 MAX_ANSWER_CHARS = 1 << 22
-"""Of all choices, thoughts and calls together; a server that says more is out of its mind, and is cut."""
+"""Of all choices, thoughts and calls together; a server that sends more is faulty, and is cut."""
 MAX_EMPTY_EVENTS = 1 << 16
 """In a row, that bring nothing; no server keeps a connection alive by so many."""
 _ENDINGS: Mapping[str, FinishReason] = {
@@ -88,7 +88,7 @@ def remote_request(id_: str, model: str, call: GenerationRequest) -> RemoteReque
         model: its name there.
 
     Raises:
-        InvalidParameterError: what is asked cannot be had from another server.
+        InvalidParameterError: another server cannot do it.
     """
     _refuse(id_, call)
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}

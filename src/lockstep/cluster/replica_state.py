@@ -47,7 +47,7 @@ class ReplicaSpec:
     tokenizer: Callable[[], Tokenizer]
     """Its text side, readable before it is loaded; takes a moment."""
     measure: Callable[[Loaded], int]
-    """Weights and KV pool, as far as loading knows better."""
+    """Weights and KV pool, if loading measured them."""
     group: GroupOptions = field(default_factory=GroupOptions)
     """Placing on several hosts, and choice among them; one replica where there are none. Part of the key."""
 
@@ -96,7 +96,7 @@ class ReplicaState:
     warm_until_s: float = 0.0
     """Until then free room is taken for it, as it will probably be needed."""
     makes_room_for: str | None = None
-    """For whom it drains or is unloaded; None: for nobody."""
+    """Key of the replica for which it drains or is unloaded; None: for none."""
     is_dismissed: bool = False
     """Unloaded by hand: requests bring it back, its declared tier does not."""
     num_leaving: int = 0
@@ -154,7 +154,7 @@ class ReplicaState:
         self.warm_until_s = 0.0
 
     def lost(self, error: WorkerLostError) -> bool:
-        """Note a load that was lost with its worker, which says nothing of the model; whether it was once too often."""
+        """Note a load that was lost with its worker, not by a fault of the model; True if it happened too often."""
         self.num_lost += error.is_suspect
         is_to_blame = error.is_suspect and self.num_lost > MAX_LOST_LOADS
         if is_to_blame:
@@ -169,7 +169,7 @@ class ReplicaState:
         self.is_missed = not (self.num_leaving or self.is_retired)
 
     def recall(self, now_s: float) -> None:
-        """Wish for what the last worker had, now that there is one again."""
+        """Request what the last worker had loaded, now that there is one again."""
         if self.is_missed:
             self.is_missed = False
             self.warm_until_s = now_s + WARM_WISH_S

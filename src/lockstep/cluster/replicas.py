@@ -44,7 +44,7 @@ LOOK_S = 0.5
 LOST = "worker lost"
 """Why one is absent that was there, or was being loaded."""
 CUT = "the model was taken out of service before this answer was complete; send the request again"
-"""What calls are told that did not end in the time that draining had."""
+"""Error of calls that did not end in the time that draining had."""
 Watcher = Callable[[ReplicaState, Phase, str, float], None]
 """Called when a replica has come to another phase: the replica, its phase before, why, and how long that lasted."""
 Decide = Callable[[Observed, float, PlanPolicy], tuple[Action, ...]]
@@ -88,9 +88,9 @@ class Replicas:
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.TimerHandle | None = None
         self._changed: asyncio.Future[None] | None = None
-        """Done at the next change, for those who wait in `until`; None: nobody does."""
+        """Done at the next change, for callers that wait in `until`; None: there are none."""
         self._is_quiet = True
-        """Nobody waits for anything, so that the end of a call changes no plan."""
+        """No call waits, so that the end of a call changes no plan."""
         self._closing: LockstepError | None = None
 
     # -- what there is --------------------------------------------------------------------------------------------
@@ -104,11 +104,11 @@ class Replicas:
         return sum(replica.bytes for replica in self._replicas.values() if replica.phase is not Phase.ABSENT)
 
     def of(self, spec: ReplicaSpec) -> ReplicaState:
-        """The replica of a spec; a new one is absent until somebody needs it."""
+        """The replica of a spec; a new one is absent until it is needed."""
         return self._replicas.setdefault(spec.key, ReplicaState(spec))
 
     def take_over(self, spec: ReplicaSpec) -> None:
-        """Take over what a manifest says of a replica that is there already; what is loaded stays as it is."""
+        """Apply a manifest to a replica that is there already; what is loaded stays as it is."""
         replica = self._replicas[spec.key]
         replica.spec = spec
         if replica.loaded is not None:

@@ -28,7 +28,7 @@ from lockstep.worker.progress import LOADING, PLACE, CallProgress, CallStation
 MAX_WAIT_S = 300.0
 """For a session and a replica, where the call has no deadline of its own."""
 MIN_DEADLINE_S = 1e-3
-"""Left to an engine, which then says itself that the time is up."""
+"""Left to an engine, which then reports the deadline itself."""
 
 
 class _EntryAnswer(NamedTuple):
@@ -237,7 +237,7 @@ class RequestHandler:
         """Take a session's place and a replica.
 
         Args:
-            progress: told what is waited for; None: nothing will be.
+            progress: records what is waited for; None: there is no wait.
         """
         if progress is not None and not model.sessions.is_open(session):
             used, most = model.sessions.num_active, model.sessions.limit or 0

@@ -1,4 +1,4 @@
-"""Resolve a manifest's artifacts: sources opened and checked, told apart by content, and their bytes counted.
+"""Resolve a manifest's artifacts: sources opened and checked, distinguished by content, and their bytes counted.
 
 Reads files and may fetch them from the hub, so it runs on a thread of its own.
 """
@@ -31,7 +31,7 @@ from lockstep.hosts.values import GroupOptions
 from lockstep.worker.messages import Loaded
 
 DEFAULT_KV_BYTES = 512 * 1024**2
-"""Of a replica's KV pool, where nobody says anything; no pool is larger than it can use."""
+"""Of a replica's KV pool, if nothing sets it; no pool is larger than it can use."""
 STUB_BLOCKS = 8192
 """Of a stub, whose blocks hold nothing: enough for 16 whole contexts."""
 KEY_DIGITS = 12
@@ -154,7 +154,7 @@ def on_hub(source: str) -> HubSource | None:
 
 
 def has_device_alone(manifest: Manifest) -> bool:
-    """True where there is one replica, and no budget: it shares with nobody, so its pool has the size that its load
+    """True if there is one replica, and no budget: it shares with none, so its pool has the size that its load
     finds room for, and nothing bounds it but what loading itself refuses."""
     replicas = {(entry.source, entry.variant) for entry in manifest.entries if entry.tier is not Tier.REMOTE}
     return len(replicas) == 1 and manifest.resources == Resources() and manifest.hosts is None
@@ -254,7 +254,7 @@ class Source:
 
 
 def _with_pools(engine: EngineOptions, resources: Resources, num_replicas: int) -> EngineOptions:
-    """Pools of sizes that are known beforehand: each replica's share of the budgets. What the operator said stands."""
+    """Pools of sizes that are known beforehand: each replica's share of the budgets. The operator's numbers stay."""
 
     def share(given: int | None, budget_bytes: int | None, default_bytes: int) -> int:
         if given is not None:
@@ -279,7 +279,7 @@ def _group_of(manifest: Manifest, source: str, variant: str | None = None) -> Gr
 
 
 def _spec(entry: Entry, source: Source, options: LoadOptions, footprint: Footprint, group: GroupOptions) -> ReplicaSpec:
-    """The load of an entry. On several hosts its key says how the group is placed as well, so that a manifest which
+    """The load of an entry. On several hosts its key includes the placement of the group, so that a manifest which
     changes that places another group beside the old one, and the old one is drained."""
     own = (source.fingerprint, entry.variant)
     placed = (group.num, sorted(group.resources.items()), group.spread, group.policy.value, group.max_imbalance)

@@ -1,4 +1,4 @@
-"""Recording of routes: all that each group's balancer was told, in order, and what it chose.
+"""Recording of routes: all inputs of each group's balancer, in order, and its choices.
 
 A file is a sequence of zstd frames with checksums, as those of the device (worker/flight/entries.py), and has lines of
 JSON. The first is a `RouteHeader`; then comes a `GroupOpened` with its state for each group that is there, so that a
@@ -34,7 +34,7 @@ ROUTE_SUFFIX = ".lsroutes"
 SHARE = 4
 """Routes get one part in so many of the bytes that a recording may take, in addition."""
 MAX_PENDING_BYTES = 1 << 14
-"""Lines that are handed over together; a choice is handed over at once, with what was told before it."""
+"""Lines that are handed over together; a choice is handed over at once, with the inputs before it."""
 MAX_CONTENTS = 1 << 19
 """Contents that the beginning of a file writes down, of all groups together, replica by replica."""
 DEFECT = "the recorder of routes has a defect, which the log tells"
@@ -115,7 +115,7 @@ class Ended(_Line, frozen=True, tag="ended"):
 
 
 class Chosen(_Line, frozen=True, tag="chosen"):
-    """A route: what was asked, and what was decided."""
+    """A route: the request and the decision."""
 
     contents: Runs
     """Of the prompt's beginning, as far as any replica holds them."""
@@ -132,7 +132,7 @@ Entry = Opened | Resumed | Admitted | Withdrawn | Learned | Ended | Chosen
 
 
 class _Group:
-    """A group as it is recorded: a balancer that is told what the group's is told, and the numbers of its contents."""
+    """A group as it is recorded: a balancer with the inputs of the group's own, and the numbers of its contents."""
 
     def __init__(self, number: int, key: str, balancer: Balancer) -> None:
         self.number = number

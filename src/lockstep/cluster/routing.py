@@ -26,7 +26,7 @@ class Decision:
     target: str | None
     """Id of who answers next; None: the answer stands."""
     is_fallback: bool = False
-    """The target is the fallback, as the rule names nobody."""
+    """The target is the fallback, as the rule names no model."""
 
 
 class Router:
@@ -55,7 +55,7 @@ class Router:
         return None if manifest.routing is None else Router(manifest, manifest.routing)
 
     def question(self, call: GenerationRequest) -> GenerationRequest:
-        """The entry model's part of a call: greedy, and nothing but an id that the rule knows, or none of them.
+        """The entry model's part of a call: greedy, and only an id of the rule, or none of them.
 
         Raises:
             InvalidParameterError: the prompt is tokens, which mean something to one model only.
@@ -88,7 +88,7 @@ class Router:
 
 
 def addressed(call: GenerationRequest, entry: Entry) -> GenerationRequest:
-    """A call as one model is to answer it: its persona, its sampling where the call says nothing, its priority."""
+    """A call as one model is to answer it: its persona, its sampling where the call sets none, its priority."""
     return replace(
         call,
         model=entry.id,

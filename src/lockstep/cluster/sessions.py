@@ -53,7 +53,7 @@ class StoredTokens(NamedTuple):
 
     @property
     def has_place(self) -> bool:
-        """False where a worker has only said how many there are."""
+        """False if a worker has reported only their number."""
         return bool(self.host or self.disk or not self.total)
 
 
@@ -73,7 +73,7 @@ class Session:
     stored: dict[str, StoredTokens] = field(default_factory=dict)
     """By model: tokens of its last prompt that are kept in host memory or on disk."""
     is_stored_known: bool = True
-    """Whether the worker that there is has said so."""
+    """Whether the present worker has reported it."""
     is_held: bool = True
     """At least one model holds it."""
     is_taken: bool = False
@@ -240,7 +240,7 @@ class SessionNews(NamedTuple):
     age_s: float
     idle_s: float
     num_requests: int
-    """Since it was told last."""
+    """Since the last report."""
     is_ended: bool = False
 
 
@@ -257,7 +257,7 @@ class Sessions:
         self._num_ephemeral = 0
         self._is_shared = is_shared
         self._untold: dict[str, int] = {}
-        """Sessions that have changed since others were told, and their requests since then."""
+        """Sessions that have changed since the last report, and their requests since then."""
 
     @property
     def num_live(self) -> int:
@@ -323,7 +323,7 @@ class Sessions:
             self._untold[id_] = self._untold.get(id_, 0) + num_requests
 
     def news(self, now_s: float) -> tuple[SessionNews, ...]:
-        """Changes since others were told."""
+        """Changes since the last report."""
         untold, self._untold = self._untold, {}
         found = []
         for id_, num_requests in untold.items():
@@ -352,7 +352,7 @@ class Sessions:
             session.last_used_s = max(session.last_used_s, now_s - each.idle_s)
 
     def idle(self, limits: SessionLimits, now_s: float) -> list[Session]:
-        """Sessions whose KV may be given up, as nobody came back for long; those that are too many are forgotten."""
+        """Sessions whose KV may be evicted, as they are idle for long; those beyond the limit are forgotten."""
         excess = len(self.by_id) - MAX_SESSIONS
         for session in list(self.by_id.values())[: max(0, excess)]:
             if not session.num_active and not session.is_held:

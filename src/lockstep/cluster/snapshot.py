@@ -23,7 +23,7 @@ class BudgetSnapshot(msgspec.Struct, frozen=True):
     name: str
     """``gpu_budget`` or ``ram_budget``."""
     declared_bytes: int | None
-    """None: the manifest says nothing."""
+    """None: the manifest sets none."""
     effective_bytes: int | None
     """What holds: cut to what the machine has; None: nothing bounds it."""
     used_bytes: int
@@ -129,7 +129,7 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     """Of its prompts, kept on the device by all its models together."""
     num_stored_tokens: int | None = 0
     """Of its prompts, kept in host memory or on disk, beside the device or instead; None: a worker that began anew has
-    not said yet, as in what follows, where it may have said only how many."""
+    not reported it yet, as in what follows, where it may have reported only their number."""
     num_host_tokens: int | None = 0
     """Of these, those in host memory."""
     num_disk_tokens: int | None = 0
@@ -155,7 +155,7 @@ class Counters(msgspec.Struct):
     demotions: int = 0
     co_activation_warms: int = 0
     lru_evictions: int = 0
-    """Idle sessions whose KV was given up, least recently used first: for another session, or as nobody came back."""
+    """Idle sessions whose KV was evicted, least recently used first: for another session, or after a long idle time."""
     model_evictions: int = 0
     """Models that were unloaded to make room for others."""
 
@@ -177,7 +177,7 @@ class RemoteSnapshot(msgspec.Struct, frozen=True):
 
     model: str
     breaker: str
-    """``closed``: it is asked; ``open``: it is left alone after its failures; ``half_open``: one request tries."""
+    """``closed``: it gets requests; ``open``: it gets none after its failures; ``half_open``: one request tries."""
     num_open: int
     """Calls that are being answered."""
     requests_total: int
@@ -233,7 +233,7 @@ class PlaceSnapshot(msgspec.Struct, frozen=True):
     """``waiting`` for room, ``starting``, ``loading``, ``ready``, ``failed``, ``leaving``, or ``unreachable``: placed,
     and without a link to this server."""
     reason: str
-    """Why it is not ready, or is not reached although it is, in one sentence; empty: it is, or no one has said."""
+    """Why it is not ready, or not reached although it is, in one sentence; empty: it is, or that is unknown."""
     host: str
     """Name of its host; empty: it is on none."""
     address: str
@@ -245,7 +245,7 @@ class PlaceSnapshot(msgspec.Struct, frozen=True):
     num_running: int = 0
     """Requests of this gateway that are under way there, as all that follows is this gateway's."""
     num_cached_blocks: int = 0
-    """KV blocks that it told this gateway it can find again."""
+    """KV blocks that it has reported to this gateway as cached."""
     routed: Mapping[str, int] = {}
     """Requests that it was given since the start, by why: ``session``, ``prefix``, ``load`` or ``turn``."""
     num_retried: int = 0
@@ -257,7 +257,7 @@ class PlaceSnapshot(msgspec.Struct, frozen=True):
 
     @property
     def group(self) -> str:
-        """The first of its models, by which replicas are told; its key where it is of none any more."""
+        """The first of its models, by which replicas are named; its key if it has none any more."""
         return self.models[0] if self.models else self.key
 
     @property
@@ -267,7 +267,7 @@ class PlaceSnapshot(msgspec.Struct, frozen=True):
 
     @property
     def sentence(self) -> str:
-        """Reason why it gets no requests of this gateway; empty: it does, or no one has said."""
+        """Reason why it gets no requests of this gateway; empty: it does, or the reason is unknown."""
         state = "gets no requests" if self.state == "ready" else f"is {self.state}"
         return f"{self.name} {state}: {self.reason}" if self.reason else ""
 
@@ -323,7 +323,7 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     cluster: str
     backend: str
     entry: str | None
-    """Who routes; None: nobody does."""
+    """The model that routes; None: none does."""
     fallback: str | None
     is_replacing: bool
     """Whether a new manifest is being brought in."""
@@ -341,7 +341,7 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     remotes: tuple[RemoteSnapshot, ...] = ()
     """Of remote models, in order of definition."""
     warnings: tuple[str, ...] = ()
-    """What somebody should look after although calls are answered, a sentence each."""
+    """Warnings for the operator while calls are answered, a sentence each."""
     is_fixed: bool = False
     """It was made of a command line: models and manifest are not changed over HTTP."""
     hosts: tuple[HostSnapshot, ...] = ()

@@ -61,20 +61,20 @@ class ClusterOptions:
 
     backend: Backend | OneModel | RecordedBackend = Backend.AUTO
     load: LoadOptions = field(default_factory=LoadOptions)
-    """Of every model, where its own ``engine`` says nothing else."""
+    """Of every model, unless its own ``engine`` sets something else."""
     worker: WorkerOptions = field(default_factory=WorkerOptions)
     policy: PlanPolicy = field(default_factory=PlanPolicy)
     drain_s: float = DRAIN_S
     environment: Mapping[str, str] = field(default_factory=dict)
     """Where the keys of remote models are looked up."""
     kv: KVStoreOptions = field(default_factory=KVStoreOptions)
-    """Where KV is kept outside of the device; a manifest's budgets go before those said here."""
+    """Where KV is kept outside of the device; a manifest's budgets go before these."""
     folder: Path | None = None
     """Where the operator's manifest lies: of the models there, any may be named over HTTP."""
     open_controller: OpenController = ray_controller
     """Finds or starts the controller of a cluster on several hosts."""
     is_fixed: bool = False
-    """Requests may look at it and not change it: it was made of a command line, and no file says what is served."""
+    """Requests may read it and not change it: it was made of a command line, without a file."""
 
 
 class ClusterState:
@@ -133,7 +133,7 @@ class ClusterState:
 
     @property
     def loading(self) -> str:
-        """Reason why nobody is answered before the boot has ended, in one sentence."""
+        """Reason why no request is answered before the boot has ended, in one sentence."""
         return "the model is loading" if len(self.models.by_id) == 1 else "the models are loading"
 
     def meant(self, manifest: Manifest) -> None:
@@ -150,8 +150,8 @@ class ClusterState:
         """The model that a call is for.
 
         Raises:
-            ModelNotFoundError: nobody is called so.
-            UnavailableError: nobody is answered yet.
+            ModelNotFoundError: no model has that name.
+            UnavailableError: no request is answered yet.
         """
         model = self.models.find(name)
         if not self.is_booted:
@@ -219,7 +219,7 @@ class ClusterState:
         key_name = None if entry.remote is None else entry.remote.api_key_env
         key = None if key_name is None else self.options.environment.get(key_name)
         if key_name is not None and not key:
-            log.warning("%s: %s, which api_key_env names, is not set; it is asked without a key", entry.id, key_name)
+            log.warning("%s: %s, which api_key_env names, is not set; no key is sent", entry.id, key_name)
         return RemoteModel(entry, key or None)
 
     def _sweeper(self, model: str) -> Callable[[str], None]:
@@ -279,7 +279,7 @@ class ClusterState:
         self.replicas.release(replica)
 
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on what somebody should look after although calls are answered."""
+        """Warnings for the operator while calls are answered."""
         recorders = (self._plans, self._routes)
         faults = (self.worker.recording_fault, *(each.fault for each in recorders if each is not None))
         why = "; ".join(dict.fromkeys(filter(None, faults)))
@@ -422,7 +422,7 @@ class ClusterState:
             self.on_manifest(text)
 
     def _noticed(self, notice: Notice | GroupLost) -> None:
-        """Take over what the worker says unasked."""
+        """Apply a notice of the worker."""
         match notice:
             case StepReport():
                 self.events.emit(
@@ -481,7 +481,7 @@ class ClusterState:
 
 
 def _unopened(declared: Entry, entry: Entry) -> Model:
-    """A model that is known by its names, and answers nobody yet."""
+    """A model that has its names, and answers no request yet."""
     return Model(entry, declared, None, None, ModelSessions(None, lambda session: None))
 
 

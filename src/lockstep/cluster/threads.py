@@ -1,6 +1,6 @@
 """Threads for work that no one has to wait for, and a bounded number of places for it.
 
-A server that is told to end while it hashes, fetches gigabytes or tokenises a book ends at once, where one of asyncio's
+A server that is stopped while it hashes, fetches gigabytes or tokenises a book ends at once, where one of asyncio's
 own threads would be joined first.
 """
 

@@ -1,1 +1,1 @@
-"""One replica at work: tokenizer, step loop, streams and metrics. Knows executors by their protocol only."""
+"""One replica at work: tokenizer, step loop, streams and metrics. Uses executors through their protocol only."""

@@ -233,7 +233,7 @@ def checked_messages(messages: object, *, knows_developer: bool) -> list[dict[st
     """Copies of the messages in the form that templates expect.
 
     Content becomes one string: text parts are joined by newlines, as vLLM does, and an absent content is empty.
-    Arguments of tool calls become objects. `developer` becomes `system` unless the template knows it.
+    Arguments of tool calls become objects. `developer` becomes `system` unless the template reads it.
 
     Raises:
         InvalidParameterError: `param` names the place, e.g. ``messages[2].content``.

@@ -38,7 +38,7 @@ class Due:
     while_running: bool
     """True: ``deadline_s``, which holds for running requests too. False: ``queue_deadline_s``, first of two at once."""
     after_s: float
-    """Seconds after the arrival, as the request said it."""
+    """Seconds after the arrival, as the request states."""
 
     def error(self) -> DeadlineError:
         """Error that the request ends with."""
@@ -98,7 +98,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to: for tests and simulation."""
+    """A clock that moves only by its methods: for tests and simulation."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s

@@ -91,7 +91,7 @@ class Engine:
         self._mailboxes = LoopMailboxes()
 
     def follow(self, follower: SequenceFollower) -> None:
-        """Have somebody told of every sequence, and what changes in the cache kept; before the first request."""
+        """Attach an observer of every sequence, and keep the changes of the cache; before the first request."""
         self._requests.follower = follower
         self.scheduler.follow_contents()
 

@@ -108,13 +108,13 @@ class Generation:
             self.live.first_scheduled_s = now_s
 
     def avoided(self) -> tuple[int, ...]:
-        """The tokens that may not come now; of ends, a grammar knows that itself."""
+        """The tokens that may not come now; a grammar excludes ends itself."""
         ends = self.live.end_ids if self.grammar is None and len(self.tokens) < self.min_len else ()
         return ends if self.bad_words is None else ends + self.bad_words.after(self.tokens, self.prompt_len)
 
     def allowed(self) -> TokenBits | None:
         """The tokens that the grammar allows next; None, with ``fault`` set, when it cannot go on."""
-        assert self.grammar is not None, "only a constrained sequence is asked"
+        assert self.grammar is not None, "only for a constrained sequence"
         avoided = self.live.ignored_end_ids
         if len(self.tokens) < self.min_len:
             avoided += self.live.end_ids

@@ -36,7 +36,7 @@ _SALT = "computed again to be compared"
 class _Due(NamedTuple):
     tokens: tuple[int, ...]
     block_hash: bytes
-    """Of the first block, as the store knows it."""
+    """Hash of the first block, as in the store."""
     content: Blocks
     """Of that block, as it came back."""
 

@@ -247,7 +247,7 @@ class BlockFiles:
     def _scan(self) -> None:
         """Take over what an earlier process left, least recently written first; what has no name yet is removed.
 
-        Until an engine says whose they are, these are the first to be given up: their model may never be served again.
+        Until an engine claims them, these are evicted first: their model may never be served again.
         """
         found: list[tuple[int, str, BlockKey, int]] = []
         for environment in _folders(self.folder, 32):
@@ -385,7 +385,7 @@ def _fault(key: BlockKey, header: bytes, content: Blocks) -> str:
     if len(header) != HEADER_BYTES or header[: len(MAGIC)] != MAGIC:
         return "is not a KV block of this version"
     if header[: _KEYS.size] != _KEYS.pack(MAGIC, key.environment, key.block_hash, len(content)):
-        return "is another block than its name says"
+        return "is another block than its name states"
     return "" if header == header_of(key, content) else "has another checksum than its content"
 
 

@@ -76,7 +76,7 @@ class SessionRecords:
 
     def put(self, record: SessionRecord) -> dict[str, tuple[BlockKey, ...]]:
         """Remember a session in place of what it came back for before; returns the files to be written, with the blocks
-        that nobody will come back for any more."""
+        that no session will come back for."""
         name = _name_of(record)
         before = self._remove(name)
         self._count(name, record)

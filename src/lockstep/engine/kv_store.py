@@ -68,7 +68,7 @@ class KVStore:
         self._classes: dict[bytes, WeakKeyDictionary[object, int]] = {}
         """By environment: the class of each of its engines."""
         self._unnoted: OrderedDict[str, list[BlockKey]] = OrderedDict()
-        """Records that wait to be written, with blocks that nobody may come back for any more."""
+        """Records that wait to be written, with blocks that no session may come back for."""
         self.num_lost_notes = 0
         self._saving_bytes = 0
         self._waiting_for_room: list[Callable[[], None]] = []
@@ -105,7 +105,7 @@ class KVStore:
         return self._saving_bytes < MAX_SAVING_BYTES
 
     def when_it_can_save(self, wake: Callable[[], None]) -> None:
-        """Call once when more contents may wait to be written, whoever wrote the others; at once if so now."""
+        """Call once when more contents may wait to be written; at once if so now."""
         with self._changed:
             if not self.can_save:
                 if wake not in self._waiting_for_room:
@@ -195,7 +195,7 @@ class KVStore:
             return self._records.strangers(environment)
 
     def tell(self, fault: str) -> None:
-        """Log a fault, and tell whoever made the store."""
+        """Log a fault, and report it to the creator of the store."""
         log.warning("%s", fault)
         self._on_fault(fault)
 
@@ -248,7 +248,7 @@ class KVStore:
             self._changed.notify_all()
 
     def _note(self, name: str, keys: Sequence[BlockKey]) -> None:
-        """Have a session's record written as it is then, or removed, and blocks that nobody will come back for."""
+        """Have a session's record written as it is then, or removed, and blocks that no session will come back for."""
         self._unnoted[name] = [*self._unnoted.pop(name, ()), *keys]
         self._put(name, partial(self._write, name))
         if len(self._unnoted) <= MAX_NOTES:

@@ -61,7 +61,7 @@ class KVTransfer:
         self._waiting: deque[LiveRequest] = deque()
         self._returns: list[_Return] = []
         self._strangers = store.strangers(self.environment)
-        """Sessions by owner whose blocks are of no use here, until that was told."""
+        """Sessions by owner whose blocks are of no use here, until that is reported."""
         self._check = KVCheck(scheduler, model, store, self.environment)
         self.prioritise(class_)
 

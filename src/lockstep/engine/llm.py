@@ -337,7 +337,7 @@ class TaskThread:
     def is_alive(self) -> bool:
         """True while tasks are done: it was not ended, and this is no fork of its process.
 
-        The thread is not asked: `Thread.is_alive` takes a lock, and says no for ever once it was interrupted there.
+        `Thread.is_alive` is not used: it takes a lock, and returns False for ever once it was interrupted there.
         """
         return not self._is_ended and os.getpid() == self._pid
 

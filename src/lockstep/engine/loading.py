@@ -36,7 +36,7 @@ MAX_PROBE_BLOCKS = 256
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """An executor with its tokenizer and what the artifact says of sampling."""
+    """An executor with its tokenizer and the sampling defaults of the artifact."""
 
     name: str
     source: str
@@ -65,7 +65,7 @@ class LoadedModel:
 def load_model(
     source: str, options: LoadOptions | None = None, progress: Progress | None = None
 ) -> tuple[LoadedModel, SchedulerConfig]:
-    """Load a model and decide its scheduler's configuration: what an ``Engine`` is made of. Whoever loads it closes it.
+    """Load a model and decide its scheduler's configuration: what an ``Engine`` is made of. The caller closes it.
 
     Args:
         source: a path, ``hf://org/name``, ``pocket://`` or ``stub://NAME``.

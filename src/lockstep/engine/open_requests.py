@@ -59,7 +59,7 @@ class RecorderHook(CommandListener, Protocol):
 
 
 class SequenceFollower(Protocol):
-    """Told which sequences there are; on the engine's thread, and never raises."""
+    """Called with the sequences that there are; on the engine's thread. It never raises."""
 
     def joined(self, generation: Generation) -> None:
         """Take note of a sequence that begins."""
@@ -94,9 +94,9 @@ class OpenRequests:
         self._recorder = recorder
         self._now_s = now_s
         self.follower: SequenceFollower | None = None
-        """Whoever follows sequences, beside the recorder."""
+        """Observers of sequences, beside the recorder."""
         self.by_id: dict[int, LiveRequest] = {}
-        """All that have not ended; whoever submits one enters it here."""
+        """All that have not ended; submission adds one here."""
         self.generations: dict[int, Generation] = {}
         """Their unfinished sequences."""
         self.waits = WaitSampler(scheduler, self.generations, now_s)

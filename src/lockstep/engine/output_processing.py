@@ -159,7 +159,7 @@ class OutputProcessor:
         return FinishReason.ERROR
 
     def take_back(self, plan: StepPlan) -> list[int]:
-        """The step failed before its commit, so nobody ended with it; returns the requests that it was for."""
+        """The step failed before its commit, so no request ended with it; returns the requests that it was for."""
         generations = [self._generations[seq_id] for seq_id in plan.seq_ids]
         for generation in generations:
             generation.finish_reason = generation.stop_reason = None

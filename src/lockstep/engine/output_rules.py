@@ -83,7 +83,7 @@ class BadWords:
 
         Args:
             tokens: of the sequence so far.
-            begin: where its output begins; what stands before is nobody's fault.
+            begin: where its output begins; rules do not apply to what stands before.
         """
         if len(tokens) <= begin:
             return self._single

@@ -40,7 +40,7 @@ class Inbox:
     def __init__(self) -> None:
         self._commands: deque[LiveRequest | Abort] = deque()
         self._bell = threading.Event()
-        """Set whenever there may be something to do; whoever waited for it clears it before looking."""
+        """Set whenever there may be something to do; the waiting thread clears it before it looks."""
         self._counting = threading.Lock()
         self.num_rejected = 0
         """Requests for which there was no room, since the start."""
@@ -117,7 +117,7 @@ class Inbox:
 
 
 class Results:
-    """Answers that nobody was called with, until they are read; the oldest go first.
+    """Answers without a callback, until they are read; the oldest are dropped first.
 
     Args:
         most: that are kept.

@@ -1,7 +1,7 @@
 """Generation requests: one type from the HTTP server, through the cluster and a worker's messages, to the engine.
 
-Whoever learns something on the way (which model answers, the prompt's tokens, the time that is left) passes on a copy
-with that field replaced.
+A station that adds something (the model that answers, the prompt's tokens, the time that is left) passes on a copy with
+that field replaced.
 """
 
 from __future__ import annotations
@@ -79,5 +79,5 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     segment: str = ""
     """The caller's label for the part of the traffic that it belongs to; decides nothing, and recordings have it."""
     model: str | None = None
-    """The served name that a cluster is asked for; None: the model that takes requests without a name. An engine has
+    """The requested model name; None: the model that takes requests without a name. An engine has
     one model."""

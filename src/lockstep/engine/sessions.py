@@ -24,7 +24,7 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import QueueFullError
 
 MAX_SESSIONS = 4096
-"""Of all owners together; beyond, the least recently used idle one is swept as for its own."""
+"""Of all owners together; beyond, the least recently used idle one is evicted, as within its owner."""
 
 SweepReason = Literal["idle", "room", "ended", "unloaded"]
 """It was swept by command; another session took its place; it was ended; its replica was unloaded."""
@@ -100,7 +100,7 @@ class Sessions:
     ) -> None:
         self.kv = kv
         self.on_return: Callable[[LiveRequest], None] = lambda live: None
-        """Told of requests that waited for a place, have it, and now wait for their blocks."""
+        """Called with requests that got a slot after a wait, and now wait for their blocks."""
         self._scheduler = scheduler
         self._tell = tell
         self._sessions: OrderedDict[_Key, _Session] = OrderedDict()

@@ -31,7 +31,7 @@ _PRIVATE = range(0xE000, 0xF900)
 _MORE_PRIVATE = range(0xF0000, 0xFFFFE)
 
 Transform = Callable[[str, bool], str]
-"""(text, whether the assistant said it) to text."""
+"""(text, whether it is of the assistant) to text."""
 
 
 class Encoder(Protocol):

@@ -219,7 +219,7 @@ def add_gates(tree: Template) -> Template:
     from jinja2.visitor import NodeTransformer
 
     environment = tree.environment
-    assert environment is not None, "a parsed template knows its environment"
+    assert environment is not None, "a parsed template has its environment"
 
     def gated(node: Any, name: str = GATE) -> nodes.Filter:
         gate = nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)

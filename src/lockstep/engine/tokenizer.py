@@ -59,7 +59,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source, for those who ask what it knows."""
+        """The template's source, to find out which variables it reads."""
         return self.parts.chat_template
 
     @property

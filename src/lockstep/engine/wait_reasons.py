@@ -46,7 +46,7 @@ class WaitSampler:
         """At most one for each limit of each request that is open."""
 
     def schedule(self) -> StepPlan:
-        """Decide the next step; if the last one left somebody waiting and it is time, ask why."""
+        """Decide the next step; if the last one left requests waiting and it is time, sample why."""
         scheduler, num_left = self._scheduler, self._num_left
         if not num_left or (now_s := self._now_s()) < self._next_s:
             plan = scheduler.schedule()

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 SILENCE_S = 10.0
-"""A worker on a network that says nothing for so long is as good as lost; its health is requested every second, and it
+"""A worker on a network that is silent for this time counts as lost; its health is checked every second, and it
 loads nothing while it serves."""
 REFUSED_AGAIN_S = 5.0
 """Until a link that was refused is tried again: a file may have been corrected, or a worker started anew."""
@@ -41,7 +41,7 @@ ANSWER_S = 4.0
 
 
 class RouteWatcher(Protocol):
-    """Told all that a group's balancer is told and decides, in order; `lockstep.cluster.route_recorder` records it."""
+    """Receives all inputs and decisions of a group's balancer, in order; `cluster.route_recorder` records them."""
 
     def opened(self, group: str, num_replicas: int, policy: RoutingPolicy, max_imbalance: int) -> None: ...
     def admitted(self, group: str, replica: int) -> None: ...
@@ -378,7 +378,7 @@ class HostedMailbox:
 
     @property
     def station(self) -> CallStation | None:
-        """Told what becomes of the request before its first token."""
+        """Called with the stations of the request before its first token."""
         return self._station
 
     @station.setter

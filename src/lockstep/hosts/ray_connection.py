@@ -1,6 +1,6 @@
 """Connection of a process with Ray: which cluster it joins, by which token and variables, and calls that may block.
 
-The only file that imports Ray, when somebody first connects. Ray reads its variables then, and processes that it starts
+The only file that imports Ray, at the first connection. Ray reads its variables then, and processes that it starts
 inherit them.
 """
 
@@ -35,7 +35,7 @@ TOKEN_FILE = "~/.config/lockstep/ray_token"
 """The token of a cluster of our own, made where it is missing, and of others where Ray has none."""
 RAYS_TOKEN_FILE = "~/.ray/auth_token"
 REACH_LIMIT_S = 5.0
-"""For somebody to take a connection at the address; Ray itself would try for minutes."""
+"""Limit of the time in which the address has to accept a connection; Ray itself would try for minutes."""
 GCS_LIMIT_S = 2_000_000_000
 """Seconds without Ray's head after which this process ends itself: never, since replicas answer without it."""
 AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -92,7 +92,7 @@ class Connection:
         ray.shutdown()
 
     def _join(self, joined: str) -> None:
-        """Use what this process has: Ray has one connection in a process, which is of whoever opened it."""
+        """Use the connection of this process: Ray has one in a process, and its opener owns it."""
         if self.address not in (None, joined):
             raise PlacingError(f"this process belongs to the Ray cluster at {joined} already")
 
@@ -104,7 +104,7 @@ class Calls:
         self._places = asyncio.Semaphore(MAX_CALLS)
 
     async def do(self, what: str, work: Callable[[], T], limit_s: float = CALL_LIMIT_S) -> T:
-        """Do work that may block; whoever leaves early leaves it to its end.
+        """Do work that may block; a caller that is cancelled leaves it to its end.
 
         Raises:
             PlacingError: it takes too long, or Ray raised an error over it.
@@ -164,7 +164,7 @@ async def choose_address(ray: str) -> str | None:
 
 
 def prepare_environment(address: str | None) -> None:
-    """Set Ray's variables for this process, before Ray is imported; those that somebody has set stay as they are."""
+    """Set Ray's variables for this process, before Ray is imported; those that are set already stay as they are."""
     set_first = os.environ.setdefault
     set_first("RAY_USAGE_STATS_ENABLED", "0")
     set_first("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # signals are ours to handle

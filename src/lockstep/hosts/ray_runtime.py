@@ -1,7 +1,7 @@
 """Ray as the runtime that places replicas, and has actors of any class, found by their names.
 
 Each replica is a detached actor of its own, found by its name in the cluster's namespace. Ray finds it a host, starts
-it again when its process or its host is lost, and knows nothing of requests. Calls of Ray that may block run on
+it again when its process or its host is lost, and takes no part in requests. Calls of Ray that may block run on
 threads; every one is bounded, and what Ray raises comes as `PlacingError`. An error of ours that an actor's method
 raises comes as it is.
 """
@@ -42,7 +42,7 @@ T = TypeVar("T")
 CONTROLLER = "controller"
 """Name of the actor that replicas report to; its method is `placed`."""
 ASK_LIMIT_S = 1.0
-"""For an actor's word of how it is; one that is not placed yet says nothing."""
+"""Limit of an actor's report of its state; one that is not placed yet does not answer."""
 END_LIMIT_S = 10.0
 """For the worker of a replica that is removed; then its actor is killed, and the worker with it."""
 GONE_LIMIT_S = 10.0
@@ -230,7 +230,7 @@ class NamedActor:
         """Call a method, and return or raise what it does.
 
         Raises:
-            PlacingError: nobody answers within the limit.
+            PlacingError: the actor does not answer within the limit.
         """
         what = f"{self._name} does not answer"
         handle = await self.handle()
@@ -287,7 +287,7 @@ class Resident:
 
 
 class PlacedReplica:
-    """`ReplicaHost` on the host that Ray found for it; it tells the owner, whoever that is at the time."""
+    """`ReplicaHost` on the host that Ray found for it; it reports to the current controller."""
 
     def __init__(self, runtime: RayRuntime, demand: Demand, number: int, options: ReplicaOptions) -> None:
         self._runtime = runtime
@@ -391,7 +391,7 @@ def _replica_name(name: str) -> ReplicaName | None:
 
 
 def _hosts() -> list[Host]:
-    """All hosts by name; a lost one that has come back under its name is not said twice."""
+    """All hosts by name; a lost one that has come back under its name is listed once."""
     ray = imported()
     free, nodes = ray._private.state.available_resources_per_node(), ray.nodes()
     names = Counter(node["NodeName"] for node in nodes if node["Alive"])
@@ -406,7 +406,7 @@ def _hosts() -> list[Host]:
 
 
 def _own(resources: Mapping[str, float]) -> dict[str, float]:
-    """Resources that somebody may ask for: without those that Ray counts for itself."""
+    """Resources that can be requested: without those that Ray counts for itself."""
     return {
         name: amount
         for name, amount in sorted(resources.items())

@@ -1,7 +1,7 @@
-"""One placed replica: a device worker that listens for gateways, its model, and word of how it is.
+"""One placed replica: a device worker that listens for gateways, its model, and reports of its state.
 
-Knows nothing of Ray, whose actor runs it (`lockstep.hosts.ray_runtime`). The worker is started again when it is lost,
-and the model is loaded again; whoever wants the replica has it removed.
+Independent of Ray, whose actor runs it (`lockstep.hosts.ray_runtime`). The worker is started again when it is lost,
+and the model is loaded again, until the controller removes the replica.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_BACKOFF_S = 60.0
 SUSPECT_LOADS = 2
 """Workers that ended over a load before it is tried in a throw-away process."""
 FIRST_TELL_AGAIN_S = 0.2
-"""Until what could not be told is told again."""
+"""Time until a report that could not be delivered is sent again."""
 MAX_TELL_AGAIN_S = 5.0
 CLOSE_LIMIT_S = 8.0
 """For an orderly end of the worker; it bounds itself to less."""
@@ -151,7 +151,7 @@ class ReplicaHost:
         """Load the model, and be ready.
 
         Raises:
-            LockstepError: it cannot be loaded, or nobody could come to it.
+            LockstepError: it cannot be loaded, or no gateway could connect to it.
             WorkerLostError: the worker was lost over it.
         """
         demand = self._demand

@@ -35,7 +35,7 @@ class LinkOptions(msgspec.Struct, frozen=True):
 
 
 class GroupOptions(msgspec.Struct, frozen=True):
-    """Replicas of one artifact, as a manifest wants them placed and asked."""
+    """Replicas of one artifact, and how a manifest has them placed and chosen."""
 
     num: int = 1
     resources: Mapping[str, float] = {}
@@ -127,7 +127,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 class ReplicaUse:
     """Use that one gateway makes of a replica, counted through all workers that were started for it.
 
-    Whoever routes counts `routed` and `num_retried`, and tells when the replica comes and goes; seconds are of one
+    The router counts `routed` and `num_retried`, and reports when the replica comes and goes; seconds are of one
     monotonic clock.
     """
 
@@ -146,7 +146,7 @@ class ReplicaUse:
         return sum(self.routed.values())
 
     def went(self, now_s: float) -> None:
-        """It was there, and gets no requests from now on; told again, it changes nothing."""
+        """It was there, and gets no requests from now on; a second call changes nothing."""
         if self._went_s is None:
             self._went_s = now_s
             self.num_away += 1
@@ -177,7 +177,7 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Runtime(Protocol):
-    """Whoever places replicas; `lockstep.hosts.ray_runtime` does it by Ray's actors. Used from one event loop."""
+    """Places replicas; `lockstep.hosts.ray_runtime` does it by Ray's actors. Used from one event loop."""
 
     def use(self, link: LinkOptions) -> bool:
         """Have replicas that are placed from now on linked in this way; whether it is another one than before."""
@@ -188,7 +188,7 @@ class Runtime(Protocol):
         ...
 
     async def found(self) -> Sequence[ReplicaName]:
-        """Replicas that are placed already, by whoever was here before."""
+        """Replicas that are placed already, by an earlier controller."""
         ...
 
     async def place(self, demand: Demand, number: int, avoid: Sequence[str] = ()) -> None:
@@ -204,7 +204,7 @@ class Runtime(Protocol):
         ...
 
     async def ask(self, name: ReplicaName) -> ReplicaStatus | None:
-        """A replica's place, by its own word; None: it says nothing now."""
+        """A replica's state, as it reports it; None: it does not answer now."""
         ...
 
 

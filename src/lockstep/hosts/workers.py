@@ -1,7 +1,7 @@
 """Workers on several hosts as one, with the surface of a `SupervisedWorker`; its replicas are groups of theirs.
 
-Where replicas are is the owner's word (`told`); the links to them are this room's. Loading here is reaching: a group is
-loaded when its first replica answers, and unloaded when its links are closed.
+The controller determines where replicas are (`apply`); this package has the links to them. Loading is connecting: a
+group is loaded when its first replica answers, and unloaded when its links are closed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class HostedWorkers:
     """Replicas of one gateway's models, wherever they are. Event loop only.
 
     Args:
-        notify: told what workers say of sessions, and of groups that are lost.
-        options_of: how a group is placed and asked, by its key.
-        routes: told every choice.
+        notify: called with what workers report of sessions, and with groups that are lost.
+        options_of: how a group is placed and chosen from, by its key.
+        routes: called with every choice.
         name_of: the name of a group's model by its key, for messages.
     """
 
@@ -70,7 +70,7 @@ class HostedWorkers:
         self.fault = ""
         """Why reports of the controller are missing or old, in one sentence; empty: they are neither."""
         self.trouble = "the hosts are not known yet"
-        """The reason why nobody would be answered now, in one sentence; empty: there is none."""
+        """The reason why no request would be answered now, in one sentence; empty: there is none."""
         self.link = link
         """How gateways and workers are linked."""
         self._options_of = options_of
@@ -236,7 +236,7 @@ class HostedWorkers:
 
     @property
     def is_up(self) -> bool:
-        """True once the owner has said where replicas are."""
+        """True once the controller has reported where replicas are."""
         return not self.trouble
 
     @property
@@ -291,7 +291,7 @@ class HostedWorkers:
         return {key: merged(snapshots) for key, snapshots in found.items() if key in self.groups}
 
     async def check(self) -> Checked | None:
-        """Check each worker between two of its steps; the first fault, or None: somebody does not answer."""
+        """Check each worker between two of its steps; the first fault, or None: a worker does not answer."""
         answers = await asyncio.gather(*(worker.check() for worker in self._workers()))
         faulty = [each for each in answers if each is None or each.fault]
         return faulty[0] if faulty else next(iter(answers), None)
@@ -305,8 +305,8 @@ class HostedWorkers:
         return _sessions_of(await asyncio.gather(*(worker.sessions() for worker in self._workers())))
 
     async def session_locations(self, environments: Sequence[bytes]) -> tuple[SessionsReport | None, KeptReport | None]:
-        """Sessions on all devices by group, and those that are kept outside by environment; None: somebody does not
-        answer in a few seconds."""
+        """Sessions on all devices by group, and those that are kept outside by environment; None: a worker does
+        not answer in a few seconds."""
         answers = await asyncio.gather(*(worker.session_locations(environments) for worker in self._workers()))
         there = [on_device for on_device, _ in answers if on_device is not None]
         kept = [report.sessions for _, report in answers if report is not None and report.sessions is not None]
@@ -336,7 +336,7 @@ class HostedWorkers:
         """Nothing: each host has its own store, which its workers open."""
 
     def watch_steps(self, max_per_s: float) -> None:
-        """Nothing: steps are told to a worker's owner."""
+        """Nothing: steps are reported to the process that owns a worker."""
 
     def _workers(self, of_group: str | None = None) -> list[SupervisedWorker]:
         groups = (

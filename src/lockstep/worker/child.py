@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXIT_BROKEN = 70
-"""A defect of ours ended a loop; the log says which."""
+"""A defect of ours ended a loop; the log has it."""
 STOP_LIMIT_S = 4.0
 """For the step under way to end and the models to be freed."""
 _READ_BYTES = 1 << 18
@@ -40,7 +40,7 @@ _READ_BYTES = 1 << 18
 def main(
     fd: int, parent_pid: int, log_format: LogFormat, log_level: str, trace: str, listen: str, kv_events: str
 ) -> None:
-    """Serve until told to stop or left alone; ends the process."""
+    """Serve until `Stop` comes or the other end is gone; ends the process."""
     gc.disable()  # imports make much and leave nothing behind: looking for it takes a tenth of their time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -89,7 +89,7 @@ def _run(worker: DeviceWorker, outbox: Outbox) -> None:
 def _listening(
     listen: str, outbox: Outbox, trace: TraceOptions | None, kv_events: KVEventsOptions | None
 ) -> DeviceWorker:
-    """A worker that gateways may come to over a network as well; where that cannot be, the owner is told why."""
+    """A worker to which gateways may connect over a network as well; if it cannot listen, it reports the reason."""
     import msgspec
 
     from lockstep.worker.device import DeviceWorker
@@ -116,7 +116,7 @@ def _listening(
 
 
 def _receive(sock: socket.socket, worker: DeviceWorker, outbox: Outbox) -> bool:
-    """Hand commands to the worker; True when told to stop, False when the other end is gone."""
+    """Hand commands to the worker; True after `Stop`, False when the other end is gone."""
     import msgspec
 
     from lockstep.worker.messages import Stop

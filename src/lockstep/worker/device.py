@@ -230,10 +230,10 @@ class DeviceWorker:
     # -- the step thread ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Hand out steps until told to stop.
+        """Hand out steps until `stop`.
 
         Raises:
-            Exception: a defect of ours; every request has been told, and the worker is of no use any more.
+            Exception: a defect of ours; every request has ended with an error, and the worker cannot go on.
         """
         try:
             self._steps.run()
@@ -328,7 +328,7 @@ class RequestAdmission:
 
 
 def _log_defect(work: Future[None]) -> None:
-    """Log what ended the work of a side thread: a defect of ours, since all that can be expected was told."""
+    """Log what ended the work of a side thread: a defect of ours, since expected faults are reported as events."""
     error = None if work.cancelled() else work.exception()
     if error is not None:
         log.error("a side thread broke", exc_info=error)

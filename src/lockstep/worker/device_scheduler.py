@@ -51,7 +51,7 @@ class DeviceScheduler:
     def __init__(self) -> None:
         self._seats: dict[str, _Seat] = {}
         self._seated: Mapping[str, int] = {}
-        """Whose seats these are."""
+        """The replica of these credits."""
         self._with_work: Collection[str] = ()
         self._busy: list[_Seat] = []
         """Theirs who have work, in order of loading."""
@@ -59,7 +59,7 @@ class DeviceScheduler:
 
     @classmethod
     def of(cls, num_turns: int, seats: Sequence[SeatRow]) -> DeviceScheduler:
-        """The scheduler as it was when `seats` was asked."""
+        """The scheduler as it was when `seats` was read."""
         scheduler = cls()
         scheduler._num_turns = num_turns
         scheduler._seats = {key: _Seat(key, Priority.NORMAL, *counts) for key, *counts in seats}

@@ -43,7 +43,7 @@ class _End:
         self._transcript = b""
         """First messages of gateway and worker up to their nonces."""
         self.is_done = False
-        """Whether the other end has proved that it knows the secret, and was told that so have we."""
+        """Whether the other end has proved that it has the secret, and received our proof."""
 
     @property
     def rest(self) -> bytes:
@@ -186,5 +186,5 @@ def check_secret(secret: bytes) -> bytes:
 
 
 def _printable(text: bytes) -> str:
-    """Words of somebody unknown, without what a terminal would act on."""
+    """Text of an unknown peer, without characters that a terminal acts on."""
     return "".join(letter if letter.isprintable() else "?" for letter in text.decode("utf-8", "replace"))

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from lockstep.worker.messages import HealthReport
 
 ASK_INTERVAL_S = 1.0
-"""Between two questions to a worker. Silence is counted in questions and not on a clock: when the whole machine was
-suspended, or this process stopped, nothing was asked."""
+"""Interval of health checks of a worker. Silence is counted in checks and not on a clock: while the whole machine is
+suspended, or this process is stopped, there are no checks."""
 MAX_SILENCE_S = 60.0
 """A healthy worker answers within 0.3 s of steps and 1.2 s beside grammars, on two cores that fifteen others use."""
 MAX_LOAD_SILENCE_S = 600.0
@@ -21,7 +21,7 @@ MAX_STEP_S = 600.0
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
 MAX_LINK_DELAY_S = 1.0
-"""For a link to a worker that others own, which costs nobody much to try."""
+"""For a link to a worker of another process, which costs little to try."""
 HEALTHY_S = 60.0
 """A worker that served so long had no part in the deaths before it."""
 PROCESS_START_S = 1.0
@@ -38,7 +38,7 @@ class HealthLimits:
     step_s: float = 30.0
     """While requests wait, a step is to be completed within this time; then requests are not sent here."""
     answer_s: float = 10.0
-    """A worker is asked every second; it answers between two instructions, whatever step is running."""
+    """A worker is checked every second; it answers between two instructions, whatever step is running."""
     silence_s: float = MAX_SILENCE_S
     """Without any sign of life for so long, a worker process hangs and is killed; 0: no hanging process is."""
     load_s: float = MAX_LOAD_SILENCE_S
@@ -141,7 +141,7 @@ class Restarts:
         self._back_at_s = self.start_at_s + PROCESS_START_S + load_s
 
     def retry_after_s(self, now_s: float) -> float:
-        """Whole seconds until what is not there is likely to be; a first load says nothing of its end."""
+        """Whole seconds until what is not there is likely to be; a first load has no estimate."""
         return max(MIN_RETRY_AFTER_S, math.ceil(self._back_at_s - now_s))
 
     def up(self, now_s: float) -> None:

@@ -47,7 +47,7 @@ RETRY_S = 1.0
 WARN_INTERVAL_S = 60.0
 CLOSE_LIMIT_S = 1.0
 _WAIT_S = 0.05
-"""After which it is looked whether somebody asks for a replay."""
+"""Interval at which requests for a replay are looked for."""
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -61,7 +61,7 @@ class KVEventsOptions(msgspec.Struct, frozen=True):
     topic: str = MODEL
 
     def check(self, allows_remote: bool) -> None:
-        """Refuse endpoints that cannot be, or that others than this machine may reach though nobody said so.
+        """Refuse endpoints that cannot be, or that other machines may reach without the flag that allows it.
 
         Raises:
             UsageError: one of those, or there is no ZeroMQ here.
@@ -131,7 +131,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class KVEventSource:
-    """Events of one replica's cache: it knows which tokens the blocks of open sequences have. Step thread only.
+    """Events of one replica's cache, with the tokens of the blocks of open sequences. Step thread only.
 
     Args:
         publish: takes the events of each step that has any.
@@ -147,7 +147,7 @@ class KVEventSource:
         self._ended: list[Generation] = []
         """Sequences that have ended since the last news, which may be of their blocks."""
         self._held: set[bytes] = set()
-        """What others were told of, and can still be found."""
+        """Published blocks that can still be found."""
         publish([AllBlocksCleared()])
 
     def joined(self, generation: Generation) -> None:
@@ -247,7 +247,7 @@ class KVEventPublisher:
         return KVEventSource(block_size, lambda events: self.publish(topic, events))
 
     def publish(self, topic: str, events: Sequence[Event]) -> None:
-        """Queue a batch; where too many wait, it is lost, and whoever listens misses its number."""
+        """Queue a batch; if too many wait, it is dropped, and listeners miss its number."""
         number = self._next.get(topic, 0)
         self._next[topic] = number + 1
         try:
@@ -306,7 +306,7 @@ class KVEventPublisher:
                 self._sent_bytes -= len(self._sent.popleft()[2])
 
     def _replay(self, replay: Any, frames: Sequence[bytes]) -> None:
-        """Answer whoever missed something; what is no question is left alone."""
+        """Answer requests for missed batches; anything else is ignored."""
         if len(frames) not in (3, 4) or len(frames[2]) != _NUMBER_BYTES:
             return
         who, first = frames[0], frames[2]

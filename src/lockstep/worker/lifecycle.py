@@ -40,12 +40,12 @@ class LoadState(Enum):
     """State of a replica at the present worker."""
 
     QUEUED = auto()
-    """The worker was told to load it, and is about others."""
+    """The command to load it was sent, and the worker is loading others."""
     LOADING = auto()
     """The worker has begun."""
     LOADED = auto()
     UNLOADING = auto()
-    """The worker was told to free it, now or at the end of the load under way."""
+    """The command to free it was sent; it takes effect now or at the end of the load under way."""
     GONE = auto()
 
 
@@ -99,9 +99,9 @@ class WorkerLifecycle:
     """One worker after the other, and what each has loaded; implements `lockstep.worker.link.Handler`.
 
     Args:
-        on_event: told what a worker says of requests, sessions and questions.
-        on_lost: told how a worker ended.
-        on_back: told that the next one is there.
+        on_event: called with events of requests, sessions and queries.
+        on_lost: called with the way in which a worker ended.
+        on_back: called when the next one is there.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class WorkerLifecycle:
     ) -> None:
         self._options = options
         self._level = logging.DEBUG if options.kind == "network" else logging.ERROR
-        """Of lines about lost workers; whoever owns links to workers of others logs their changes by name."""
+        """Of lines about lost workers; the owner of links to other workers logs their changes by name."""
         self._on_event = on_event
         self._on_lost = on_lost
         self._on_back = on_back
@@ -122,7 +122,7 @@ class WorkerLifecycle:
         self.link_fault = ""
         """Why the last attempt to start or reach a worker failed, in one sentence; empty: it did not."""
         self._replicas: dict[str, WorkerReplica] = {}
-        """In the order in which the worker was told, and goes about them; what is gone is not kept."""
+        """In the order of the commands, in which the worker executes them; what is gone is not kept."""
         self.link: Link | None = None
         """None: there is no worker now."""
         self.pulse = Pulse(options.health, time.monotonic())
@@ -162,7 +162,7 @@ class WorkerLifecycle:
 
     @property
     def trouble(self) -> str:
-        """The reason why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
+        """The reason why no request would be answered now, in one sentence; empty: loaded replicas answer."""
         if self.is_closed:
             return "the server is closing"
         return "the device worker is being restarted" if self.link is None else self.pulse.trouble(time.monotonic())
@@ -173,7 +173,7 @@ class WorkerLifecycle:
         return 0.0 if self.link is not None else max(0.0, self.restarts.start_at_s - time.monotonic())
 
     def send(self, command: Command) -> None:
-        """Send to the worker; where there is none, to nobody."""
+        """Send to the worker; without one, the command is dropped."""
         if self.link is not None:
             self.link.send(command)
 
@@ -184,14 +184,14 @@ class WorkerLifecycle:
         return self._replicas.get(key)
 
     def begin_load(self, key: str, progress: Progress | None) -> WorkerReplica:
-        """Enter a replica that the worker was just told to load, under a key that is free."""
+        """Enter a replica whose load was just sent to the worker, under a key that is free."""
         new_future = asyncio.get_running_loop().create_future
         replica = WorkerReplica(key, progress or (lambda stage, fraction: None), new_future(), new_future())
         self._replicas[key] = replica
         return replica
 
     def begin_unload(self, key: str) -> None:
-        """Have the worker free a replica, now or at the end of the load under way; once, however often it is asked."""
+        """Have the worker free a replica, now or at the end of the load under way; further calls change nothing."""
         replica = self._replicas.get(key)
         if self.link is not None and replica is not None and replica.state is not LoadState.UNLOADING:
             replica.move_to(LoadState.UNLOADING)
@@ -199,7 +199,7 @@ class WorkerLifecycle:
 
     @property
     def num_loading(self) -> int:
-        """Loads that the worker has begun or was told of."""
+        """Loads that the worker has begun or was sent."""
         return sum(replica.state in (LoadState.QUEUED, LoadState.LOADING) for replica in self._replicas.values())
 
     @property
@@ -207,7 +207,7 @@ class WorkerLifecycle:
         return [replica.loaded for replica in self._replicas.values() if replica.loaded is not None]
 
     def _replica_event(self, event: Loading | Loaded | LoadFailed | Unloaded) -> None:
-        """Take over what the worker says of a replica; of a load that no one waits for any more, nothing."""
+        """Apply what the worker reports of a replica; reports of a load without a waiter are ignored."""
         replica = self._replicas.get(event.replica)
         if replica is None and isinstance(event, Loaded) and self._options.kind == "network":
             replica = self.begin_load(event.replica, None)  # its owner had it loaded
@@ -239,8 +239,8 @@ class WorkerLifecycle:
         """The worker is gone, and all that it had.
 
         Args:
-            error: what the loads are told that waited for their turn.
-            suspected: what the load is told that the worker was about.
+            error: ends the loads that waited for their turn.
+            suspected: ends the load that the worker was executing.
         """
         for replica in tuple(self._replicas.values()):
             resolve(replica.answer, suspected if replica.state is LoadState.LOADING else error)

@@ -102,8 +102,8 @@ class WorkerOptions:
     stream_interval_s: float = 0.0
     """What streams get within less than this comes to their readers at once, except their first tokens and ends."""
     ahead: SpawnedWorker | None = None
-    """The first worker's process, where it was started ahead of all else; whoever started it ends it if nobody takes
-    it. None: it is started when it is needed, as its successors are."""
+    """The first worker's process, if it was started ahead of all else; its creator ends it if it is not taken.
+    None: it is started when it is needed, as its successors are."""
 
 
 async def open_link(options: WorkerOptions, handler: Handler) -> Link:
@@ -129,7 +129,7 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
 
 
 class SpawnedWorker:
-    """A worker process to which nobody speaks yet: it imports what it needs, and touches nothing until it is told to.
+    """A worker process without commands so far: it imports what it needs, and touches nothing until the first.
 
     To be started on a thread that lives as long as the worker shall: on Linux the child ends with it.
     """

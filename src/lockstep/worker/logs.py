@@ -35,7 +35,7 @@ def log_to_stderr(log_format: LogFormat, level: str, process: str) -> None:
 
 
 class _Stderr:
-    """Standard error as it is when a line is written, so that whoever draws there can put lines above its drawing."""
+    """Standard error as it is when a line is written, so that a progress display can put lines above itself."""
 
     def write(self, text: str) -> None:
         sys.stderr.write(text)

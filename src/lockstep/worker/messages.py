@@ -1,6 +1,6 @@
 """Commands and events of a device worker: plain values, the whole of its interface.
 
-Commands go in, events come out; whoever is on the other side may be a thread, a process or, one day, another host.
+Commands go in, events come out; the other side may be a thread, a process or another host.
 Request ids and ask ids are the sender's. The order of a replica's events is the order in which they happened.
 """
 
@@ -25,7 +25,7 @@ from lockstep.errors import LockstepError
 from lockstep.executors.base import Geometry
 
 GUEST_IDS = 1 << 40
-"""Ids of one link over a network: those of the n-th begin at n times this, so that an id says whose it is."""
+"""Ids of one link over a network: those of the n-th begin at n times this, so that an id names its link."""
 DEFAULT_TRIAL_LIMIT_S = 1800.0
 """A trial reads, builds and compiles the model: minutes for large ones, on slow disks."""
 
@@ -331,7 +331,7 @@ class Welcome(_Event, frozen=True):
 
 
 class ContentsChanged(_Event, frozen=True):
-    """To guests: contents that a replica's prefix cache holds from now on, or no longer, in their order."""
+    """To remote clients: contents that a replica's prefix cache holds from now on, or no longer, in their order."""
 
     replica: str
     news: list[ContentNews]

@@ -1,7 +1,7 @@
-"""Link over a network to a device worker that another one started; the other end is `lockstep.worker.remote_clients`.
+"""Link over a network to a device worker of another process; the other end is `lockstep.worker.remote_clients`.
 
-The worker is shared: closing the link ends what came over it, and not the worker. Whoever kills it for hanging only
-hangs up, and what it says later goes nowhere.
+The worker is shared: closing the link ends what came over it, and not the worker. Killing it for hanging only
+closes the connection, and what it sends later is dropped.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class NetworkLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if TYPE_CHECKING:
             assert isinstance(transport, asyncio.Transport)
-        assert self._handshake is not None, "nothing was said yet"
+        assert self._handshake is not None, "no message has come yet"
         self._transport = transport
         transport.write(self._handshake.begin())
 

@@ -1,4 +1,4 @@
-"""Pending requests: what a worker was asked and has not answered yet. Event loop only.
+"""Pending requests: requests and queries that a worker has not answered yet. Event loop only.
 
 Requests wait in mailboxes, questions in futures. What a step brought is split among its readers here and nowhere else,
 and readers are woken together, at most once per interval: a wake-up of a stream costs the server ten times what a token
@@ -28,7 +28,7 @@ class PendingRequests:
 
     def __init__(self, interval_s: float = 0.0) -> None:
         self._ids = itertools.count()
-        """Never used twice, so that what a lost worker's successor says is never taken for the lost one's."""
+        """Never used twice, so that a message of a lost worker is never taken for one of its successor."""
         self._mailboxes: dict[int, Mailbox] = {}
         self._questions: dict[int, asyncio.Future[Answer | None]] = {}
         self._interval_s = interval_s
@@ -39,7 +39,7 @@ class PendingRequests:
 
     @property
     def num_requests(self) -> int:
-        """Mailboxes that somebody may still read."""
+        """Mailboxes that may still be read."""
         return len(self._mailboxes)
 
     def next_id(self) -> int:
@@ -154,7 +154,7 @@ class Mailbox:
         self.is_ended = False
         """Nothing more will come."""
         self.station: CallStation | None = None
-        """Told what becomes of the request before its first token; None: no one asks."""
+        """Called with the stations of the request before its first token; None: they are not wanted."""
         self._has_begun = False
         self._outputs: list[TokenOutput] = []
         self._error: LockstepError | None = None
@@ -217,6 +217,6 @@ class Mailbox:
 
 
 def resolve(future: asyncio.Future[Any] | None, value: object) -> None:
-    """Answer somebody who may have left."""
+    """Resolve a future whose waiter may be gone."""
     if future is not None and not future.done():
         future.set_result(value)

@@ -37,7 +37,7 @@ def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND
 
     Raises:
         ArtifactError: it crashed, or did not come to an end.
-        LockstepError: what loading said.
+        LockstepError: the error of the load.
     """
     if not load.trial.enabled or load.source.startswith(TRUSTED):
         return
@@ -56,7 +56,7 @@ def run_trial(load: Load, command: Sequence[str]) -> None:
 
     Raises:
         ArtifactError: it crashed, or did not come to an end.
-        LockstepError: what loading said.
+        LockstepError: the error of the load.
     """
     import subprocess
 
@@ -88,7 +88,7 @@ def _trial_error(output: bytes, code: int, source: str) -> LockstepError:
     except ValueError:
         shown = output.decode(errors="replace")[:_MAX_SHOWN_CHARS]
         return ArtifactError(f"loading it in a trial process ended with exit code {code}: {shown}", path=source)
-    assert isinstance(event, LoadFailed), "a trial that ends with an error says which"
+    assert isinstance(event, LoadFailed), "a trial that ends with an error reports it"
     return event.error
 
 
@@ -125,7 +125,7 @@ def main() -> int:
     """Run a trial in this process; returns the exit code."""
     die_with_parent(os.getppid())
     load = command_decoder().decode(sys.stdin.buffer.read())
-    assert isinstance(load, Load), "a trial is asked to load"
+    assert isinstance(load, Load), "a trial is started to load"
     try:
         model, _ = load_model(load.source, load.options)
     except LockstepError as error:

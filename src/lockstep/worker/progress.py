@@ -1,6 +1,6 @@
 """Progress of a request through its calls: when it began to be computed, where, and what it waited for before.
 
-Written on the event loop by those who handle its calls, as their worker tells; whoever shows it reads it there.
+Written on the event loop by the handlers of its calls, from the reports of their worker, and read there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_PLACES = 8
 MAX_WAITS = 32
 """Reasons that are, over all of its models."""
 LOADING, PLACE = "LOADING", "PLACE"
-"""Limits before a worker knows of a call: a model that is not loaded, and a place among a model's sessions."""
+"""Limits before a worker has a call: a model that is not loaded, and a place among a model's sessions."""
 
 
 class RecordedSequence(NamedTuple):
@@ -36,12 +36,12 @@ class Wait(NamedTuple):
 
     model: str
     reason: WaitReason
-    """As it was told last."""
+    """As last reported."""
     first_s: float
     last_s: float
     """On the clock of the progress."""
     config: SchedulerConfig | None
-    """Of the scheduler that told it."""
+    """Of the scheduler that reported it."""
 
 
 @dataclass(slots=True)

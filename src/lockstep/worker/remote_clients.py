@@ -47,7 +47,7 @@ MAX_GUESTS = 64
 MAX_STRANGERS = 64
 """Connections that have not proved yet who they are; more are closed at once."""
 MAX_UNREAD_BYTES = 64 << 20
-"""Events that a guest has not read; one that leaves more is gone, or as good as gone."""
+"""Events that a client has not read; one that leaves more is disconnected."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -83,7 +83,7 @@ def read_secret(path: str) -> bytes:
 
 
 def check_plain(host: str, has_tls: bool, allows_plain: bool) -> None:
-    """UsageError where prompts would travel in clear beyond this machine, and nobody said that they may."""
+    """UsageError if prompts would travel in clear beyond this machine without `allow_plain`."""
     if host not in LOOPBACK and not has_tls and not allows_plain:
         raise UsageError(
             f"{host} is beyond this machine, and prompts would travel in clear; give a certificate and a key,"
@@ -95,7 +95,7 @@ class RemoteClients:
     """The listening end: connections in one thread, which `start` starts.
 
     Args:
-        obey: takes the commands of guests, on that thread.
+        obey: takes the commands of clients, on that thread.
     """
 
     def __init__(self, options: ListenOptions, obey: Callable[[Command], None]) -> None:
@@ -110,7 +110,7 @@ class RemoteClients:
         self.secret = read_secret(options.secret_file)
         self.obey = obey
         self.connections: dict[int, RemoteClient] = {}
-        """By number, from 1: the owner's ids are those below the first guest's."""
+        """By number, from 1: the ids of the starting process are those below the first client's."""
         self.num_strangers = 0
         self._numbers = itertools.count(1)
         self.loaded: dict[str, Loaded] = {}
@@ -131,7 +131,7 @@ class RemoteClients:
             server = self._loop.run_until_complete(listening)
         except OSError as error:
             raise UsageError(f"{options.host}:{options.port} cannot be listened at: {error.strerror}") from None
-        threading.Thread(target=self._loop.run_forever, name="lockstep-guests", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name="lockstep-clients", daemon=True).start()
         host, port = server.sockets[0].getsockname()[:2]
         return host, port
 
@@ -143,7 +143,7 @@ class RemoteClients:
     # -- the guests' thread ---------------------------------------------------------------------------------------
 
     def enter(self, guest: RemoteClient) -> int:
-        """A number for a guest that has proved who it is."""
+        """A number for a client that has proved its secret."""
         number = next(self._numbers)
         self.connections[number] = guest
         guest.send(framed(self._encoder.encode(Welcome(number * GUEST_IDS))))
@@ -215,7 +215,7 @@ def _shares(event: Outputs) -> Iterator[tuple[int, Outputs]]:
 
 
 class RemoteClient(asyncio.Protocol):
-    """One connection: a stranger until the handshake is done, then a guest."""
+    """One connection: unknown until the handshake is done, then a client."""
 
     def __init__(self, guests: RemoteClients) -> None:
         self._guests = guests
@@ -283,7 +283,7 @@ class RemoteClient(asyncio.Protocol):
     @property
     def _who(self) -> str:
         peer = None if self._transport is None else self._transport.get_extra_info("peername")
-        return "somebody" if not peer else f"{peer[0]}:{peer[1]}"
+        return "a client" if not peer else f"{peer[0]}:{peer[1]}"
 
     def _shake(self, handshake: WorkerHandshake, data: bytes) -> bytes:
         self.send(handshake.feed(data))
@@ -297,7 +297,7 @@ class RemoteClient(asyncio.Protocol):
         return handshake.rest
 
     def _obey(self, body: bytes) -> None:
-        """Obey a command, if it is one of a guest's; LinkRefusedError: it is not."""
+        """Execute a command that clients may send; LinkRefusedError for any other."""
         try:
             command = self._decoder.decode(body)
         except msgspec.ValidationError as error:
@@ -311,7 +311,7 @@ class RemoteClient(asyncio.Protocol):
             case Ask(ask_id) if self._is_own(ask_id):
                 pass
             case _:
-                raise LinkRefusedError(f"a guest may not send {type(command).__name__} with such ids")
+                raise LinkRefusedError(f"a remote client may not send {type(command).__name__} with such ids")
         self._guests.obey(command)
 
     def _is_own(self, number: int) -> bool:

@@ -34,7 +34,7 @@ class Replica:
     engine: Engine
     recorder: EngineRecorder | None = None
     kv_events: KVEventSource | None = None
-    """Of its cache, where somebody publishes them."""
+    """Of its cache, if they are published."""
 
     def metrics(self) -> MetricsSnapshot:
         """The engine's metrics; whether it is recorded, and what its recording lacks."""
@@ -168,7 +168,7 @@ class ReplicaRegistry:
             return not self._is_closed
 
     def remove(self, key: str) -> None:
-        """Take a replica out, so that nobody finds it; its key stays claimed until `release`."""
+        """Take a replica out, so that it is not found; its key stays claimed until `release`."""
         with self._lock:
             self._replace({other: kept for other, kept in self.present.replicas.items() if other != key})
 
@@ -177,7 +177,7 @@ class ReplicaRegistry:
             self._classes.pop(key, None)
 
     def close(self) -> tuple[Replica, ...]:
-        """End: nobody is found from now on, or added. Returns who was there."""
+        """End: no replica is found from now on, or added. Returns those that were there."""
         with self._lock:
             replicas = tuple(self.present.replicas.values())
             self._is_closed = True

@@ -90,7 +90,7 @@ class StepLoop:
         self._num_preparing = num_preparing
         self._tells_contents = tells_contents
         self._orders: deque[Order] = deque()
-        """As many as were asked; each is answered once."""
+        """As many as were requested; each is answered once."""
         self._called: deque[str] = deque()
         """Replicas that have got something to do since the last turn."""
         self._with_work: frozenset[str] = frozenset()
@@ -135,17 +135,17 @@ class StepLoop:
         return max(0.0, time.monotonic() - self._progress_s) if is_waiting else 0.0
 
     def _ring(self) -> None:
-        """Wake the step thread; whoever rings has left something before, and the loop looks after it woke."""
+        """Wake the step thread; callers leave their work first, and the loop looks for it after it woke."""
         if not self._wake.is_set():
             self._wake.set()
 
     # -- the step thread ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Hand out steps until told to stop; frees every replica on its way out.
+        """Hand out steps until `stop`; frees every replica at its end.
 
         Raises:
-            Exception: a defect of ours; every request has been told, and the worker is of no use any more.
+            Exception: a defect of ours; every request has ended with an error, and the worker cannot go on.
         """
         try:
             while not self._stopping.is_set():
@@ -213,7 +213,7 @@ class StepLoop:
         self._progress_s, self._is_idle = time.monotonic(), False
 
     def _report(self, key: str, plan: StepPlan | None, duration_s: float, now_s: float) -> StepReport | None:
-        """The step in figures, where somebody watches and it is its turn."""
+        """Stats of the step, if steps are watched and this one is due."""
         if plan is None or not self.sampler.is_watched:
             return None
         return self.sampler.report(key, plan, duration_s, now_s)

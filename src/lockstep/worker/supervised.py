@@ -1,8 +1,8 @@
 """Supervised device worker: requests in, mailboxes out, and a new worker when one is lost.
 
 Everything here runs on one event loop. Requests and loads that were in flight end with `WorkerLostError`. The next
-worker begins with nothing loaded: who is notified of it says what it is to load. One that hangs is killed, and then it
-is lost like any other.
+worker begins with nothing loaded: the receiver of the notice decides what it loads. One that hangs is killed, and is
+then lost like any other.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class SupervisedWorker:
 
     @property
     def trouble(self) -> str:
-        """The reason why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
+        """The reason why no request would be answered now, in one sentence; empty: loaded replicas answer."""
         return self._life.trouble
 
     def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
@@ -297,7 +297,7 @@ class SupervisedWorker:
         return {} if report is None else report.replicas
 
     async def check(self) -> Checked | None:
-        """Check between two steps that blocks and sequences are conserved; None: nobody answers."""
+        """Check between two steps that blocks and sequences are conserved; None: the worker does not answer."""
         return await self._ask(Check(), Checked)
 
     async def reset_prefix_cache(self) -> int:
@@ -311,8 +311,8 @@ class SupervisedWorker:
         return {} if report is None else report.replicas
 
     async def session_locations(self, environments: Sequence[bytes]) -> tuple[SessionsReport | None, KeptReport | None]:
-        """Sessions on the device by replica, and those that are kept outside by environment; None: nobody answers in a
-        few seconds."""
+        """Sessions on the device by replica, and those that are kept outside by environment; None: the worker
+        does not answer in a few seconds."""
         return await asyncio.gather(
             self._ask(AskSessions(), SessionsReport, ANSWER_LIMIT_S),
             self._ask(AskKept(tuple(environments)), KeptReport, ANSWER_LIMIT_S),
@@ -345,7 +345,7 @@ class SupervisedWorker:
         return Swept(0, 0) if report is None else Swept(report.num_sessions, report.num_blocks)
 
     async def _ask(self, question: Question, kind: type[Report], limit_s: float = CHECK_LIMIT_S) -> Report | None:
-        """The answer, of the kind that the question has; None: nobody answers."""
+        """The answer, of the kind that the question has; None: the worker does not answer."""
         if not self.is_up:
             return None
         ask_id = self._open.next_id()

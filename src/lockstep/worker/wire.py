@@ -137,7 +137,7 @@ def _decode(kind: type, value: Any) -> object:
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES = 256 << 20
-"""A server that leaves so much unread is stuck for good; the worker ends, and with it what nobody would read."""
+"""A server that leaves so much unread is stuck for good; the worker ends, with the events that would never be read."""
 EXIT_UNREAD = 75
 """Exit code of a worker whose events no one reads."""
 

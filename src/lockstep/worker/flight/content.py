@@ -113,9 +113,10 @@ def parameters_as_bytes(request: GenerationRequest) -> bytes:
 
 
 def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
-    """The request as msgpack: its prompt as token ids, its seed as it was drawn, its salt by a number, the name of the
-    model that it was asked of; without tenant, session and deadlines, whose effects are recorded as commands, and
-    without the caller's names for it."""
+    """The request as msgpack: prompt as token ids, the seed as drawn, the salt as a number, the requested model name.
+
+    It has no tenant, session or deadlines, whose effects are recorded as commands, and none of the caller's names.
+    """
     request = live.request
     return request_encoder().encode(
         replace(
@@ -179,7 +180,9 @@ def read_text(folder: Path, name: str) -> TokenizerPayload:
         TraceError: it is not there, or not what was kept.
     """
     if not name:
-        raise TraceError(f"{folder}: the recording's vocabulary could not be kept when it was made; its log says why")
+        raise TraceError(
+            f"{folder}: the recording's vocabulary could not be written; the log of its server has the reason"
+        )
     path = text_path(folder, name)
     try:
         packed = path.read_bytes()

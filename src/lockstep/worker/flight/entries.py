@@ -84,7 +84,7 @@ class EngineEntry(_Entry, frozen=True, tag=2):
 
 
 class Checkpoint(_Entry, frozen=True, tag=3):
-    """An engine's state where a file begins; none for an engine that was asked nothing yet."""
+    """An engine's state where a file begins; none for an engine without a request so far."""
 
     engine: int
     version: int
@@ -290,7 +290,7 @@ class WithWork(_Entry, frozen=True, tag=14):
 
 
 class Idle(_Entry, frozen=True, tag=15):
-    """Nobody had work, for the first time since a turn or a change of priorities."""
+    """No engine had work, for the first time since a turn or a change of priorities."""
 
 
 class Closed(_Entry, frozen=True, tag=16):
@@ -322,7 +322,7 @@ class End(_Entry, frozen=True, tag=17):
 
 
 class RequestEntry(_Entry, frozen=True, tag=18):
-    """Everything that was asked, after the request's first sequence was added."""
+    """The whole request, after its first sequence was added."""
 
     engine: int
     seq_id: int
@@ -338,7 +338,7 @@ class Tokens(_Entry, frozen=True, tag=19):
 
 
 class Shown(_Entry, frozen=True, tag=24):
-    """Chunks in which a streamed answer was shown to its client, told when it had ended."""
+    """Chunks in which a streamed answer was sent to its client, recorded when it had ended."""
 
     engine: int
     seq_id: int

@@ -38,7 +38,7 @@ MAX_QUEUED_BYTES = 16 << 20
 RETRY_S = 5.0
 """After a failure, until the next file is tried."""
 WARN_INTERVAL_S = 600.0
-"""A disk that stays full is told so often; metrics and health tell it at once."""
+"""Interval of log lines about a disk that stays full; metrics and health show it at once."""
 CLOSE_LIMIT_S = 2.0
 LIST_INTERVAL_S = 1.0
 """Interval at which a file that grows is listed in the folder's manifest."""
@@ -104,7 +104,7 @@ class TraceFiles:
         self._num_gaps = 0
         self._fault = ""
         self._warn_s = 0.0
-        """When it may be said again."""
+        """When it may be logged again."""
         self._file: BinaryIO | None = None
         self._frame: zstandard.ZstdCompressionObj | None = None
         self._frame_bytes = 0
@@ -298,5 +298,5 @@ class TraceFiles:
 
 
 def _said(error: OSError | zstandard.ZstdError) -> str:
-    """Without the path, which whoever may ask for the server's health need not know."""
+    """Without the path, which callers of the server's health endpoint need not see."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -8,7 +8,7 @@ from lockstep.errors import UsageError
 
 DEFAULT_MAX_MB = 256
 MIN_SECRET_BYTES = 16
-"""With fewer somebody might try them all."""
+"""With fewer, all of them could be tried."""
 MAX_SECRET_BYTES = 4_096
 
 

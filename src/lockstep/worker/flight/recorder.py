@@ -154,7 +154,7 @@ class Recorder:
 
     @guarded
     def begin_turn(self) -> None:
-        """Before commands are obeyed and somebody steps: begin a file if one is due, hand over what was recorded."""
+        """Before commands and steps of a turn: begin a file if one is due, hand over what was recorded."""
         if self._has_given_up:
             return
         if self._files.is_steady:
@@ -197,7 +197,7 @@ class Recorder:
 
     @guarded
     def idle(self, priorities: Mapping[str, int]) -> None:
-        """Nobody has work."""
+        """No engine has work."""
         if self.is_on:
             self._put_priorities(priorities)
             if not self._is_idle:
@@ -317,10 +317,10 @@ class EngineRecorder:
         self.number = -1
         """Of the engine, once it had to do with the device."""
         self.is_open = False
-        """Whether the file knows the engine."""
+        """Whether the file has the engine."""
         self._num_lost_steps = 0
         self._has_begun = False
-        """Whether it was told anything, recorded or not."""
+        """Whether it had any command, recorded or not."""
         self._scheduler: Scheduler | None = None
         self._fingerprint: Fingerprint | None = None
 
@@ -355,7 +355,7 @@ class EngineRecorder:
         self._recorder.chunk.put(entry)
 
     def begin_file(self) -> None:
-        """A file begins; an engine that was told nothing yet needs no checkpoint."""
+        """A file begins; an engine without a command so far needs no checkpoint."""
         self.is_open = False
         if not self._has_begun:
             return
@@ -470,7 +470,7 @@ class EngineRecorder:
             self._put(Record(self.number, record, self._fingerprint.chain[:MARK_BYTES]))
 
     def _records(self) -> bool:
-        """True if anything is recorded now; the file then knows the engine."""
+        """True if anything is recorded now; the file then has the engine."""
         self._has_begun = True
         if self._recorder.is_on:
             self.open()
