@@ -4,30 +4,31 @@
     python -m benchmarks.prediction --out docs/prediction.md        # the page that is in the repository
     python -m benchmarks.prediction --model model.gguf --scale 0.1  # a slower model, a tenth of the rates
 
-A run is a real `lockstep serve --trace` under `bench serve`'s load, every request with its full length. Run A is only
-calibrated on. Runs B and C have another load and other limits. All are made twice, each round predicted from its own A,
-so that the error of the prediction stands beside the spread of two identical runs. What the prediction gets is A's
-prices, the limits, and when which lengths arrived; not one time of a step of the run that it predicts. "Error, alike"
-is that of the same prediction with prices of the identical run of the other round: a load like the one to predict.
+A run is a real `lockstep serve --trace` under the load of `bench serve`, every request with its full length. Run A is
+only used for calibration. Runs B and C have another load and other limits. All are made twice, and each round is
+predicted from its own A, so that the error of the prediction can be compared with the spread of two identical runs. The
+inputs of the prediction are the costs from A, the limits, and the arrival times and lengths; no time of a step of the
+predicted run is used. "Error, alike" is the error of the same prediction with costs of the identical run of the other
+round: a load like the one to predict.
 
-Calibrate under a load like the one to predict. Prices are those of a machine in a state, and a server that often idles
-is in another than a full one, which shares its cores with its clients. Somebody outside this project, who calibrated on
-a light load, measured +15.9 % throughput and -14.4 % end-to-end time on a saturated run, predicted against measured.
-Run B is such a pair, too, and has missed its goals in the other direction: not even the sign holds from one machine to
-the next. A replay says where its steps are larger than those that were seen; how busy the machine was, it cannot know.
+Calibrate under a load like the one to predict. Costs depend on the state of the machine, and a server that is often
+idle is in another state than a saturated one, which shares its cores with its clients. A user who calibrated on a light
+load measured errors of +15.9 % of throughput and -14.4 % of end-to-end time on a saturated run. Run B is such a pair,
+too, and has missed its goals in the other direction: not even the sign is the same on all machines. A replay reports if
+its steps are larger than those of the calibration; it has no information about other load on the machine.
 
-A like load is no cure where the machine itself stalls: at a load average of 20, in three slices of pocket whose two
-rounds were 23 % apart, prices of the identical run predicted 25 % too much throughput of run B, and those of run A 3
-%. Steps that stalled are cut when prices are fitted, which is the suspect, not yet proven. So calibrate on a machine
-that is as quiet as the one to predict, too.
+A similar load does not help if the machine itself stalls: at a load average of 20, in three slices of pocket whose two
+rounds were 23 % apart, costs of the identical run predicted 25 % too much throughput of run B, and those of run A 3 %.
+The likely reason, not yet proven, is that the fit cuts steps that stalled. So calibrate on a machine that is as quiet
+as the one to predict.
 
-Speed comes in waves on a machine that is shared: identical runs, one after the other, have differed by 40 %. So all six
-servers are up, and the runs take turns in slices of a few seconds, A B C A B C: what the machine does meets all alike.
-Each slice begins and ends with an idle server.
+The speed of a shared machine varies over time: identical runs, one after the other, have differed by 40 %. So all six
+servers are up, and the runs take turns in slices of a few seconds, A B C A B C, so that other load affects all of them
+alike. Each slice begins and ends with an idle server.
 
-Throughput is output tokens by the time from the first arrival to the last end of each slice. Times count from a
-request's arrival in the worker; what the client saw stands beside them and has HTTP, tokens and text in it. Requests
-that warm up are served and simulated, and counted in neither.
+Throughput is output tokens divided by the time from the first arrival to the last end of each slice. Times count from a
+request's arrival in the worker; the times that the client measured stand beside them and include HTTP, tokens and text.
+Warm-up requests are served and simulated, and counted in neither.
 """
 
 from __future__ import annotations
