@@ -110,7 +110,7 @@ class FaultyTextError(ConfigError):
         name: what the text is called, e.g. its file.
     """
 
-    def __init__(self, problems: Sequence[Problem], name: str) -> None:
+    def __init__(self, problems: Sequence[Problem], name: str = "text") -> None:
         super().__init__("\n".join(f"{name}, {problem}" for problem in problems))
         self.problems = tuple(problems)
         self.name = name

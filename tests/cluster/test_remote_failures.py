@@ -238,7 +238,7 @@ async def test_the_breaker_opens_and_one_call_closes_it_again(caplog: pytest.Log
         goes_on.set()
         assert answer_of(await trial).text == "Once"
         assert answer_of(await events_of(model)).text == "Twice"
-    assert "far is not asked for 1.0 s" in caplog.text
+    assert "far gets no requests for 1.0 s" in caplog.text
     assert "far answers again" in caplog.text
     assert KEY not in caplog.text
 
@@ -332,7 +332,7 @@ async def test_an_endless_answer_is_cut_at_max_tokens(caplog: pytest.LogCaptureF
         (" upon" * 4, FinishReason.LENGTH),
     ]
     assert answer.num_output_tokens == 8, "nobody said how many, and no piece was less than one"
-    assert "said more than was asked for, and was cut" in caplog.text
+    assert "sent more than was requested, and was cut" in caplog.text
 
 
 async def test_who_ends_at_the_limit_is_not_cut(caplog: pytest.LogCaptureFixture) -> None:
