@@ -218,17 +218,17 @@ def test_the_lines_at_ready_are_limited_in_number() -> None:
     )
     assert lines[8] == "43 engines more: GET http://h/v1/cluster"
     assert lines[9:] == [
-        "org/legal: standby, loaded when it is asked for",
+        "org/legal: standby, loaded at the first request",
         "far: remote, answered by another server",
         "metrics: http://h/metrics; documentation of the API: http://h/docs",
-        "no key is needed: whoever can call from this machine is its admin",
+        "no key is needed: every caller on this machine is its admin",
     ]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (ServerOptions(allow_unauthenticated=True), "whoever reaches this server may use and change it"),
+        (ServerOptions(allow_unauthenticated=True), "every caller may use and change this server"),
         (ServerOptions(api_keys=("k",)), "a key is needed"),
         (ServerOptions(admin_keys=("a",)), "an admin key is needed for what all callers share"),
         (ServerOptions(api_keys=("k",), admin_keys=("a",)), "an admin key is needed for what all callers share; a key"),

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible front: HTTP in, calls to the cluster out. Knows the cluster by its protocol only."""
+"""An OpenAI-compatible front: HTTP in, calls to the cluster out. Uses the cluster through its protocol only."""

@@ -19,7 +19,7 @@ from lockstep.server.request_context import PEOPLE, RequestContext
 from lockstep.worker.logs import FIELDS, PUBLIC_FIELDS
 
 PROBES = OPEN_PATHS | {"/load"}
-"""Asked for again and again by machines: logged at the debug level."""
+"""Polled by machines: logged at the debug level."""
 WATCHED = frozenset({"/v1/cluster", "/v1/stats", "/v1/requests", "/v1/sessions", "/v1/logs", "/v1/events"})
 """And what dashboards ask for every two seconds; only refusals are worth a line."""
 
@@ -48,8 +48,8 @@ class AccessLog:
 
 
 def hashed_by(key: bytes) -> Callable[[str], str]:
-    """A name for each text that is the same in all lines of one run and tells nobody who that is: without the key,
-    which is nowhere kept, no list of users can be tried."""
+    """A name for each text that is the same in all lines of one run and does not identify its user: without the key,
+    which is not stored, no list of users can be tried."""
     return lambda text: hashlib.blake2b(text.encode(), key=key, digest_size=HASH_BYTES).hexdigest()
 
 
@@ -59,7 +59,7 @@ def request_fields(
     """Members of a request's line; those that do not apply to it are left out. Times in milliseconds.
 
     Args:
-        called: what somebody is called here whom a request was sent for.
+        called: returns the name in the log of the user of a request.
     """
     fields: dict[str, Any] = {
         "id": context.request_id,

@@ -259,7 +259,7 @@ def asks_models(path: str) -> bool:
 class OriginMiddleware:
     """CORS by kind of path: the pages that a browser lets read what this server answers.
 
-    Pages of loopback origins, which somebody runs on the machine of the browser itself, may ask models; those of
+    Pages of loopback origins, which run on the machine of the browser itself, may use models; those of
     ``origins`` may have every path.
     """
 
@@ -388,7 +388,7 @@ def host_fault(allowed: Collection[str], headers: Iterable[tuple[bytes, bytes]])
                 return None
     return HttpError(
         403,
-        "This server does not answer to that Host; it can be told to by --allowed-host, or be given an --api-key.",
+        "This server does not answer to that Host; --allowed-host adds it, and with an --api-key any is accepted.",
         code="unknown_host",
     )
 

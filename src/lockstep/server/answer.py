@@ -48,7 +48,7 @@ class RoutedHop(Shape):
 
     model: str
     completion: str
-    """What it said; of several choices the first."""
+    """Its answer; of several choices the first."""
     intent: str | None
     """What a router's word was read as."""
     latency_ms: float
@@ -67,15 +67,15 @@ class Extension(Shape):
     warnings: NotRequired[Sequence[str] | None]
     """What was requested and is not done, also in the header `x-lockstep-warning`."""
     entry_model: NotRequired[str | None]
-    """Who routed the request; this and the following are there only if somebody did."""
+    """The model that routed the request; this and the following are there only for a routed one."""
     final_model: NotRequired[str | None]
     """Who answered it."""
     intent: NotRequired[str | None]
-    """What the routing model's word was read as; null: nothing that the routing rule knows."""
+    """The value that was read from the routing model's answer; null: none that the routing rule has."""
     latency_ms: NotRequired[float | None]
     """From the arrival of the request to the end of its answer."""
     hops: NotRequired[list[RoutedHop] | None]
-    """All models that were asked, in order; the last one is who answered."""
+    """All models that were called, in order; the last one answered."""
 
 
 class AnswerFunction(Shape):
@@ -191,7 +191,7 @@ def extension_of(
 ) -> Extension:
     """The extension of an answer that is complete. The rate is that of all prompts together.
 
-    For a routed request also the route: the first prompt says who answered, and `hops` has those of all prompts.
+    For a routed request also the route: the model that answered the first prompt, and the `hops` of all prompts.
     """
     rate = totals.num_output_tokens / totals.total_s if totals.total_s > 0 else None
     extension: Extension = {
@@ -234,7 +234,7 @@ def _hop(model: str, completion: str, intent: str | None, latency_s: float, coun
 
 
 def dispatch_calls(answer_id: str, hops: Sequence[Hop]) -> list[AnswerToolCall]:
-    """The routing decisions as calls of a function; a hop whose own answer stands called nobody."""
+    """The routing decisions as calls of a function; a hop whose own answer stands has none."""
     return [
         {
             "id": f"call_{answer_id}{CALL_SUFFIX}" + (str(index) if index else ""),

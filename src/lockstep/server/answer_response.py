@@ -50,7 +50,7 @@ MIN_WATCH_S = 0.05
 MAX_STALL_S = 60.0
 """A client that takes nothing for so long is left."""
 CONNECTION_RESET = "the handler is closed"
-"""What uvloop says to a `send` into a connection that was reset before `receive` could tell."""
+"""Error of uvloop for a `send` into a connection that was reset before `receive` could report it."""
 
 
 class Encoder(Protocol):
@@ -103,7 +103,7 @@ class Answer:
         self._shown_tokens = [0] * len(choices)
         self._shown_us = round(context.started_s * 1e6)
         self.shown: list[ShownChunk] | None = None
-        """Chunks that were shown, where somebody wants to know."""
+        """Chunks that were sent, if they are recorded."""
 
     @property
     def is_complete(self) -> bool:
@@ -339,7 +339,7 @@ class AnswerResponse(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _write(self, answer: Answer, send: Send, headers: Headers) -> HttpError | None:
-        """Stream the answer; returns what the client was told went wrong."""
+        """Stream the answer; returns the error that the client received."""
         news = self._news
         self._sent_s = self._loop.time()
         news.set()  # an answer may have something to show before its first token

@@ -70,7 +70,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     metrics.router,
     status.home_router,
 )
-"""They are asked in this order, each for some 10 us: what is called most comes first."""
+"""They are tried in this order, each for some 10 us: the most frequent come first."""
 
 
 def create_app(
@@ -85,7 +85,7 @@ def create_app(
     From the outside in: context, CORS, admission, body, routes.
 
     Args:
-        observers: told of every request that has ended, beside the log and the counters.
+        observers: called with every request that has ended, beside the log and the counters.
         response_store: where responses are kept, its caller's to close; None: in memory.
         batch_store: where files and batches are kept, its caller's to close, as ``state.batches`` is its caller's to
             run; None: nowhere.

@@ -176,7 +176,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
     chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`; a warning says which it does not read."""
+    """Variables for the model's chat template, e.g. `enable_thinking`; a warning names those that it does not read."""
     add_generation_prompt: bool | None = None
     """False: the prompt does not end with the beginning of an assistant's message."""
     add_special_tokens: Literal[False] | None = None
@@ -279,7 +279,7 @@ def _echo(body: ChatBody, chat: ChatCall) -> str:
 JSON_KINDS = (ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA)
 """What an answer may have to be although there are tools."""
 MAX_WARNINGS = 16
-"""Of one request; they are told in a header."""
+"""Of one request; a header has them."""
 OLD_CALL_ID = "call_function_"
 """Begins the ids that calls get whose deprecated form has none."""
 
@@ -292,7 +292,7 @@ class ChatCall:
     tool_use: ToolUse
     names: Mapping[str, str]
     wishes: Mapping[str, frozenset[str]]
-    """What the chat template is asked to heed: the variables by which it would, of which one is enough."""
+    """Parameters for the chat template, each with the variables by which it may read it; one is enough."""
 
     def warnings(self, tokenizer: Tokenizer) -> list[str]:
         """Warnings, a sentence each: schemas that are not enforced, and wishes that the template of the model that
@@ -392,13 +392,13 @@ def _as_functions(text: str) -> str:
 
 
 def _constrained(given: Constrained, tool_use: ToolUse) -> Constrained:
-    """The constraint of an answer: by the tools, by a parameter, or a call or else what a parameter says."""
+    """The constraint of an answer: by the tools, by a parameter, or a call or else the constraint of a parameter."""
     constraint = given.constraint
     is_free = bool(tool_use.names) and tool_use.choice.mode is ChoiceMode.AUTO
     if constraint is not None and constraint.kind not in JSON_KINDS and is_free:
         raise InvalidParameterError(
-            f"{given.param} and tools both say what the answer must be, and only JSON can be told from a call; leave "
-            "one out, or send tool_choice none or required",
+            f"{given.param} and tools both define the answer, and only JSON can be distinguished from a call; "
+            "leave one out, or send tool_choice none or required",
             param=given.param,
         )
     return given if tool_use.constraint is None else Constrained(tool_use.constraint, "tools")
@@ -454,7 +454,7 @@ def _template_call(call_id: str, function: CalledFunction) -> dict[str, Any]:
 
 
 def _template_kwargs(body: ChatBody) -> dict[str, Any]:
-    """The template's own variables. Which of them it reads is asked when it is known who answers."""
+    """The template's own variables. Which of them it reads is checked once the answering model is known."""
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)

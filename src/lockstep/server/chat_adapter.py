@@ -86,7 +86,7 @@ def chat_body_of(members: Mapping[str, Any], words: Vocabulary) -> ChatBody:
 def adapted_call(
     request: Request, make_body: Callable[[], ChatBody], words: Vocabulary, tokenizer: Tokenizer
 ) -> ChatCall:
-    """The call of a question that was asked in another API; errors name that API's parameters.
+    """The call of a request of another API; errors name that API's parameters.
 
     Args:
         make_body: translates the question; its own errors are in that API's words.
@@ -114,12 +114,12 @@ async def answer_as_chat(
     earlier_ids: Sequence[int] = (),
     returns_ids: bool = False,
 ) -> Response:
-    """Answer a question that was asked in another API.
+    """Answer a request of another API.
 
     Args:
         make_body: translates it; on another thread, where it is long.
         make_encoder: from who answers, by its served name, and the call.
-        warnings: what was requested and is not done, whoever answers.
+        warnings: what was requested and is not done by any model.
         earlier_ids: tokens of a conversation that the prompt goes on with.
         returns_ids: whether choices have the tokens of the answer.
     """

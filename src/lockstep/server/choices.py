@@ -203,7 +203,7 @@ class Choice:
             self._release()
 
     def _release(self) -> None:
-        """An entry is told when its text has come, which a stop string might still cut. Thoughts are never cut."""
+        """An entry is sent when its text has come, which a stop string might still cut. Thoughts are never cut."""
         while self._held and (self.has_thoughts or self._held[0].offset < self._num_chars):
             self.entries.append(self._held.popleft())
 

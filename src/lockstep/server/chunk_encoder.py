@@ -67,7 +67,7 @@ class ChunkEncoder(ABC):
 
     @abstractmethod
     def beginning(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
-        """Members of the frames ahead of all that a choice says."""
+        """Members of the frames ahead of the content of a choice."""
 
     @abstractmethod
     def news(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
@@ -172,7 +172,7 @@ class ChatEncoder(ChunkEncoder):
     Args:
         has_functions: calls have their deprecated form, `function_call`.
         echo: what every choice begins with.
-        hops: what is shown of who was asked before, as calls of a function.
+        hops: the models that were called before, as calls of a function.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ from lockstep.server.status import batch_warnings
 router = APIRouter(prefix="/v1", tags=["cluster"], responses=ERROR_RESPONSES)
 models_router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERROR_RESPONSES)
 LOCATE_LIMIT_S = 1.0
-"""For whoever wants to see the cluster, and not sessions alone, while a worker is stuck."""
+"""Limit of the wait for sessions, so that the cluster can be read while a worker is stuck."""
 _FORMS: dict[str, Any] = {JSON_TYPE: {"schema": {"type": "object"}}} | {
     each: {"schema": {"type": "string"}} for each in YAML_TYPES
 }
@@ -47,7 +47,7 @@ _FORMS: dict[str, Any] = {JSON_TYPE: {"schema": {"type": "object"}}} | {
 _RANGES = {"*/*": (0, JSON_TYPE), "application/*": (1, JSON_TYPE), "text/*": (1, "text/yaml")} | {
     each: (2, each) for each in (JSON_TYPE, *YAML_TYPES)
 }
-"""By what an ``Accept`` may say: how exactly it says it, and what is intended."""
+"""By media range of an ``Accept``: its precision, and the intended form."""
 _UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")
 """What stands for itself in JSON, while in YAML it ends a line or may only be written as an escape."""
 _NOT_YAML = re.compile(rf"\t|\\u[dD][89a-fA-F]|{_UNPRINTED.pattern}")
@@ -288,7 +288,7 @@ def _own(request: Request, sessions: Iterable[SessionSnapshot]) -> Iterator[Sess
 
 
 def _manifested(request: Request) -> Cluster:
-    """The cluster, where a manifest says what it serves; NoManifestError where the command line does."""
+    """The cluster, if it serves a manifest; NoManifestError if it serves a model of the command line."""
     cluster = serving_of(request).cluster
     if cluster.is_fixed:
         raise NoManifestError(

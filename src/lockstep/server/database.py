@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError, StorageError, StorageFullError
 BUSY_TIMEOUT_S = 5.0
 """How long to wait for another process that is writing to the file."""
 OWNER_ONLY = 0o600
-"""The files hold what people said."""
+"""The files hold the texts of users."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BROKEN = frozenset({errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ESTALE})
 _BROKEN_DATABASE = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})

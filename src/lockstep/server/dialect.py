@@ -45,7 +45,7 @@ class Dialect:
     id_header: bytes | None = None
     """Carries the request's id beside ``x-request-id``."""
     takes_forms: bool = False
-    """Whether JSON is taken as JSON that says it is a form, as what curl sends with ``-d`` does."""
+    """Whether JSON is accepted under the content type of a form, as curl sends it with ``-d``."""
 
     def put(self, error: HttpError) -> HttpError:
         """The error under the status that this API's clients know."""

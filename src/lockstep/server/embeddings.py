@@ -55,7 +55,7 @@ class EmbeddingBody(ParameterBody):
     encoding_format: Literal["float", "base64"] | None = None
     """`base64`: of the vector's float32 values, little-endian. Default: `float`."""
     dimensions: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
-    """The first so many numbers of each vector, whose length is then 1 again; a warning says so where they are fewer
+    """The first so many numbers of each vector, whose length is then 1 again; there is a warning if they are fewer
     than the model's."""
     pooling: Literal["mean", "last"] | None = None
     """Of the prompt's hidden states; default `mean`."""
@@ -99,7 +99,7 @@ async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
     """The vectors of a request's texts.
 
     Raises:
-        ClientLeft: nobody is there any more to be told; the request's context knows it.
+        ClientLeft: the client is gone; the request's context has noted it.
     """
     serving, context = serving_of(request), context_of(request)
     context.model = model = serving.cluster.card(body.model).name

@@ -124,7 +124,7 @@ class ErrorBody(BaseModel):
 def documented_errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """For the OpenAPI document: what any route may answer whose errors are such bodies."""
     return {
-        "4XX": {"model": body, "description": "The request is refused; the error says what would be right."},
+        "4XX": {"model": body, "description": "The request is refused; the error states what would be right."},
         "5XX": {"model": body, "description": "The server cannot answer, or not now."},
     }
 

@@ -64,7 +64,7 @@ def in_pieces(most: int, least: int = 1) -> Sequence[object]:
     """Annotations of a list of ``least`` to ``most`` members that may be long.
 
     It is checked piece by piece, since other threads run only in between, and up to the first fault, since no more is
-    told.
+    reported.
     """
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> list[Any]:
@@ -116,11 +116,11 @@ def absent(why: str) -> BeforeValidator:
 NOTHING = WithJsonSchema(
     {"anyOf": [{"type": "null"}, {"const": ""}, {"type": "array", "maxItems": 0}, {"const": False}]}
 )
-"""The schema of what says nothing; beside `empty`."""
+"""The schema of values without content; beside `empty`."""
 
 
 def empty(why: str) -> BeforeValidator:
-    """For members that are not done here: only null and what says nothing are taken, and the error states why."""
+    """For members that are not supported: only null and values without content are accepted; the error states why."""
 
     def check(value: object) -> None:
         if value not in (None, "", [], False):
@@ -190,7 +190,7 @@ class SamplingBody(ParameterBody):
     """0 or -1: all tokens."""
     min_p: Annotated[float | None, within(MIN_P)] = None
     seed: Annotated[int | None, within(SEED)] = None
-    """The same seed and parameters give the same answer, whoever else is being served."""
+    """The same seed and parameters give the same answer, independent of other requests."""
 
 
 class Marked(Body):
@@ -210,5 +210,5 @@ FinishReasonName = Literal["stop", "length", "tool_calls", "function_call"]
 class Shape(TypedDict):
     """A JSON object in an answer: encoders write it, type checking holds them to it, and the OpenAPI document shows it.
 
-    Every member is told; a sentence under one is its description.
+    Every member is declared; a sentence under one is its description.
     """

@@ -124,14 +124,14 @@ class RequestBody(SharedBody):
     metadata: Labels | None = None
     """Labels that are logged with the request."""
     service_tier: Name | None = None
-    """There is one, `default`; the answer says so."""
+    """There is one, `default`, which the answer names."""
 
 
 class GenerationBody(RequestBody):
     """Parameters of chat completions and completions."""
 
     model: Name | None = None
-    """A served name; absent: whoever the cluster's routing finds, or the one model that is served."""
+    """A served name; absent: the model that the cluster's routing finds, or the only one."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
@@ -243,10 +243,10 @@ def check_shared(body: GenerationBody, options: ServerOptions) -> None:
 
 
 def constraint_of(body: GenerationBody) -> Constrained:
-    """The constraint of an answer, from the one parameter that says it.
+    """The constraint of an answer, from the one parameter that sets it.
 
     Raises:
-        InvalidParameterError: two of them do, or one says it wrongly.
+        InvalidParameterError: two of them do, or one has a wrong value.
     """
     given = [
         Constrained(build(value, f"guided_{kind}"), f"guided_{kind}")
@@ -350,7 +350,7 @@ def call_of(
     prompt_logprobs: int | None,
     shown_specials: tuple[str, ...] = (),
 ) -> GenerationRequest:
-    """One call of the request. Without API keys, ``user`` says whose share of the queue it takes."""
+    """One call of the request. Without API keys, ``user`` determines the share of the queue that it takes."""
     return GenerationRequest(
         prompt,
         params,
@@ -376,7 +376,7 @@ def cache_salt_of(caller: Caller, salt: str) -> str:
 
 
 def check_tokens_known(tokenizer: Tokenizer, wishes: Mapping[str, bool]) -> None:
-    """Refuse what must be said in tokens where only another server knows them.
+    """Refuse parameters in tokens where only another server has the vocabulary.
 
     Args:
         asked: by parameter, whether it is requested.

@@ -36,7 +36,7 @@ class Entry(msgspec.Struct, frozen=True):
     offset: int
     """Characters of the text before it."""
     is_known: bool = True
-    """False for the first token of a prompt: nothing says how likely it was."""
+    """False for the first token of a prompt, which has no probability."""
 
 
 class Logprob(Shape):

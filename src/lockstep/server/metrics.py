@@ -70,7 +70,7 @@ HELP: Mapping[str, str] = {
     "trace_gaps": "How often the recording of this model's device broke off and began anew.",
     "request_inference_time_seconds": "From the first step to the last token.",
     "request_max_num_generation_tokens": "Generated tokens of a request's longest sequence.",
-    "request_params_n": "Sequences that a request asked for.",
+    "request_params_n": "Sequences of a request.",
     "request_params_max_tokens": "Tokens that a sequence was allowed.",
     "request_prefill_kv_computed_tokens": "Prompt tokens that were computed, not cached.",
     "request_prompt_tokens": "Prompt tokens of a finished sequence.",
@@ -245,11 +245,11 @@ OF_HOST: Fields = {
 }
 RESOURCES: Fields = {
     "resources": ("resources", "Resources of a host; memory in bytes."),
-    "resources_free": ("free", "Resources of a host that nobody has."),
+    "resources_free": ("free", "Free resources of a host."),
 }
 OF_PLACE: Fields = {
     "running": ("num_running", "Requests of this gateway that are under way at a replica."),
-    "cached_blocks": ("num_cached_blocks", "KV blocks that a replica can find again, as far as it told this gateway."),
+    "cached_blocks": ("num_cached_blocks", "KV blocks that a replica has reported to this gateway as cached."),
 }
 COUNTED_OF_PLACE: Fields = {
     "retried": ("num_retried", "Requests that another replica answered, as this was lost before their first token."),

@@ -1,6 +1,6 @@
 """uvicorn's HTTP protocol with bounds that it lacks: size, number and time of headers, and number of connections.
 
-httptools collects headers of any size and waits for them for ever. The only file that knows uvicorn's insides.
+httptools collects headers of any size and waits for them for ever. The only file that depends on uvicorn's internals.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Totals:
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Only of prompts that were answered: the last output of a call says it."""
+    """Only of prompts that were answered: the last output of a call has it."""
     num_output_tokens: int = 0
     num_answered: int = 0
     """Prompts whose answers came to their end; what follows is theirs."""
@@ -120,7 +120,7 @@ class RequestContext:
     answers: Sequence[str] = ()
     """Texts of the answers; kept for ``--log-prompts`` only, as is `body`."""
     hops: list[Hop] = field(default_factory=list)
-    """Of models that were asked before those who answered; their tokens are not in `totals`."""
+    """Of models that were called before those that answered; their tokens are not in `totals`."""
     finish_reasons: list[str] = field(default_factory=list)
     num_unread_calls: int = 0
     """Times that what began as a call of a function could not be read as one, and was shown as text."""
@@ -136,7 +136,7 @@ class RequestContext:
     is_sent: bool = False
     """The connection has taken the whole answer. What it tells of from then on is no departure."""
     status: int | None = None
-    """How it ended: what the client was told; of a stream that failed, its error's, although its head said 200;
+    """How it ended: the client's status; of a stream that failed, its error's, although its head had 200;
     `CLIENT_LEFT_STATUS` when the client left before the end."""
 
     def placed(self, calls: Sequence[GenerationRequest]) -> Sequence[GenerationRequest]:
@@ -175,7 +175,7 @@ class ContextMiddleware:
         self._app = app
         self._on_begin = on_begin
         self._paths = frozenset(paths)
-        """Of routes without parameters: a request that was refused before it was routed is told by them."""
+        """Of routes without parameters: a request that was refused before it was routed is counted under them."""
         self._observers = tuple(observers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -272,13 +272,13 @@ def _final_status(context: RequestContext, exchange: _Exchange) -> int:
 
 
 async def refuse(error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request with an error from inside a middleware; the request's context knows of it."""
+    """Answer a request with an error from inside a middleware; the request's context notes it."""
     context: RequestContext = scope["state"]["context"]
     await refusal(error, context)(scope, receive, send)
 
 
 def refusal(error: HttpError, context: RequestContext) -> JSONResponse:
-    """The answer to a request that is refused, in its dialect; its context knows of it."""
+    """The answer to a request that is refused, in its dialect; its context notes it."""
     context.error = context.dialect.put(error)
     return context.dialect.response(context.error, context.request_id)
 

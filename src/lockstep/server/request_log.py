@@ -1,7 +1,7 @@
 """`GET /v1/requests`: requests to models that are being answered, and the latest that have ended.
 
 Nothing of a prompt, an answer or a key is in it: names, counts and times. What has ended is kept as a small row, and as
-many as `MAX_ENDED`; what is open is read from its context when somebody asks.
+many as `MAX_ENDED`; open requests are read from their contexts on demand.
 """
 
 from __future__ import annotations
@@ -86,27 +86,27 @@ Kind = Literal[
 
 
 class RequestHop(msgspec.Struct, frozen=True):
-    """A model that was asked before the one that answered."""
+    """A model that was called before the one that answered."""
 
     model: str
     intent: str | None
-    """What the rule read from its answer; null: nothing that it knows."""
+    """The value that the rule read from its answer; null: none that it has."""
     target: str | None
-    """Who answers next; null: nobody, the hop's own answer stood."""
+    """The model that answers next; null: the hop's own answer stood."""
     latency_ms: float
 
 
 class RequestWait(msgspec.Struct, frozen=True):
-    """A reason for which the request was passed over, as the planner told it."""
+    """A reason for which the request was passed over, as the planner reported it."""
 
     model: str
     kind: Kind
     reason: str
     """The latest of its kind, in words."""
     at_ms: float
-    """From the arrival to when it was told first."""
+    """From the arrival to its first report."""
     seen_ms: float
-    """From then to when it was told last; reasons are sampled."""
+    """From the first report to the last; reasons are sampled."""
 
 
 class RequestReplay(msgspec.Struct, frozen=True):
@@ -133,7 +133,7 @@ class RequestRow(msgspec.Struct, frozen=True):
     model: str | None
     """Who answers."""
     hops: tuple[RequestHop, ...]
-    """Who was asked before, in order."""
+    """Models that were called before, in order."""
     session_id: str | None
     caller: str
     """Name of the API key that was used; never the key."""
@@ -242,7 +242,7 @@ def row_of(context: RequestContext, duration_s: float, *, is_ended: bool = False
 
 
 def waits_of(found: Iterable[Wait], arrival_s: float) -> Iterator[RequestWait]:
-    """Reasons in words, one for each kind at each model: the one that was told last."""
+    """Reasons in words, one for each kind at each model: the last one reported."""
     kept: dict[tuple[str, Kind], tuple[str, float, float]] = {}
     for wait in found:
         kind, words = KINDS.get(wait.reason.limit), _words(wait)
@@ -296,8 +296,8 @@ def chosen(
     """The newest of those that are requested, newest first.
 
     Args:
-        caller: only this one's; None: everybody's.
-        model: that answered, or was asked before.
+        caller: only its requests; None: all.
+        model: that answered, or was called before.
         states: empty: any.
         after: number of a request; only those that came after it.
     """
@@ -319,7 +319,9 @@ def chosen(
 @router.get("/requests", responses=described(RequestList), response_class=Response, operation_id="list_requests")
 async def list_requests(
     request: Request,
-    model: Annotated[str | None, Query(max_length=256, description="Who answered, or was asked before.")] = None,
+    model: Annotated[
+        str | None, Query(max_length=256, description="Model that answered, or was called before.")
+    ] = None,
     session_id: Annotated[str | None, Query(max_length=256, description="Of this conversation.")] = None,
     status: Annotated[int | None, Query(ge=100, le=599, description="Ended with this status.")] = None,
     state: Annotated[list[State] | None, Query(description="In this state; may be repeated.")] = None,

@@ -156,7 +156,7 @@ class _Run:
             await web
 
     async def _live(self) -> None:
-        """Load, answer, and drain; returns when nothing is in flight or nobody may wait any longer."""
+        """Load, answer, and drain; returns when nothing is in flight or the time is up."""
         serving, url = self._serving, url_of(self._listener)
         self._announce(f"lockstep: listening on {url}, loading {_names(serving.cluster)}")
         loading = asyncio.create_task(serving.cluster.start(), name="load")
@@ -199,7 +199,7 @@ class _Run:
 
 
 def first_request(url: str, *, has_key: bool) -> str:
-    """A command that asks the server, for whoever has only just started it."""
+    """A first request to the server, as a command."""
     key = " -H 'authorization: Bearer KEY'" if has_key else ""
     body = '{"messages": [{"role": "user", "content": "I was charged twice."}]}'
     return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
@@ -216,7 +216,7 @@ def ready_lines(snapshot: ClusterSnapshot, url: str, options: ServerOptions) -> 
     lines = [f"{_some(models)}: {_engine_text(engine)}" for models, engine in engines[:MAX_SHOWN_NAMES]]
     if len(engines) > MAX_SHOWN_NAMES:
         lines.append(f"{len(engines) - MAX_SHOWN_NAMES} engines more: GET {url}/v1/cluster")
-    for state, meaning in (("standby", "loaded when it is asked for"), ("remote", "answered by another server")):
+    for state, meaning in (("standby", "loaded at the first request"), ("remote", "answered by another server")):
         if names := [model.id for model in snapshot.models if model.state == state]:
             lines.append(f"{_some(names)}: {state}, {meaning}")
     lines.append(f"metrics: {url}/metrics; documentation of the API: {url}/docs")
@@ -244,8 +244,8 @@ def _callers(options: ServerOptions) -> str:
     if options.api_keys:
         return "a key is needed"
     if options.allow_unauthenticated:
-        return "no key is needed: whoever reaches this server may use and change it"
-    return "no key is needed: whoever can call from this machine is its admin"
+        return "no key is needed: every caller may use and change this server"
+    return "no key is needed: every caller on this machine is its admin"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -110,7 +110,7 @@ class Traffic:
 T = TypeVar("T")
 
 MAX_INLINE_BYTES = 64 << 10
-"""What is done with a longer body is done on another thread, so that it delays nobody's tokens."""
+"""What is done with a longer body is done on another thread, so that it does not delay the tokens of others."""
 MAX_LONG_BODIES = 32
 """Long bodies that are held at once: as many bytes as so many of the largest have."""
 

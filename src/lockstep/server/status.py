@@ -160,7 +160,7 @@ def dashboard_page() -> tuple[str, str]:
 
 
 def policy_of(page: str) -> str:
-    """Policy by which a browser runs what is written in a page and asks nobody but this server."""
+    """Policy by which a browser runs the scripts of a page and connects to this server only."""
 
     def hashes(tag: str) -> str:
         blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

@@ -119,7 +119,7 @@ class MessagesEncoder:
         self._blocks: list[dict[str, Any]] = []
         """All but the last are closed."""
         self._pieces: list[str] = []
-        """What the open block says; it has the name of the block's kind."""
+        """Content of the open block; it has the name of the block's kind."""
         self._is_open = False
         self._events: list[dict[str, Any]] = []
 
@@ -232,7 +232,7 @@ class MessagesEncoder:
 
 
 def signature_of(thoughts: str) -> str:
-    """A fingerprint of thoughts, in the place of the signature by which Anthropic knows its own."""
+    """A fingerprint of thoughts, in the place of the signature by which Anthropic recognises its own."""
     digest = hashlib.blake2b(thoughts.encode("utf-8", "surrogatepass"), digest_size=24).digest()
     return base64.b64encode(digest).decode()
 

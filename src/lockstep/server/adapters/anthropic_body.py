@@ -141,7 +141,7 @@ class ToolResultBlock(Marked):
     tool_use_id: Id
     content: Result | None = None
     is_error: bool | None = None
-    """True: the model is told so, in a word before the content."""
+    """True: a word before the content tells the model so."""
 
 
 Block = Annotated[
@@ -178,7 +178,7 @@ class Thinking(Body):
     type: Literal["enabled", "adaptive", "disabled"]
     """Where the model's chat template reads `enable_thinking`, else a warning; `adaptive`: as the model does."""
     budget_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
-    """Not kept apart: `max_tokens` bounds thoughts and text together; a warning says so."""
+    """Not kept apart: `max_tokens` bounds thoughts and text together; there is a warning."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted`: blocks of thoughts come without them. Otherwise as they are, which is more than a summary."""
 
@@ -205,8 +205,8 @@ class RequestMetadata(Body):
 
 
 def _without_bound(schema: dict[str, Any]) -> None:
-    """Leave out a bound that is far beyond the one on the body's bytes: whoever makes requests of the document would
-    fill it with the longest messages that there are."""
+    """Leave out a bound that is far beyond the one on the body's bytes: generators of requests from the document would
+    fill it with the longest messages."""
     schema.pop("maxItems", None)
 
 
@@ -219,7 +219,7 @@ class CountBody(ParameterBody):
     model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [_HELLO]}]})
 
     model: Name | None = None
-    """A served name; absent: whoever the cluster's routing finds, or the one model that is served."""
+    """A served name; absent: the model that the cluster's routing finds, or the only one."""
     messages: Annotated[list[TurnMessage], *in_pieces(MAX_MESSAGES), Field(json_schema_extra=_without_bound)]
     system: Texts | None = None
     tools: Annotated[list[MessagesTool] | None, Field(max_length=MAX_TOOLS)] = None
@@ -231,7 +231,7 @@ class CountBody(ParameterBody):
     cache_control: JsonObject | None = None
     """Unused, as everywhere: prefixes are found in the cache without it."""
     context_management: ContextManagement | None = None
-    """Nothing is cleared or summed up here: a warning says so where something might be."""
+    """Nothing is cleared or summed up here: there is a warning if something would be."""
     mcp_servers: Annotated[None, empty("this server calls no others"), NOTHING] = None
     thread: Annotated[None, absent("conversations are not kept here; send the whole of it as messages")] = None
     speed: Literal["standard"] | None = None
@@ -256,7 +256,7 @@ class MessagesBody(SharedBody, CountBody):
     stop_sequences: Annotated[list[StopString] | None, Field(max_length=MAX_STOP_STRINGS)] = None
     metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    """There is one, `standard`; the answer says so."""
+    """There is one, `standard`, which the answer names."""
     container: Annotated[None, absent("there are no containers here")] = None
 
 

@@ -31,9 +31,9 @@ class CustomTool(Marked):
     strict: bool | None = None
     """The input obeys the schema."""
     eager_input_streaming: bool | None = None
-    """A hint; a call is told when it is whole."""
+    """A hint; a call is sent when it is whole."""
     input_examples: list[JsonObject] | None = None
-    """Not shown to the model; a warning says so."""
+    """Not shown to the model; there is a warning."""
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
     """The model is informed of every tool from the beginning."""

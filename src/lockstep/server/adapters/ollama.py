@@ -115,7 +115,7 @@ class OllamaEncoder:
 
     @property
     def framing(self) -> Framing:
-        """An empty line is none to Ollama's clients, so that silence is told by an answer that says nothing."""
+        """Ollama's clients ignore an empty line, so silence is bridged by an answer without text."""
         return Framing(NDJSON, self._line(self._said(""), is_done=False))
 
     def opening(self, choices: Sequence[Choice]) -> bytes:

@@ -43,8 +43,8 @@ NoImages = Annotated[None, empty("models here know text only"), NOTHING]
 
 
 class OllamaOptions(SamplingBody):
-    """Options of one answer. What says how to run a model is taken and changes nothing: `lockstep serve` says it. An
-    option that is not known gets a warning, as with Ollama."""
+    """Options of one answer. Options of running a model are accepted without effect: `lockstep serve` sets them. An
+    unknown option gets a warning, as with Ollama."""
 
     __pydantic_extra__: dict[str, Any] = Field(init=False)
     num_predict: Annotated[int | None, Field(ge=-2, le=MAX_SEQUENCE_TOKENS)] = None
@@ -143,7 +143,7 @@ class OllamaBody(ParameterBody):
     think: Think | None = None
     """Where the model's chat template reads `enable_thinking` or `reasoning_effort`, else a warning."""
     keep_alive: KeepAlive | None = None
-    """The server says how long models stay loaded, so that a warning answers; 0 in a request without a prompt unloads
+    """The server determines how long models stay loaded, so there is a warning; 0 in a request without a prompt unloads
     the model, which is for operators."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
@@ -235,7 +235,7 @@ def warnings_of(body: OllamaBody, max_model_len: int | None) -> Iterator[str]:
     """Warnings of all that a body asks for and is not done, a sentence each."""
     options = body.options or OllamaOptions()
     if body.keep_alive is not None:
-        yield "keep_alive: the server says how long models stay loaded"
+        yield "keep_alive: the server determines how long models stay loaded"
     if options.num_ctx is not None and max_model_len is not None and options.num_ctx > max_model_len:
         yield f"options.num_ctx: the model's context has {max_model_len} tokens here"
     if options.repeat_last_n not in (None, -1):

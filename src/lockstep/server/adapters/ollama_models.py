@@ -133,7 +133,7 @@ class EmbedBody(ParameterBody):
     options: OllamaOptions | None = None
     """Unused: nothing is drawn."""
     keep_alive: KeepAlive | None = None
-    """Unused: the server says how long models stay loaded."""
+    """Unused: the server determines how long models stay loaded."""
 
 
 class OldEmbedBody(Body):

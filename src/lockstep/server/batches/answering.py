@@ -1,4 +1,4 @@
-"""Answers to the requests of a batch: the application is asked as by HTTP, without a socket.
+"""Answers to the requests of a batch: the application is called as by HTTP, without a socket.
 
 So a request of a batch has the shapes, rules, limits, records and bytes of one that a client sends.
 """
@@ -80,7 +80,7 @@ class _Exchange:
         if self._left:
             return {"type": "http.request", "body": self._left.pop(), "more_body": False}
         await asyncio.get_running_loop().create_future()  # the caller does not leave
-        raise AssertionError("nobody ends this wait but by cancelling it")
+        raise AssertionError("only cancelling ends this wait")
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -100,7 +100,7 @@ class _Exchange:
 
 
 async def answer(server: InProcessServer, job: Job, index: int, request: BatchRequest) -> Reply:
-    """The answer to a request of a job, asked again where a later try may succeed."""
+    """The answer to a request of a job, tried again where a later try may succeed."""
     num_lost = 0
     for attempt in range(MAX_TRIES):
         reply = await server.ask(request, job.tenant, request_id_of(job.name, index))
@@ -114,7 +114,7 @@ async def answer(server: InProcessServer, job: Job, index: int, request: BatchRe
 
 
 def wait_s(attempt: int, retry_after_s: float, part: float) -> float:
-    """Seconds until the next try: twice as long each time, not before the server says, spread by a random part."""
+    """Seconds until the next try: twice as long each time, at least Retry-After, spread by a random part."""
     longest = min(MAX_WAIT_S, FIRST_WAIT_S * 2.0 ** min(attempt, 16))
     return max(retry_after_s, longest * (0.5 + part / 2))
 

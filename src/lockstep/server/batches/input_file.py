@@ -20,7 +20,7 @@ MAX_FILE_BYTES = 200 << 20
 """Of one input file, as with OpenAI; so is the next."""
 MAX_REQUESTS = 50_000
 MAX_FAULTS = 100
-"""Faults of one file that are told; the rest of the file is then not looked at."""
+"""Faults of one file that are reported; the rest of the file is then not read."""
 MAX_CUSTOM_ID_CHARS = MAX_LABEL_VALUE_CHARS
 _SHOWN_CHARS = 80
 _MEMBERS = ("custom_id", "method", "url", "body")
@@ -60,7 +60,7 @@ class CheckedInput:
     """Byte in the file at which each request's line begins."""
     faults: list[Fault] = field(default_factory=list)
     models: dict[str | None, int] = field(default_factory=dict)
-    """Names of models that are asked, each with the line that asks first."""
+    """Requested names of models, each with its first line."""
 
 
 def window_s(text: str) -> int | None:

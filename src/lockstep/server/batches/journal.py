@@ -19,7 +19,7 @@ from lockstep.server.database import OWNER_ONLY
 _MAGIC = b"lockstep-batch 1 "
 _NONE = 2**64 - 1
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
-"""Errors of filesystems that keep names without being asked to."""
+"""Errors of filesystems that keep names by themselves."""
 
 
 class Journal:

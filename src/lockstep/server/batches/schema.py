@@ -27,7 +27,7 @@ NEXT: Mapping[Status, tuple[Status, ...]] = {
 """By state, the states that may follow."""
 ENDED: tuple[Status, ...] = tuple(status for status, following in NEXT.items() if not following)
 MIN_EXPIRY_S = 3_600
-"""Seconds after which files may be told to expire: OpenAI's bounds."""
+"""Bounds of the seconds after which files may expire: OpenAI's."""
 MAX_EXPIRY_S = 2_592_000
 MAX_FILE_LIST = 10_000
 MAX_BATCH_LIST = 100

@@ -357,7 +357,7 @@ class BatchStore:
 
 
 def open_batch_store(options: ServerOptions) -> BatchStore:
-    """The store of a server; whoever opens it closes it.
+    """The store of a server; the caller closes it.
 
     Raises:
         ConfigError: the folder of ``batch_dir`` cannot be used.

@@ -221,7 +221,7 @@ class ResponseWriter:
     """Turns what is generated into items and events, one after the other.
 
     Args:
-        base: what the response object says from its beginning to its end.
+        base: the constant members of the response object.
         new_id: makes the ids of items.
     """
 
@@ -267,17 +267,17 @@ class ResponseWriter:
         self._close("incomplete" if is_cut else "completed")
 
     def complete(self, completed_at_s: int, **fields: Any) -> JsonObject:
-        """The answer came to its end: the response to be told by `end`, with further fields."""
+        """The answer came to its end: the response to be sent by `end`, with further fields."""
         self._end_output("completed")
         return self._response("completed", completed_at=completed_at_s, **fields)
 
     def cut(self, **fields: Any) -> JsonObject:
-        """No more tokens were allowed: the response to be told by `end`, with further fields."""
+        """No more tokens were allowed: the response to be sent by `end`, with further fields."""
         self._end_output("incomplete")
         return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **fields)
 
     def fail(self, code: str, message: str) -> JsonObject:
-        """Something broke: the response to be told by `end`, with what was written until then."""
+        """Something broke: the response to be sent by `end`, with what was written until then."""
         if self._open is not None:
             self._closed.append(self._open.item("incomplete"))
             self._open = None
@@ -417,7 +417,7 @@ class ResponseEncoder:
         return encode(self.final(answer))
 
     def _write(self, choice: Choice) -> None:
-        """Give the writer what is new. Calls are told at the end: until then one may turn out to be text."""
+        """Give the writer what is new. Calls are sent at the end: until then one may turn out to be text."""
         if choice.reasoning:
             self._writer.write_thoughts(choice.reasoning)
         if choice.text or not choice.reasoning:  # what came with thoughts alone is theirs

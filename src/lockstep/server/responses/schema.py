@@ -83,7 +83,7 @@ class ReasoningItem(Body):
     id: Id | None = None
     status: Status | None = None
     encrypted_content: str | None = None
-    """Unused: nothing is encrypted here, and what is was meant for another server."""
+    """Unused: nothing is encrypted here; encrypted content is for another server."""
 
 
 class FunctionCallItem(Marked):
@@ -246,8 +246,8 @@ class ResponseBody(RequestBody):
     """False: at most one call."""
     reasoning: Reasoning | None = None
     include: list[Includable] | None = None
-    """What is told beside the text: log-probabilities. Thoughts are told in plain text anyway, and there are no calls
-    of tools of the server's own."""
+    """Output beside the text: log-probabilities. Thoughts are plain text anyway, and the server has no tools of its
+    own."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Only with `include` of `message.output_text.logprobs`."""
     truncation: Literal["auto", "disabled"] | None = None
@@ -267,7 +267,7 @@ class ResponseBody(RequestBody):
     deadline_ms: DeadlineMs | None = None
     """The answer is complete by then, or the request ends with 504 or a failed response."""
     chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`; a warning says which it does not read."""
+    """Variables for the model's chat template, e.g. `enable_thinking`; a warning names those that it does not read."""
     max_tool_calls: None = None
     """Of built-in tools, which are not served."""
     conversation: None = None

@@ -29,7 +29,7 @@ JsonObject = Mapping[str, Any]
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """One answered request: what the client was told, and what it had said."""
+    """One answered request: the response, and the input of the client."""
 
     id: str
     tenant: str
@@ -210,7 +210,7 @@ class SqliteStore:
 
 
 def open_store(options: ServerOptions) -> ResponseStore:
-    """The store of a server; whoever opens it closes it.
+    """The store of a server; the caller closes it.
 
     Raises:
         ConfigError: the file of ``responses_db`` cannot be used.

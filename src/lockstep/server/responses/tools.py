@@ -53,7 +53,7 @@ class TextTool(Marked):
     name: FunctionName
     description: str | None = None
     format: JsonObject | None = None
-    """A grammar of the text is not enforced; a warning says so."""
+    """A grammar of the text is not enforced; there is a warning."""
     defer_loading: bool | None = None
 
 

@@ -96,7 +96,7 @@ def _item(item: Item, where: str, new_id: NewId) -> JsonObject:
             **_of_namespace(item.namespace),
             "input": item.input,
         }
-    assert isinstance(item, FunctionCallOutputItem | CustomToolCallOutputItem), "the schema knows no other kind"
+    assert isinstance(item, FunctionCallOutputItem | CustomToolCallOutputItem), "the schema has no other kind"
     output = item.output
     return {
         "id": item.id or new_id(CALL_OUTPUT_PREFIX),

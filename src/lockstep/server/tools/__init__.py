@@ -1,1 +1,1 @@
-"""Functions that a model may call: what it is told of them, what its answer must be, and how calls are read from it."""
+"""Functions that a model may call: their description in its prompt, its answer, and the calls that are read from it."""

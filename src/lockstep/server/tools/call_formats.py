@@ -178,7 +178,7 @@ SIGNS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
     (("<|python_tag|>",), LLAMA3_JSON),
     (('"parameters": ', '{"name": '), LLAMA3_JSON),
 )
-"""What a template that knows tools must hold, all of it, for a format; the first row that fits."""
+"""Texts that a template with tools must have, all of them, for a format; the first row that fits."""
 
 
 def format_of(template: str | None, knows_tools: bool) -> CallFormat:
