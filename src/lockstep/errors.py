@@ -102,7 +102,7 @@ class Problem:
         return f"line {self.line}: {self.where or 'it'} {self.message}"
 
 
-class FaultyTextError(ConfigError):
+class InvalidTextError(ConfigError):
     """A text of options has faults; nothing of it is used.
 
     Args:
@@ -116,7 +116,7 @@ class FaultyTextError(ConfigError):
         self.name = name
 
 
-class ManifestError(FaultyTextError):
+class ManifestError(InvalidTextError):
     """A manifest has faults."""
 
     def __init__(self, problems: Sequence[Problem], name: str = "manifest") -> None:

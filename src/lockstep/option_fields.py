@@ -90,7 +90,7 @@ class OptionType:
         if self.kind in _NUMBERS:
             numbers = (int,) if self.kind is int else _NUMBERS
             is_number = isinstance(value, numbers) and not isinstance(value, bool)
-            return is_number and value in self.range  # type: ignore[operator]
+            return is_number and value in self.range  # type: ignore[operator]  # it is a number
         return self.kind not in _NAMES or isinstance(value, self.kind)
 
     def right(self, value: object = None) -> str:

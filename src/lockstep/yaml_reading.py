@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import yaml
 
-from lockstep.errors import ConfigError, FaultyTextError, ManifestError, Problem, UsageError
+from lockstep.errors import ConfigError, InvalidTextError, ManifestError, Problem, UsageError
 from lockstep.spelling import did_you_mean, listed, odd_character
 
 MAX_BYTES = 1 << 18
@@ -43,7 +43,7 @@ _TAG = "tag:yaml.org,2002:"
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 _SCALARS = ("str", *(kind for kind, _, _ in _CORE))
 _RIGHT = "a YAML file in UTF-8 is expected"
-FAULTY: Final = object()
+INVALID: Final = object()
 """The value of a node that has a fault, which is noted."""
 
 Reader = Callable[["YamlNode"], Any]
@@ -180,7 +180,7 @@ class YamlNode:
     reading: Reading
 
     def read(self, reader: Reader) -> Any:
-        """Read this node; FAULTY where the reader refused it, which is noted."""
+        """Read this node; INVALID where the reader refused it, which is noted."""
         try:
             return reader(self)
         except ConfigError as error:
@@ -188,7 +188,7 @@ class YamlNode:
             odd = odd_character(value) if len(value) <= MAX_SHOWN_CHARS else ""
             is_new = odd and odd not in str(error)
             self.reading.fault(self.where, f"{error}; it {odd}" if is_new else str(error))
-            return FAULTY
+            return INVALID
 
     def scalar(self) -> object:
         """The value of a scalar; ConfigError for a list, a map, or a tag of another schema."""
@@ -296,13 +296,13 @@ def read_plain(text: str, name: str) -> tuple[Any, Mapping[str, int]]:
     """A text as dicts, lists and scalars, None where it is empty; and the line of each path in it.
 
     Raises:
-        FaultyTextError: it has faults.
+        InvalidTextError: it has faults.
     """
     reading = Reading()
     root = reading.compose(text)
     value = None if root is None else root.read(YamlNode.plain)
     if reading.problems:
-        raise FaultyTextError(reading.problems, name)
+        raise InvalidTextError(reading.problems, name)
     return value, reading.lines
 
 

@@ -33,7 +33,7 @@ from lockstep.cli.serve_flags import (
     answers_to,
 )
 from lockstep.engine.options import EngineOptions
-from lockstep.errors import FaultyTextError, UsageError
+from lockstep.errors import InvalidTextError, UsageError
 from lockstep.executors.options import ISAS
 from lockstep.server.options import ServerOptions
 from lockstep.server.run import first_request
@@ -289,7 +289,7 @@ def test_a_port_in_use_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -
 def test_a_fault_of_the_file_reports_its_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
-    with pytest.raises(FaultyTextError) as caught:
+    with pytest.raises(InvalidTextError) as caught:
         read_config(path, known_flags(), {"api_key"})
     assert message in str(caught.value)
 
@@ -297,7 +297,7 @@ def test_a_fault_of_the_file_reports_its_line(text: str, message: str, tmp_path:
 def test_all_faults_of_the_file_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("max-num-seq: 3\nhost: [1]\nmax_num_seqs: 4\nmax-num-seqs: 5\n")
-    with pytest.raises(FaultyTextError) as caught:
+    with pytest.raises(InvalidTextError) as caught:
         read_config(path, known_flags(), {"api_key"})
     assert [(each.line, each.where) for each in caught.value.problems] == [
         (1, "max-num-seq"),

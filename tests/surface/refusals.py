@@ -362,7 +362,7 @@ DOORS: Sequence[tuple[str, Sequence[Override]]] = (
 )
 
 
-def posts_to_doors() -> Iterator[tuple[str, Override, dict[str, Any]]]:
+def posts_to_adapters() -> Iterator[tuple[str, Override, dict[str, Any]]]:
     """The same of other APIs, in whose shapes they are refused."""
     for path, overrides in DOORS:
         for override in overrides:

@@ -14,7 +14,7 @@ from lockstep.server.options import ServerOptions
 from tests.server.managing import Hosted, Managed
 from tests.server.support import JSON, client_of
 from tests.surface.held import hold
-from tests.surface.refusals import RAW, Override, posts, posts_to_doors
+from tests.surface.refusals import RAW, Override, posts, posts_to_adapters
 
 MAX_SHOWN_CHARS = 160
 REQUEST_ID = re.compile(r'(?<="request_id": ")req-[0-9a-f]+')
@@ -35,8 +35,8 @@ async def test_refused_requests_get_the_bodies_that_clients_know() -> None:
 
 async def test_anthropic_and_ollama_apis_return_errors_in_their_own_shapes() -> None:
     async with client_of() as client:
-        told = [line async for line in _told_of(client, posts_to_doors())]
-    hold("errors_doors.txt", told)
+        told = [line async for line in _told_of(client, posts_to_adapters())]
+    hold("errors_adapters.txt", told)
 
 
 async def test_access_errors_match_the_golden_copy() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lockstep.errors import ConfigError, FaultyTextError, UsageError
+from lockstep.errors import ConfigError, InvalidTextError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.yaml_reading import YamlNode
@@ -61,9 +61,9 @@ def read_config(
 
     Raises:
         UsageError: it cannot be read.
-        FaultyTextError: keys are unknown, given twice or hold what no flag can.
+        InvalidTextError: keys are unknown, given twice or hold what no flag can.
     """
-    from lockstep.yaml_reading import FAULTY, Reading, read_text
+    from lockstep.yaml_reading import INVALID, Reading, read_text
 
     reading, names = Reading(), sorted(known)
     root = reading.compose(read_text(path, option))
@@ -76,9 +76,9 @@ def read_config(
             reading.fault(node.where, "is given twice, in two spellings; keep one of them")
         else:
             value = node.read(partial(_plain, is_repeatable=name in repeatable, null=null))
-            values[name] = None if value is FAULTY else value
+            values[name] = None if value is INVALID else value
     if reading.problems:
-        raise FaultyTextError(reading.problems, f"{option} {path}")
+        raise InvalidTextError(reading.problems, f"{option} {path}")
     return values
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from lockstep.errors import FaultyTextError, LockstepError, OverBudgetError
+from lockstep.errors import InvalidTextError, LockstepError, OverBudgetError
 from lockstep.version import __version__
 
 EXIT_ERROR = 2
@@ -210,7 +210,7 @@ def invoke(argv: list[str]) -> int:
         return _flushed(code if isinstance(code, int) else 0)
     except typer.TyperException as error:
         return _fail(f"{_usage_text(error)} (see --help)", argv)
-    except FaultyTextError as error:
+    except InvalidTextError as error:
         for problem in error.problems:
             _fail(f"{error.name}, {problem}", argv)
         return EXIT_ERROR

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from lockstep.cli.flag_groups import Flag, OptionFlags
-from lockstep.engine.options import EngineOptions, check_limits, check_sizes
+from lockstep.engine.options import EngineOptions, LoadOptions, check_limits, check_sizes
 from lockstep.errors import UsageError
 from lockstep.executors.options import ExecutorOptions
 
@@ -57,6 +58,27 @@ BaseUrl = Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="The server
 ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_envvar=True)]
 RemoteModel = Annotated[str | None, typer.Option("--model", help="By default the first of /v1/models.")]
 ExtraBody = Annotated[str | None, typer.Option(metavar="JSON", help="Further fields of each request.")]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModelFlags:
+    """A model that a command loads into its own process: its prompts, its KV, its executor."""
+
+    chat_template: ChatTemplate = None
+    chat_template_kwargs: ChatTemplateKwargs = None
+    reasoning: Reasoning = "auto"
+    pool: Pool = field(default_factory=EngineOptions)
+    executor: Executor = field(default_factory=ExecutorOptions)
+    cache_dir: CacheDir = None
+
+    def load_options(self, max_num_seqs: int) -> LoadOptions:
+        """Options of loading it; ConfigError and UsageError for values that no engine can satisfy."""
+        engine = checked(replace(self.pool, max_num_seqs=max_num_seqs))
+        return LoadOptions(engine, self.executor, self.cache_dir, read_template(self.chat_template))
+
+    def template_variables(self) -> dict[str, Any]:
+        """The value of --chat-template-kwargs; UsageError where it is not a JSON object."""
+        return template_kwargs(self.chat_template_kwargs)
 
 
 def checked(options: EngineOptions) -> EngineOptions:

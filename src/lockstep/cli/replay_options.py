@@ -106,7 +106,7 @@ def file_settings(path: Path) -> dict[str, str]:
 
     Raises:
         UsageError: it cannot be read.
-        FaultyTextError: a key is no field; the message has the line and the nearest names.
+        InvalidTextError: a key is no field; the message has the line and the nearest names.
     """
     from lockstep.core.policy import SchedulerConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,10 +26,9 @@ from lockstep.cli.conversation import (
 from lockstep.cli.flag_groups import SWITCH, Flag, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.terminal import Piece
-from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
 from lockstep.executors.constraint import Constraint
-from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -121,12 +120,7 @@ class RunFlags:
     """Complete the prompt as it is, without the chat template."""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     must_be: ConstraintFlags = field(default_factory=ConstraintFlags)
-    chat_template: flags.ChatTemplate = None
-    chat_template_kwargs: flags.ChatTemplateKwargs = None
-    reasoning: flags.Reasoning = "auto"
-    pool: flags.Pool = field(default_factory=EngineOptions)
-    executor: flags.Executor = field(default_factory=ExecutorOptions)
-    cache_dir: flags.CacheDir = None
+    local: flags.LocalModelFlags = field(default_factory=flags.LocalModelFlags)
     as_json: flags.Json = False
     verbose: flags.Verbose = False
     debug: flags.Debug = False
@@ -136,11 +130,10 @@ class RunFlags:
 def run(given: RunFlags) -> None:
     """Answer a prompt, or chat when there is none."""
     params = given.sampling.params(given.must_be.constraint())  # a fault is reported before the model is loaded
-    kwargs, template = flags.template_kwargs(given.chat_template_kwargs), given.chat_template
-    answering = partial(LocalAnswerer, kwargs, given.reasoning, given.raw, template)
+    local = given.local
+    answering = partial(LocalAnswerer, local.template_variables(), local.reasoning, given.raw, local.chat_template)
     conversing = partial(Conversation, params=params, system=system_of(given.system), is_verbose=given.verbose)
-    engine = flags.checked(replace(given.pool, max_num_seqs=1))
-    load = LoadOptions(engine, given.executor, given.cache_dir, flags.read_template(template))
+    load = local.load_options(max_num_seqs=1)
     if given.prompt is None and given.as_json:
         raise UsageError("--json needs a prompt: add -p TEXT (or -p - for standard input)")
     with _load(given.model, load) as llm:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,9 +21,8 @@ from lockstep.cli import options as flags
 from lockstep.cli.flag_groups import SWITCH, Flag, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.writing import check_outputs, make_folder
-from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
-from lockstep.executors.options import ExecutorOptions
 from lockstep.option_fields import Range
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ EXIT_FAILED = 1
 """Some requests were refused or failed; each has its line."""
 MAX_REQUESTS = 1_000_000
 """Of one file: what is known of each takes some 200 bytes."""
-MAX_TOLD_FAULTS = 20
+MAX_SHOWN_FAULTS = 20
 NUM_AT_ONCE = 64
 REPORT_S = 10.0
 """Seconds between two reports of progress where standard error is not a terminal."""
@@ -62,7 +61,7 @@ ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help=
 
 
 @dataclass(frozen=True, slots=True)
-class RunFlags:
+class AnswerFlags:
     """Names of the model, and the manner of the run."""
 
     served_model_name: Annotated[list[str] | None, Flag(shown="MODEL")] = None
@@ -85,24 +84,14 @@ class RunBatchFlags:
     input_file: InputFile = None
     output_file: OutputFile = None
     model_flag: ModelFlag = None
-    run: RunFlags = field(default_factory=RunFlags)
-    chat_template: flags.ChatTemplate = None
-    chat_template_kwargs: flags.ChatTemplateKwargs = None
-    reasoning: flags.Reasoning = "auto"
-    pool: flags.Pool = field(default_factory=EngineOptions)
-    executor: flags.Executor = field(default_factory=ExecutorOptions)
-    cache_dir: flags.CacheDir = None
+    run: AnswerFlags = field(default_factory=AnswerFlags)
+    local: flags.LocalModelFlags = field(default_factory=flags.LocalModelFlags)
     debug: flags.Debug = False
 
     def arguments(self) -> tuple[str, str, str]:
         """Input, output and model, each as an argument or as a flag; UsageError names what is missing or too much."""
         positional = (self.input_place, self.output_place, self.model)
         return arguments_of(positional, (self.input_file, self.output_file, self.model_flag))
-
-    def load(self) -> LoadOptions:
-        """Options of loading the model."""
-        engine = flags.checked(replace(self.pool, max_num_seqs=self.run.max_num_seqs))
-        return LoadOptions(engine, self.executor, self.cache_dir, flags.read_template(self.chat_template))
 
 
 @with_flags
@@ -113,9 +102,9 @@ def run_batch(given: RunBatchFlags) -> None:
 
     source, target, name = given.arguments()
     names = tuple(given.run.served_model_name or names_of_source(name))
-    kwargs = flags.template_kwargs(given.chat_template_kwargs)
-    options = ServerOptions(chat_template_kwargs=kwargs, reasoning=given.reasoning, log_requests=False)
-    load = given.load()
+    kwargs = given.local.template_variables()
+    options = ServerOptions(chat_template_kwargs=kwargs, reasoning=given.local.reasoning, log_requests=False)
+    load = given.local.load_options(given.run.max_num_seqs)
     if target != PIPE:
         check_outputs([(Path(target).expanduser(), OUTPUT)], [None if source == PIPE else source])
     with _input(source) as path:
@@ -170,7 +159,7 @@ def _checked(path: Path, source: str, names: Sequence[str]) -> CheckedInput:
             checked = checked_input(file, None, ServerOptions().max_body_bytes, MAX_REQUESTS)
     except OSError as error:
         raise UsageError(f"{source} cannot be read: {error.strerror or error}") from None
-    for fault in checked.faults[1:MAX_TOLD_FAULTS]:
+    for fault in checked.faults[1:MAX_SHOWN_FAULTS]:
         _say(f"{source}, line {fault.line}: {fault.message}")
     if checked.faults:
         first = checked.faults[0]
@@ -221,7 +210,7 @@ def part_of(target: str) -> Path:
 
 
 def _answer(
-    job: Job, model: str, names: Sequence[str], load: LoadOptions, run: RunFlags, options: ServerOptions
+    job: Job, model: str, names: Sequence[str], load: LoadOptions, run: AnswerFlags, options: ServerOptions
 ) -> None:
     """Load the model, and answer what has no answer yet."""
     from lockstep.cluster.cluster import Cluster

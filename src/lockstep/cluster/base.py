@@ -23,7 +23,7 @@ class Hop(msgspec.Struct, frozen=True):
     completion: str
     """Its answer."""
     intent: str | None
-    """The value that the rule read from it; None: no value that the rule has."""
+    """The value that the rule read from it; None: its answer is none of the rule's values."""
     target: str | None
     """The model that answers next, as ``set.id`` or an id; None: the hop's own answer stands."""
     latency_s: float

@@ -28,7 +28,7 @@ EVENTS: Mapping[str, Mapping[str, str]] = {
         "caller": CALLER,
         "model": "the model that answered",
         "completion": "its answer",
-        "intent": "the value that the rule read from it; null: none that it has",
+        "intent": "the value that the rule read from it; null: none of the rule's values",
         "target": "the model that answers next; null: none",
         "duration_ms": "submission to the end of the hop",
     },

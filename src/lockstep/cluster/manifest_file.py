@@ -1,7 +1,7 @@
 """Cluster manifests as YAML: `parse` reports every fault at once, each with its line; `dump` writes the canonical form.
 
 ``parse(dump(manifest)) == manifest``, and the same holds of `plain` written as JSON. Models and blocks are read into
-drafts first, so that a reference to a faulty model is not reported as a second fault. The environment comes in as a
+drafts first, so that a reference to an invalid model is not reported as a second fault. The environment comes in as a
 value; no file is opened here. The drafts and what is checked between them are in manifest_draft.py, the keys of a model
 in manifest_keys.py, those of ``hosts:`` in manifest_hosts.py, YAML and its lines in yaml_reading.py.
 """
@@ -32,7 +32,7 @@ from lockstep.cluster.manifest_keys import (
     written,
 )
 from lockstep.errors import ConfigError, ManifestError, Problem
-from lockstep.yaml_reading import FAULTY, PlainDumper, Reading, YamlNode, shown
+from lockstep.yaml_reading import INVALID, PlainDumper, Reading, YamlNode, shown
 
 REQUIRED = ("cluster", "models")
 FALLBACK_ID = "fallback"
@@ -66,8 +66,8 @@ def parse(
     root = reading.compose(text)
     if root is None and not reading.problems:
         reading.fault("", "is empty; it needs at least `cluster:` and `models:`", 1)
-    values: Any = FAULTY if root is None else root.read(mapping(top_keys(validators, environment), REQUIRED))
-    if values is not FAULTY:
+    values: Any = INVALID if root is None else root.read(mapping(top_keys(validators, environment), REQUIRED))
+    if values is not INVALID:
         draft = ManifestDraft(**values)
         check_draft(draft, reading)
         if vet is not None:
@@ -149,10 +149,10 @@ def _models(keys: Mapping[str, Key], node: YamlNode) -> list[EntryDraft]:
     for key, child in nodes.items():
         if child.is_list:
             child.read(partial(_check_key, key, Shape.SET))
-            drafts += _without_faulty(child.read(partial(_set, keys, key)))
+            drafts += _valid_values(child.read(partial(_set, keys, key)))
         else:
             child.read(partial(_check_key, key, Shape.NAME))
-            drafts += _without_faulty([child.read(partial(_entry, keys, None, key))])
+            drafts += _valid_values([child.read(partial(_entry, keys, None, key))])
     if not nodes:
         raise ConfigError("is empty; name at least one model")
     return drafts
@@ -166,12 +166,12 @@ def _set(keys: Mapping[str, Key], set_: str, node: YamlNode) -> list[EntryDraft]
     items = node.items()
     if not items:
         raise ConfigError("is an empty list; name at least one model, or leave it out")
-    return _without_faulty(item.read(partial(_entry, keys, set_, None)) for item in items)
+    return _valid_values(item.read(partial(_entry, keys, set_, None)) for item in items)
 
 
-def _without_faulty(values: Any) -> list[Any]:
-    """Values without the faulty ones; none where the whole list is faulty."""
-    return [] if values is FAULTY else [value for value in values if value is not FAULTY]
+def _valid_values(values: Any) -> list[Any]:
+    """The valid ones of a list's values; none where the list itself is invalid."""
+    return [] if values is INVALID else [value for value in values if value is not INVALID]
 
 
 def _fallback(keys: Mapping[str, Key], node: YamlNode) -> EntryDraft | str:
@@ -210,7 +210,7 @@ def _routing(node: YamlNode) -> dict[str, Any]:
     literal = values.pop("literal", {})
     if "rule" in values:  # its place: what it means depends on the map
         values["rule"] = values["rule"].read(lambda rule: parse_rule(text(rule), literal))
-    return {key: value for key, value in values.items() if value is not FAULTY}
+    return {key: value for key, value in values.items() if value is not INVALID}
 
 
 def _literal(node: YamlNode) -> dict[str, str]:
@@ -219,7 +219,7 @@ def _literal(node: YamlNode) -> dict[str, str]:
         literal = parse_literal(text(node))
     else:
         read = {key: child.read(name) for key, child in node.entries().items()}
-        literal = {key: id_ for key, id_ in read.items() if id_ is not FAULTY}
+        literal = {key: id_ for key, id_ in read.items() if id_ is not INVALID}
     if not literal and not node.reading.problems:
         raise ConfigError("is empty; write value=id pairs, or leave it out")
     for value in literal:
@@ -237,11 +237,11 @@ ROUTING: Mapping[str, Key] = {
 
 
 def _validated_block(validators: Mapping[str, Validator], node: YamlNode) -> object:
-    """Read a block that another room validates; FAULTY where its faults were reported."""
+    """Read a block that another room validates; INVALID where its faults were reported."""
     if node.where not in validators:
         raise ConfigError("is of no use here: nothing that was started reads it; leave it out")
     value = node.plain()
     problems = validators[node.where](value)
     for problem in problems:
         node.reading.fault(problem.where or node.where, problem.message, problem.line or None)
-    return FAULTY if problems else value
+    return INVALID if problems else value

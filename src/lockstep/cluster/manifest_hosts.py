@@ -28,7 +28,7 @@ from lockstep.cluster.quantities import size_text
 from lockstep.core.balancer import RoutingPolicy
 from lockstep.errors import ConfigError
 from lockstep.hosts.values import MAX_REPLICAS
-from lockstep.yaml_reading import FAULTY, YamlNode, shown
+from lockstep.yaml_reading import INVALID, YamlNode, shown
 
 AUTO = "auto"
 MAX_AMOUNT = 1_000_000
@@ -70,7 +70,7 @@ def _path(node: YamlNode) -> str:
 def _amounts(node: YamlNode) -> Mapping[str, float]:
     """Read ``resources:``, by name of the resource."""
     read = {name: child.read(partial(_amount, name)) for name, child in node.entries().items()}
-    return {name: amount for name, amount in read.items() if amount is not FAULTY}
+    return {name: amount for name, amount in read.items() if amount is not INVALID}
 
 
 def _amount(name: str, node: YamlNode) -> float:
@@ -107,7 +107,7 @@ TLS: Mapping[str, Key] = {"ca": Key(_path, "tls_ca"), "cert": Key(_path, "tls_ce
 def _replicas(node: YamlNode) -> dict[str, HostedReplicas]:
     """Read ``replicas:``, by id of the model."""
     read = {id_: child.read(mapping(REPLICAS)) for id_, child in node.entries().items()}
-    return {id_: HostedReplicas(**fields) for id_, fields in read.items() if fields is not FAULTY}
+    return {id_: HostedReplicas(**fields) for id_, fields in read.items() if fields is not INVALID}
 
 
 def _replicas_written(replicas: Mapping[str, HostedReplicas]) -> dict[str, Any]:

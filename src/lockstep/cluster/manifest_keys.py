@@ -22,7 +22,7 @@ from lockstep.errors import ArtifactError, ConfigError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.option_fields import OptionType, Range, option_types
 from lockstep.spelling import did_you_mean, listed, odd_character
-from lockstep.yaml_reading import FAULTY, Reader, YamlNode, shown
+from lockstep.yaml_reading import INVALID, Reader, YamlNode, shown
 
 PROMOTION_HINT = "on_router_classification"
 TIERS: Mapping[str, Tier] = {**{tier.value: tier for tier in Tier}, "active": Tier.RESIDENT}
@@ -199,9 +199,9 @@ def one_or_many(reader: Reader) -> Reader:
         values: list[Any] = []
         for item in node.items():
             value = item.read(reader)
-            if value is not FAULTY and value in values:
+            if value is not INVALID and value in values:
                 item.reading.fault(item.where, f"is {shown(value)} a second time; name it once")
-            elif value is not FAULTY:
+            elif value is not INVALID:
                 values.append(value)
         return tuple(values)
 
@@ -217,7 +217,7 @@ def read_fields(node: YamlNode, keys: Mapping[str, Key], required: Sequence[str]
     values: dict[str, Any] = {}
     for key, child in node.known_entries(keys, required).items():
         value = child.read(keys[key].read)
-        if value is not FAULTY:
+        if value is not INVALID:
             values[keys[key].attribute or key] = value
     return values
 
@@ -412,7 +412,7 @@ def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
 
 
 def _remote(values: Mapping[str, Any]) -> object:
-    return Remote(**values) if "base_url" in values else FAULTY
+    return Remote(**values) if "base_url" in values else INVALID
 
 
 def engine_block(node: YamlNode) -> object:
@@ -420,7 +420,7 @@ def engine_block(node: YamlNode) -> object:
     before = len(node.reading.problems)
     given = read_fields(node, engine_keys())
     if len(node.reading.problems) > before:
-        return FAULTY
+        return INVALID
     try:
         check_limits(EngineOptions(**given))
     except ConfigError as error:

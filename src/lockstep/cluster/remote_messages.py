@@ -48,7 +48,7 @@ _STRUCTURED: Mapping[ConstraintKind, str] = {
 _SENT_OTHERWISE = ("logprobs", "constraint")
 """Parameters of sampling that are refused, or have another form."""
 MAX_ANSWER_CHARS = 1 << 22
-"""Of all choices, thoughts and calls together; a server that sends more is faulty, and is cut."""
+"""Of all choices, thoughts and calls together; a longer answer is cut off: something is wrong with the server."""
 MAX_EMPTY_EVENTS = 1 << 16
 """In a row, that bring nothing; no server keeps a connection alive by so many."""
 _ENDINGS: Mapping[str, FinishReason] = {

@@ -38,7 +38,7 @@ class SessionLocations:
         self._has_store = has_store
         self._turn = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
-        """The query after the present one, for all callers since that began."""
+        """The next query, which answers every caller that came after the running one began."""
 
     async def find(self) -> None:
         """Bring what is known of each session up to date; where the worker does not answer, it is unknown."""

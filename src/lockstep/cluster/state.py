@@ -422,7 +422,7 @@ class ClusterState:
             self.on_manifest(text)
 
     def _noticed(self, notice: Notice | GroupLost) -> None:
-        """Apply a notice of the worker."""
+        """Bring the state up to date with what the worker reports."""
         match notice:
             case StepReport():
                 self.events.emit(
@@ -481,7 +481,7 @@ class ClusterState:
 
 
 def _unopened(declared: Entry, entry: Entry) -> Model:
-    """A model that has its names, and answers no request yet."""
+    """A model of the manifest whose artifact is not read yet: it has names, and answers no request."""
     return Model(entry, declared, None, None, ModelSessions(None, lambda session: None))
 
 

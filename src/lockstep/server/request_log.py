@@ -90,7 +90,7 @@ class RequestHop(msgspec.Struct, frozen=True):
 
     model: str
     intent: str | None
-    """The value that the rule read from its answer; null: none that it has."""
+    """The value that the rule read from its answer; null: none of the rule's values."""
     target: str | None
     """The model that answers next; null: the hop's own answer stood."""
     latency_ms: float
