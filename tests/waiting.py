@@ -1,10 +1,12 @@
-"""Waiting in tests: for what can be observed, never for a time to be over."""
+"""Waiting in tests: for conditions that can be observed, never for a time to pass."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 HANG_S = 120.0
 """The bound of every wait. It finds what hangs: on a machine as slow as one likes, what gets on takes less."""
@@ -13,12 +15,22 @@ ENDLESS_MS = 600_000
 _LOOK_S = 0.01
 
 
-def until(is_so: Callable[[], bool], what: str = "what is waited for comes") -> None:
-    """Wait for a truth that comes by itself."""
+def until(is_so: Callable[[], bool], what: str = "the condition holds") -> None:
+    """Wait until a condition holds."""
     end_s = time.monotonic() + HANG_S
     while not is_so():
         assert time.monotonic() < end_s, what
         time.sleep(_LOOK_S)
+
+
+async def eventually(is_so: Callable[[], bool | Awaitable[bool]], what: str = "the condition holds") -> None:
+    """Wait until a condition holds, while other tasks run."""
+    try:
+        async with asyncio.timeout(HANG_S):
+            while not (await found if inspect.isawaitable(found := is_so()) else found):
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        raise AssertionError(what) from None
 
 
 class Gate:

@@ -55,8 +55,8 @@ def counts_of_test(source: str) -> Counter[str]:
         match node:
             case ast.Attribute(value=ast.Name(id="monkeypatch"), attr="setattr"):
                 found["monkeypatch.setattr"] += 1
-            case ast.Attribute(value=ast.Name(id="time" | "asyncio"), attr="sleep"):
-                found["sleeps"] += 1
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="time" | "asyncio"), attr="sleep"), args=[duration]):
+                found["sleeps"] += not (isinstance(duration, ast.Constant) and duration.value == 0)  # 0: a loop's turn
             case ast.Attribute(value=owner, attr=name) if name.startswith("_") and not name.startswith("__"):
                 found["private attributes"] += not (isinstance(owner, ast.Name) and owner.id in ("self", "cls"))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from lockstep.cluster.snapshot import BudgetSnapshot
 from tests.server.living import Living, living_cluster
 from tests.server.managing import Hosted, Managed
 from tests.server.process import IN_THREAD, serve
+from tests.waiting import until
 
 NOTICE_LIMIT_S = 30.0
 """A worker is asked for its health every second; far above that."""
@@ -57,9 +57,8 @@ def test_what_cannot_be_recorded_is_a_warning_and_the_server_is_ready_all_the_sa
     blocked.write_text("no directory")
     flags = ("--manifest", str(MANIFEST), "--backend", "stub", *IN_THREAD, "--trace", str(blocked / "below"))
     with serve(*flags) as server, server.client() as client:
-        deadline_s = time.monotonic() + NOTICE_LIMIT_S
-        while not (health := client.get("/health")).json()["warnings"] and time.monotonic() < deadline_s:
-            time.sleep(0.1)
+        until(lambda: client.get("/health").json()["warnings"])
+        health = client.get("/health")
         assert (health.status_code, health.json()["status"]) == (200, "degraded")
         (warning,) = health.json()["warnings"]
         assert warning == "nothing is recorded now: Not a directory; requests are answered all the same"

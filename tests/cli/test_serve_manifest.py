@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lockstep.cli.main import invoke
 from lockstep.pocket import pocket_path
 from tests.server.process import IN_THREAD, ServerProcess, plain_async_client, serve
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, eventually, until
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = """\
@@ -185,12 +186,13 @@ async def test_models_of_one_replica_are_served_by_their_priority(tmp_path: Path
                 body = {"model": model, "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
                 return (await client.post("/v1/completions", json=body)).status_code
 
+            async def are_waiting(number: int) -> bool:
+                return waiting_in((await client.get("/metrics")).text) == number
+
             asked: list[asyncio.Task[int]] = []
             for num_waiting, (model, max_tokens) in enumerate([("low", 8000)] * 3 + [("top", 2)]):
                 asked.append(asyncio.create_task(ask(model, max_tokens)))
-                async with asyncio.timeout(HANG_S):
-                    while waiting_in((await client.get("/metrics")).text) != num_waiting:
-                        await asyncio.sleep(0.01)
+                await eventually(partial(are_waiting, num_waiting))
             first, *others, top = asked
             first.cancel()
             async with asyncio.timeout(HANG_S):

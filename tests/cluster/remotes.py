@@ -17,8 +17,7 @@ from lockstep.cluster.remote import RemoteModel, RemoteOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
-from tests.cluster.support import until
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, eventually
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 KEY = "sk-very-secret"
@@ -61,7 +60,7 @@ async def crooked(*replies: Reply) -> AsyncIterator[Crooked]:
         yield server
     finally:
         listening.close()
-        await until(lambda: server.num_open == 0)
+        await eventually(lambda: server.num_open == 0)
 
 
 def says(*pieces: bytes | float | asyncio.Event) -> Reply:

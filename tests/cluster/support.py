@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, eventually
 
 Kind = Literal["thread", "process"]
 NAME = "served"
@@ -88,32 +88,27 @@ async def read(model: Cluster, asked: GenerationRequest, num_tokens: int) -> Non
                 return
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait for a truth that comes by itself."""
-    async with asyncio.timeout(HANG_S):
-        while not is_so():
-            await asyncio.sleep(0.01)
-
-
 async def running(model: Cluster, num_requests: int) -> None:
     """Wait until so many are being computed."""
-    async with asyncio.timeout(HANG_S):
-        while (await model.metrics())[NAME].gauges["num_requests_running"] != num_requests:
-            await asyncio.sleep(0.01)
+
+    async def are_running() -> bool:
+        return (await model.metrics())[NAME].gauges["num_requests_running"] == num_requests
+
+    await eventually(are_running)
 
 
 async def settled(model: Cluster) -> None:
     """Nothing is open any more, in the server and in the worker, and all blocks are where they belong."""
     assert model.num_open == 0
     assert worker_of(model).num_open == 0
-    async with asyncio.timeout(HANG_S):
-        while True:
-            checked = await worker_of(model).check()
-            assert checked is not None
-            assert checked.fault == ""
-            if checked.num_open == 0:
-                break
-            await asyncio.sleep(0.01)
+
+    async def has_none_open() -> bool:
+        checked = await worker_of(model).check()
+        assert checked is not None
+        assert checked.fault == ""
+        return checked.num_open == 0
+
+    await eventually(has_none_open)
     assert not any((await model.metrics())[NAME].gauges.values())
 
 

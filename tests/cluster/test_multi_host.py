@@ -31,8 +31,8 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.hosts.values import LinkOptions, ReplicaName
 from lockstep.version import __version__
 from tests.hosts.local import LocalRuntime
-from tests.hosts.support import until, write_secret
-from tests.waiting import HANG_S
+from tests.hosts.support import write_secret
+from tests.waiting import HANG_S, eventually
 
 MANIFEST = """
 cluster: support
@@ -137,7 +137,7 @@ async def test_two_gateways_share_one_cluster_and_give_the_bytes_of_one_machine(
         expected = [(await ask(alone, "billing", each)).completions for each in questions]
         await alone.close()
         first, second = await deployment.gateway(), await deployment.gateway()
-        await until(lambda: num_ready(first, "billing") == 3 and num_ready(second, "billing") == 3)
+        await eventually(lambda: num_ready(first, "billing") == 3 and num_ready(second, "billing") == 3)
         both = [*zip([first, second] * 3, questions, strict=True)]
         answers = await asyncio.gather(*(ask(gateway, "billing", each) for gateway, each in both))
         assert [answer.completions for answer in answers] == expected
@@ -145,7 +145,7 @@ async def test_two_gateways_share_one_cluster_and_give_the_bytes_of_one_machine(
         assert first.cards() == tuple(replace(card, created_s=first.cards()[0].created_s) for card in second.cards())
         assert [host.num_replicas for host in second.snapshot().hosts] == [3, 2]
         assert first.health().ready
-        await until(lambda: not first.snapshot().warnings, "the router's replicas are there as well")
+        await eventually(lambda: not first.snapshot().warnings, "the router's replicas are there as well")
 
 
 async def test_a_standby_model_is_placed_once_for_all_gateways(tmp_path: Path) -> None:
@@ -157,32 +157,32 @@ async def test_a_standby_model_is_placed_once_for_all_gateways(tmp_path: Path) -
         (place,) = places(second, "orders")
         assert place.num_starts == 1
         await first.unload_model("orders")
-        await until(lambda: not places(second, "orders"), "it is gone for all")
+        await eventually(lambda: not places(second, "orders"), "it is gone for all")
         assert (await ask(second, "orders", "hello")).completions == answers[0].completions
 
 
 async def test_lost_workers_and_hosts_are_replaced_without_a_hand(tmp_path: Path) -> None:
     async with deployed(tmp_path, a=5.0, b=3.0) as deployment:
         cluster = await deployment.gateway()
-        await until(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
+        await eventually(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
         key = places(cluster, "billing")[0].key
         deployment.runtime.kill(ReplicaName(key, 1))
-        await until(lambda: num_ready(cluster, "billing") == 2, "it is lost")
+        await eventually(lambda: num_ready(cluster, "billing") == 2, "it is lost")
         assert (await ask(cluster, "billing", "hello")).completions
-        await until(lambda: num_ready(cluster, "billing") == 3, "it is back")
+        await eventually(lambda: num_ready(cluster, "billing") == 3, "it is back")
         assert places(cluster, "billing")[1].num_starts == 2
         await deployment.runtime.lose("b")
-        await until(lambda: num_ready(cluster, "billing") < 3, "a host is lost")
+        await eventually(lambda: num_ready(cluster, "billing") < 3, "a host is lost")
         assert (await ask(cluster, "billing", "hello")).completions
-        await until(lambda: num_ready(cluster, "billing") == 3, "all are on the other host")
+        await eventually(lambda: num_ready(cluster, "billing") == 3, "all are on the other host")
         assert {place.host for place in places(cluster, "billing")} == {"a"}
-        await until(lambda: [host.is_there for host in cluster.snapshot().hosts] == [True, False])
+        await eventually(lambda: [host.is_there for host in cluster.snapshot().hosts] == [True, False])
 
 
 async def test_a_drained_host_gives_its_replicas_away(tmp_path: Path) -> None:
     async with deployed(tmp_path, a=5.0, b=5.0) as deployment:
         cluster = await deployment.gateway()
-        await until(lambda: num_ready(cluster, "billing") == 3)
+        await eventually(lambda: num_ready(cluster, "billing") == 3)
         before = await ask(cluster, "billing", "hello", "session")
         assert await cluster.drain_host("b", True) == "b"
         fewest = [3]
@@ -191,12 +191,12 @@ async def test_a_drained_host_gives_its_replicas_away(tmp_path: Path) -> None:
             fewest.append(num_ready(cluster, "billing"))
             return {place.host for place in cluster.snapshot().places} == {"a"}
 
-        await until(all_moved, "all moved")
+        await eventually(all_moved, "all moved")
         assert min(fewest) == 3, "successors come first"
         assert (await ask(cluster, "billing", "hello", "session")).completions == before.completions
         assert cluster.snapshot().hosts[1].is_drained
         await cluster.drain_host("b", False)
-        await until(lambda: not cluster.snapshot().hosts[1].is_drained)
+        await eventually(lambda: not cluster.snapshot().hosts[1].is_drained)
         with pytest.raises(HostNotFoundError, match="c"):
             await cluster.drain_host("c", True)
 
@@ -204,11 +204,11 @@ async def test_a_drained_host_gives_its_replicas_away(tmp_path: Path) -> None:
 async def test_without_an_owner_what_is_placed_answers_on_and_the_next_one_finds_it(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment:
         cluster = await deployment.gateway()
-        await until(lambda: num_ready(cluster, "billing") == 3)
+        await eventually(lambda: num_ready(cluster, "billing") == 3)
         pids = [place.pid for place in places(cluster, "billing")]
         await deployment.restart_owner()
         assert (await ask(cluster, "billing", "hello")).completions
-        await until(lambda: cluster.snapshot().hosts != () and num_ready(cluster, "billing") == 3)
+        await eventually(lambda: cluster.snapshot().hosts != () and num_ready(cluster, "billing") == 3)
         assert [place.pid for place in places(cluster, "billing")] == pids
         assert (await ask(cluster, "orders", "hello")).completions
 
@@ -221,9 +221,9 @@ async def test_every_request_has_an_answer_when_all_hosts_and_the_controller_are
     monkeypatch.setattr("lockstep.cluster.multi_host.MAX_REPORT_AGE_S", 1.5)
     async with deployed(tmp_path) as deployment:
         cluster = await deployment.gateway()
-        await until(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
+        await eventually(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
         await deployment.lose_all()
-        await until(lambda: not num_ready(cluster, "billing"), "they are lost")
+        await eventually(lambda: not num_ready(cluster, "billing"), "they are lost")
         waiting = [asyncio.create_task(ask(cluster, model, "hello")) for model in ("billing", "router", "orders") * 3]
         answers = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(answer, UnavailableError) for answer in answers), answers
@@ -247,7 +247,7 @@ async def test_a_gateway_whose_links_are_refused_ends_with_the_reason(
     other.write_text("another secret of more than sixteen bytes\n")
     async with deployed(tmp_path) as deployment:
         first = await deployment.gateway()
-        await until(lambda: num_ready(first, "billing") == 3 and num_ready(first, "router") == 2)
+        await eventually(lambda: num_ready(first, "billing") == 3 and num_ready(first, "router") == 2)
         with pytest.raises(UnavailableError, match="refused: it has another secret"):
             await deployment.gateway(deployment.text.replace(str(tmp_path / "secret"), str(other)))
 
@@ -282,13 +282,13 @@ async def test_sessions_are_those_of_all_gateways(tmp_path: Path) -> None:
     beginning = "a long beginning of a conversation " * 4
     async with deployed(tmp_path) as deployment:
         first, second = await deployment.gateway(), await deployment.gateway()
-        await until(lambda: num_ready(first, "billing") == 3 and num_ready(second, "billing") == 3)
+        await eventually(lambda: num_ready(first, "billing") == 3 and num_ready(second, "billing") == 3)
         await ask(first, "billing", beginning, "s")
-        await until(lambda: [each.id for each in second.sessions()] == ["s"], "the other one knows it")
+        await eventually(lambda: [each.id for each in second.sessions()] == ["s"], "the other one knows it")
         assert (await ask(second, "billing", f"{beginning} and on", "s")).num_cached_tokens >= 96
-        await until(lambda: [each.num_requests for each in first.sessions()] == [2], "both are counted")
+        await eventually(lambda: [each.num_requests for each in first.sessions()] == [2], "both are counted")
         await second.end_session("s")
-        await until(lambda: not first.sessions(), "it is ended for all")
+        await eventually(lambda: not first.sessions(), "it is ended for all")
 
 
 async def test_a_manifest_that_one_gateway_takes_is_taken_by_all(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ async def test_a_manifest_that_one_gateway_takes_is_taken_by_all(tmp_path: Path)
         text = deployment.text.replace("orders:", "returns:")
         await first.replace(text, {})
         assert (await ask(first, "returns", "hello")).completions
-        await until(lambda: "returns" in [card.name for card in second.cards()])
+        await eventually(lambda: "returns" in [card.name for card in second.cards()])
         assert (await ask(second, "returns", "hello")).completions
         third = await deployment.gateway()  # whose file is the old one
         assert "returns" in [card.name for card in third.cards()]
@@ -308,9 +308,9 @@ async def test_another_number_of_replicas_is_placed_beside_the_old_ones_which_th
         first, second = await deployment.gateway(), await deployment.gateway()
         before = await ask(first, "billing", "hello")
         await first.replace(deployment.text.replace("billing: {num: 3", "billing: {num: 2"), {})
-        await until(lambda: num_ready(first, "billing") == len(places(first, "billing")) == 2)
-        await until(lambda: num_ready(second, "billing") == len(places(second, "billing")) == 2)
-        await until(lambda: len(first.snapshot().places) == 4, "the old ones have gone")
+        await eventually(lambda: num_ready(first, "billing") == len(places(first, "billing")) == 2)
+        await eventually(lambda: num_ready(second, "billing") == len(places(second, "billing")) == 2)
+        await eventually(lambda: len(first.snapshot().places) == 4, "the old ones have gone")
         assert (await ask(second, "billing", "hello")).completions == before.completions
         with pytest.raises(InvalidParameterError, match="start it anew"):
             await first.replace(deployment.text.replace("secret: ", "secret: /other"), {})

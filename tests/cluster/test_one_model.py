@@ -54,10 +54,9 @@ from tests.cluster.support import (
     served,
     settled,
     tokens_of,
-    until,
     worker_of,
 )
-from tests.waiting import ENDLESS_MS, HANG_S, Gate
+from tests.waiting import ENDLESS_MS, HANG_S, Gate, eventually
 
 KINDS: tuple[Kind, ...] = ("thread", "process")
 shares_a_model = pytest.mark.asyncio(loop_scope="module")
@@ -164,7 +163,7 @@ async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(
 @shares_a_model
 async def test_cancelled_tasks_leave_nothing(stub: Cluster) -> None:
     tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(60)]
-    await until(lambda: stub.num_open == 60)
+    await eventually(lambda: stub.num_open == 60)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -174,7 +173,7 @@ async def test_cancelled_tasks_leave_nothing(stub: Cluster) -> None:
 @shares_a_model
 async def test_all_calls_end_with_the_error_that_is_given(stub: Cluster) -> None:
     tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(10)]
-    await until(lambda: stub.num_open == 10)
+    await eventually(lambda: stub.num_open == 10)
     stub.abort_all(UnavailableError("draining", retry_after_s=4.0))
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(outcome, UnavailableError)
@@ -253,7 +252,7 @@ async def test_requests_to_a_loading_model_are_unavailable(kind: Kind, gate: Gat
     starting = asyncio.create_task(model.start())
     with pytest.raises(UnavailableError, match="loading"):
         await answer(model, call("abc"))
-    await until(lambda: worker_of(model)._life.link is not None)
+    await eventually(lambda: worker_of(model)._life.link is not None)
     assert (model.card("alias").name, model.card(None).tier) == (NAME, "loading")
     assert model.health().reason == "the model is loading"
     assert await model.metrics() == {}
@@ -275,7 +274,7 @@ async def test_requests_to_a_closed_model_are_unavailable(kind: Kind) -> None:
     model = model_of("stub://alpha?step_ms=20", kind)
     await model.start()
     open_call = asyncio.create_task(answer(model, call("x", ENDLESS)))
-    await until(lambda: model.num_open == 1)
+    await eventually(lambda: model.num_open == 1)
     await model.close()
     with pytest.raises(UnavailableError, match="closing"):
         await open_call
@@ -313,9 +312,7 @@ async def test_no_request_waits_for_another_that_has_no_session_either() -> None
     """A manifest's models hold 16 sessions if nothing is said; one model holds as many as its engine runs."""
     async with served("stub://alpha?step_ms=5", "thread", max_num_seqs=64) as model:
         tasks = [asyncio.create_task(answer(model, call("x", ENDLESS))) for _ in range(40)]
-        async with asyncio.timeout(HANG_S):
-            while (await model.metrics())[NAME].gauges["num_requests_running"] < len(tasks):
-                await asyncio.sleep(0.01)
+        await running(model, len(tasks))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

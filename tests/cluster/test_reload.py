@@ -14,8 +14,7 @@ from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.manifest_permissions import ALL
 from lockstep.errors import ConfigError, LockstepError, ManifestError, OverBudgetError, UnavailableError
 from tests.cluster.clusters import Answer, clustered, model_of, say
-from tests.cluster.support import until
-from tests.waiting import ENDLESS_MS, HANG_S, Gate
+from tests.waiting import ENDLESS_MS, HANG_S, Gate, eventually
 
 OLD = """
 cluster: old
@@ -50,12 +49,12 @@ async def test_no_request_fails_while_a_manifest_is_replaced_under_sixteen_strea
             return any(said.text.startswith(f"[stub:{name}] ") for said in answers)
 
         clients = [asyncio.create_task(client(number)) for number in range(16)]
-        await until(lambda: is_answered_by("billing") and cluster.num_open == 16)
+        await eventually(lambda: is_answered_by("billing") and cluster.num_open == 16)
         legal = model_of(cluster, "legal").num_requests
         replaced = await cluster.replace(NEW)
         assert (replaced.changed, replaced.unchanged) == (("billing",), ("router", "legal"))
         assert (replaced.added, replaced.removed, replaced.num_cut) == ((), (), 0)
-        await until(lambda: is_answered_by("billing2"))
+        await eventually(lambda: is_answered_by("billing2"))
         is_over = True
         await asyncio.gather(*clients)
         assert {said.model for said in answers} == {"legal", "billing"}
@@ -97,10 +96,10 @@ async def test_where_both_do_not_fit_new_requests_are_refused_while_the_old_ones
     )
     async with clustered(text) as cluster:
         running = asyncio.create_task(say(cluster, "hello"))
-        await until(lambda: model_of(cluster, "m").num_running == 1)
+        await eventually(lambda: model_of(cluster, "m").num_running == 1)
         replacing = asyncio.create_task(cluster.replace(text.replace("first", "second")))
-        await until(lambda: cluster.snapshot().is_replacing)
-        await until(lambda: cluster._state.replicas.all()[0].is_retired)
+        await eventually(lambda: cluster.snapshot().is_replacing)
+        await eventually(lambda: cluster._state.replicas.all()[0].is_retired)
         with pytest.raises(UnavailableError) as refused:
             await say(cluster, "hello")
         assert refused.value.retry_after_s > 0
@@ -137,7 +136,7 @@ async def test_calls_that_do_not_end_are_cut_when_the_time_is_up() -> None:
     text = "cluster: c\nmodels:\n  m: {source: 'stub://first?step_ms=300'}\n"
     async with clustered(text, drain_s=0.1) as cluster:
         running = asyncio.create_task(say(cluster, "hello"))
-        await until(lambda: model_of(cluster, "m").num_running == 1)
+        await eventually(lambda: model_of(cluster, "m").num_running == 1)
         replaced = await cluster.replace(text.replace("first", "second"))
         assert (replaced.num_drained, replaced.num_cut) == (0, 1)
         with pytest.raises(UnavailableError, match="taken out of service before this answer was complete"):
@@ -149,7 +148,7 @@ async def test_a_session_of_a_model_that_is_gone_is_given_up() -> None:
     async with clustered(OLD) as cluster:
         await say(cluster, "hello", "billing", session="s")
         await cluster.replace(NEW + limits)
-        await until(lambda: cluster.sessions()[0].state == "dropped")
+        await eventually(lambda: cluster.sessions()[0].state == "dropped")
 
 
 async def test_a_manifest_over_http_cannot_name_another_key_variable_or_send_it_elsewhere(
@@ -177,10 +176,10 @@ async def test_a_session_stays_with_a_model_whose_replica_stays() -> None:
     text = OLD + limits
     async with clustered(text) as cluster:
         await say(cluster, "hello" * 20, "billing", session="s")
-        await until(lambda: cluster.sessions()[0].num_tokens > 0)
+        await eventually(lambda: cluster.sessions()[0].num_tokens > 0)
         await cluster.replace(text.replace("id: billing,", "id: billing, system_prompt: Briefly.,"))
         assert model_of(cluster, "billing").num_sessions == 1
-        await until(lambda: model_of(cluster, "billing").num_sessions == 0)
+        await eventually(lambda: model_of(cluster, "billing").num_sessions == 0)
 
 
 async def test_a_model_added_by_a_replacement_is_usable_before_its_first_load() -> None:
@@ -219,10 +218,10 @@ async def test_what_was_unloaded_by_hand_stays_away_until_its_entry_changes() ->
 async def test_a_replacement_goes_on_when_its_caller_leaves() -> None:
     async with clustered(OLD) as cluster:
         caller = asyncio.create_task(cluster.replace(NEW))
-        await until(lambda: cluster.snapshot().is_replacing)
+        await eventually(lambda: cluster.snapshot().is_replacing)
         caller.cancel()
         await asyncio.gather(caller, return_exceptions=True)
-        await until(lambda: not cluster.snapshot().is_replacing)
+        await eventually(lambda: not cluster.snapshot().is_replacing)
         assert cluster.manifest_text().startswith("cluster: new")
 
 
@@ -230,7 +229,7 @@ async def test_closing_does_not_wait_for_a_replacement(gate: Gate) -> None:
     cluster = Cluster(parse(OLD))
     await cluster.start()
     caller = asyncio.create_task(cluster.replace(NEW.replace("load_ms=100", f"load_ms={ENDLESS_MS}")))
-    await until(lambda: _loads(cluster) == 4)
+    await eventually(lambda: _loads(cluster) == 4)
     await asyncio.wait_for(cluster.close(), HANG_S)
     with pytest.raises((UnavailableError, asyncio.CancelledError)):
         await caller
@@ -239,7 +238,7 @@ async def test_closing_does_not_wait_for_a_replacement(gate: Gate) -> None:
 async def test_a_worker_that_dies_in_the_middle_leaves_the_old_manifest_or_the_new_one() -> None:
     async with clustered(OLD, kind="process") as cluster:
         replacing = asyncio.create_task(cluster.replace(NEW.replace("load_ms=100", f"load_ms={ENDLESS_MS}")))
-        await until(lambda: model_of(cluster, "billing").state == "loading" or _loads(cluster) == 4)
+        await eventually(lambda: model_of(cluster, "billing").state == "loading" or _loads(cluster) == 4)
         pid = cluster.worker_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -247,7 +246,7 @@ async def test_a_worker_that_dies_in_the_middle_leaves_the_old_manifest_or_the_n
             await replacing
         assert cluster.manifest_text().startswith("cluster: old")
         assert [source for _, source, _ in states(cluster)][2] == "stub://billing?step_ms=2"
-        await until(lambda: cluster.health().ready)
+        await eventually(lambda: cluster.health().ready)
         assert (await say(cluster, "a billing question")).text.startswith("[stub:billing]")
         assert (await cluster.replace(NEW)).changed == ("billing",)
         assert (await say(cluster, "a billing question")).text.startswith("[stub:billing2]")
@@ -274,13 +273,13 @@ async def test_a_budget_for_kv_that_was_nothing_holds_from_the_manifest_on_that_
 
     async def host_has(cluster: Cluster, budget_bytes: int, is_so: Callable[[int], bool]) -> None:
         """Wait until the store, which writes and removes at its own pace, has taken over a budget."""
-        async with asyncio.timeout(HANG_S):
-            while True:
-                await cluster.metrics()
-                host = cluster.kv_tiers.get("host")
-                if host is not None and host.budget_bytes == budget_bytes and is_so(host.num_blocks):
-                    return
-                await asyncio.sleep(0.01)
+
+        async def has_taken_over() -> bool:
+            await cluster.metrics()
+            host = cluster.kv_tiers.get("host")
+            return host is not None and host.budget_bytes == budget_bytes and is_so(host.num_blocks)
+
+        await eventually(has_taken_over)
 
     async with clustered(text.replace("BUDGET", "0MB")) as cluster:
         assert await come_again(cluster) == (0, 0)

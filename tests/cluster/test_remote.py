@@ -19,7 +19,7 @@ from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from tests.cluster.remotes import KEY, answer_of, call, events_of, remote, tokens_of
 from tests.server.process import IN_THREAD, ServerProcess, serve
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, eventually
 
 STEP_S = 0.02
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
@@ -59,9 +59,10 @@ async def computing(server: ServerProcess, num_requests: int) -> None:
         assert found
         return sum(map(float, found))
 
-    async with asyncio.timeout(HANG_S):
-        while await asyncio.to_thread(num_there) != num_requests:
-            await asyncio.sleep(0.02)
+    async def are_there() -> bool:
+        return await asyncio.to_thread(num_there) == num_requests
+
+    await eventually(are_there)
 
 
 async def settled(server: ServerProcess) -> None:

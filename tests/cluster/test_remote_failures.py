@@ -40,8 +40,7 @@ from tests.cluster.remotes import (
     tokens_of,
     whole,
 )
-from tests.cluster.support import until
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, eventually
 
 BEGUN = HEAD + chunk({"role": "assistant", "content": "Once"})
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\n\r\n<h1>Welcome</h1>"
@@ -232,7 +231,7 @@ async def test_the_breaker_opens_and_one_call_closes_it_again(caplog: pytest.Log
         now_s += 1.0
         assert model.health().ready
         trial = asyncio.create_task(events_of(model))
-        await until(lambda: len(server.requests) == 3)
+        await eventually(lambda: len(server.requests) == 3)
         with pytest.raises(UnavailableError, match="left alone"):
             await events_of(model)
         goes_on.set()
@@ -250,9 +249,9 @@ async def test_a_client_that_leaves_while_it_tries_leaves_the_place_to_the_next(
     ):
         with pytest.raises(RemoteFailedError):
             await events_of(model)
-        await until(lambda: model.health().ready)
+        await eventually(lambda: model.health().ready)
         trial = asyncio.create_task(events_of(model))
-        await until(lambda: len(server.requests) == 2)
+        await eventually(lambda: len(server.requests) == 2)
         assert model.state is BreakerState.HALF_OPEN
         trial.cancel()
         await asyncio.gather(trial, return_exceptions=True)
@@ -264,7 +263,7 @@ async def test_leaving_closes_the_connection() -> None:
         async with aclosing(model.stream(call())) as stream:
             await anext(stream)
             assert server.num_open == 1
-        await until(lambda: server.num_open == 0)
+        await eventually(lambda: server.num_open == 0)
         assert model.state is BreakerState.CLOSED
 
 
@@ -325,7 +324,7 @@ async def test_an_endless_answer_is_cut_at_max_tokens(caplog: pytest.LogCaptureF
     more = [chunk({"content": " upon"}, index=index) for index in range(2)]
     async with crooked(endless(*more)) as server, remote(server.url) as model:
         answer = answer_of(await events_of(model, call(params=SamplingParams(max_tokens=4, n=2))))
-        await until(lambda: server.num_open == 0)
+        await eventually(lambda: server.num_open == 0)
         assert model.state is BreakerState.CLOSED
     assert [(each.text, each.finish_reason) for each in answer.completions] == [
         ("Once upon upon upon", FinishReason.LENGTH),
@@ -347,7 +346,7 @@ async def test_what_never_ends_and_had_no_limit_is_cut_at_ours(monkeypatch: pyte
     monkeypatch.setattr("lockstep.cluster.remote_messages.MAX_ANSWER_CHARS", 24)
     async with crooked(endless(chunk({"content": " upon"}))) as server, remote(server.url) as model:
         answer = answer_of(await events_of(model, call(params=SamplingParams(max_tokens=None))))
-        await until(lambda: server.num_open == 0)
+        await eventually(lambda: server.num_open == 0)
     assert (answer.text, answer.completions[0].finish_reason) == ("Once" + " upon" * 4, FinishReason.LENGTH)
 
 
@@ -363,5 +362,5 @@ async def test_an_answer_that_has_ended_is_whole_whatever_follows(rest: bytes, m
     monkeypatch.setattr("lockstep.cluster.remote_exchange.USAGE_S", 0.1)
     async with crooked(endless(chunk({}, "stop"), rest)) as server, remote(server.url) as model:
         answer = answer_of(await events_of(model))
-        await until(lambda: server.num_open == 0)
+        await eventually(lambda: server.num_open == 0)
     assert (answer.text, answer.completions[0].finish_reason) == ("Once", FinishReason.STOP)

@@ -21,8 +21,7 @@ from lockstep.errors import ChatTemplateError, NotLoadableError, QueueFullError,
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import QUICK
-from tests.cluster.support import until
-from tests.waiting import ENDLESS_MS, HANG_S, Gate
+from tests.waiting import ENDLESS_MS, HANG_S, Gate, eventually
 
 TEXT = "cluster: c\nmodels:\n  a: {source: 'stub://a?load_ms=50'}\n  b: {source: 'stub://b'}\n"
 
@@ -110,7 +109,7 @@ async def test_those_who_wait_are_bounded_and_closing_tells_them(gate: Gate) -> 
     async with shell() as (replicas, _):
         held = replicas.of(spec_of("a", load_ms=ENDLESS_MS))
         waiting = [asyncio.create_task(replicas.acquire(held)) for _ in range(MAX_WAITING_CALLS)]
-        await until(lambda: len(held.waiting) == MAX_WAITING_CALLS)
+        await eventually(lambda: len(held.waiting) == MAX_WAITING_CALLS)
         with pytest.raises(QueueFullError):
             await replicas.acquire(held)
         await replicas.close()

@@ -18,8 +18,7 @@ from lockstep.cluster.manifest import PRIORITIES, SessionLimits
 from lockstep.cluster.sessions import MAX_SESSIONS, MAX_WAITING_SESSIONS, ModelSessions, SessionName, Sessions
 from lockstep.errors import QueueFullError, SessionNotFoundError, UsageError
 from tests.cluster.clusters import clustered, model_of, say
-from tests.cluster.support import until
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, eventually
 
 ONE = "cluster: c\nmodels:\n  m: {source: 'stub://m?step_ms=2', max_active_sessions: 2}\n"
 
@@ -183,7 +182,7 @@ async def test_sessions_are_listed_evicted_and_ended() -> None:
     async with clustered(text) as cluster:
         await say(cluster, "hello", session="s")
         assert [(session.id, session.model, session.num_requests) for session in cluster.sessions()] == [("s", "m", 1)]
-        await until(lambda: cluster.sessions()[0].state == "dropped")
+        await eventually(lambda: cluster.sessions()[0].state == "dropped")
         assert cluster.snapshot().sessions_live == 0
         await say(cluster, "hello again", session="s")
         await cluster.end_session("s")
@@ -253,7 +252,7 @@ async def test_a_session_that_gives_way_is_one_eviction_with_one_event() -> None
     async with clustered(unbounded) as cluster:
         for number in range(18):
             await say(cluster, "hello", session=f"s{number}")
-        await until(lambda: cluster.snapshot().counters.lru_evictions == 2)
+        await eventually(lambda: cluster.snapshot().counters.lru_evictions == 2)
         assert await evictions(cluster) == [("s0", "m", "room"), ("s1", "m", "room")]
         assert cluster.snapshot().counters.model_evictions == 0
 
@@ -266,12 +265,12 @@ async def test_a_session_of_several_models_is_evicted_once_until_it_comes_back()
             await say(cluster, words, session=session)
         assert await evictions(cluster) == [("a", "router", "room")]
         await cluster.replace(text.replace("1h", "1ms"))
-        await until(lambda: all(session.state == "dropped" for session in cluster.sessions()))
+        await eventually(lambda: all(session.state == "dropped" for session in cluster.sessions()))
         told = [("a", "router", "room"), ("b", "legal", "idle"), ("c", "billing", "idle")]
         assert await evictions(cluster) == told
         assert cluster.snapshot().counters.lru_evictions == 3
         await say(cluster, "a contract", session="a")
-        await until(lambda: all(session.state == "dropped" for session in cluster.sessions()))
+        await eventually(lambda: all(session.state == "dropped" for session in cluster.sessions()))
         assert await evictions(cluster) == [*told, ("a", "legal", "idle")]
         assert cluster.snapshot().counters.lru_evictions == 4
 
@@ -301,7 +300,7 @@ async def test_kv_of_a_session_stays_cached_under_load_until_the_session_ends() 
 
     async with clustered(text) as cluster:
         await say(cluster, story, session="s", max_tokens=4)
-        await until(lambda: cluster.sessions()[0].num_tokens > 0)
+        await eventually(lambda: cluster.sessions()[0].num_tokens > 0)
         await fill(cluster, 16)
         assert (await say(cluster, story, session="s", max_tokens=4)).output.num_cached_tokens > 0
         await cluster.end_session("s")
@@ -315,12 +314,12 @@ async def test_a_lost_worker_evicts_its_sessions_and_publishes_events() -> None:
         begin, pid = cluster.events.last_id, cluster.worker_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: cluster.sessions()[0].state == "dropped")
+        await eventually(lambda: cluster.sessions()[0].state == "dropped")
         async with aclosing(cluster.events.subscribe(begin)) as events:
             seen = [(await anext(events)).type for _ in range(2)]
         assert seen == ["worker_restarted", "session_evicted"]
         assert cluster.snapshot().counters.lru_evictions == 0
-        await until(lambda: cluster.health().ready)
+        await eventually(lambda: cluster.health().ready)
         assert (await say(cluster, "hello", session="s")).model == "m"
 
 
@@ -328,9 +327,9 @@ async def test_a_defect_over_one_sweep_does_not_end_those_that_follow(caplog: py
     text = ONE + "sessions: {idle_threshold: 50ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"
     async with clustered(text) as cluster:
         with patch.object(cluster._state.sessions, "idle", side_effect=ZeroDivisionError("a defect")):
-            await until(lambda: "a defect over the sweeping of sessions" in caplog.text)
+            await eventually(lambda: "a defect over the sweeping of sessions" in caplog.text)
         await say(cluster, "hello", session="s")
-        await until(lambda: cluster.sessions()[0].state == "dropped")
+        await eventually(lambda: cluster.sessions()[0].state == "dropped")
 
 
 async def test_step_events_are_published_to_a_subscriber() -> None:

@@ -43,10 +43,9 @@ from tests.cluster.support import (
     running,
     served,
     settled,
-    until,
     worker_of,
 )
-from tests.waiting import ENDLESS_MS, HANG_S
+from tests.waiting import ENDLESS_MS, HANG_S, eventually
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
 
@@ -95,7 +94,7 @@ async def test_a_worker_comes_back_when_there_are_files_to_open_again(caplog: py
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
         try:
             os.kill(pid_of(model), signal.SIGKILL)
-            await until(lambda: "did not come back" in caplog.text)
+            await eventually(lambda: "did not come back" in caplog.text)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
@@ -108,10 +107,10 @@ async def test_requests_do_not_wait_for_a_worker_that_restarts_late(monkeypatch:
     async with served("stub://alpha", "process") as model:
         first = pid_of(model)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: is_replaced(model, first))
+        await eventually(lambda: is_replaced(model, first))
         waiting = asyncio.create_task(answer(model, call("abc")))
         os.kill(pid_of(model), signal.SIGKILL)
-        await until(lambda: model.worker_pid is None)
+        await eventually(lambda: model.worker_pid is None)
         with pytest.raises(UnavailableError, match="being restarted") as refused:
             await answer(model, call("abc"))
         assert HANG_S / 2 < refused.value.retry_after_s <= HANG_S + 5
@@ -131,9 +130,9 @@ async def test_a_session_cannot_be_ended_while_its_stored_kv_is_unknown(monkeypa
         await answer(cluster, call("hello " * 20, session_id="s"))
         first = pid_of(cluster)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: is_replaced(cluster, first))
+        await eventually(lambda: is_replaced(cluster, first))
         os.kill(pid_of(cluster), signal.SIGKILL)
-        await until(lambda: cluster.worker_pid is None)
+        await eventually(lambda: cluster.worker_pid is None)
         await cluster.locate_sessions()
         [session] = cluster.sessions()
         assert (session.place, session.num_stored_tokens, session.state) == (None, None, "idle")
@@ -156,10 +155,10 @@ async def test_loads_that_were_lost_with_their_workers_are_no_failures_of_the_mo
     async with clustered(COLD, kind="process") as cluster:
         asked = [asyncio.create_task(say(cluster, "hello", name)) for name in ("cold", "cold")]
         for _ in range(3):
-            await until(lambda: state_of(cluster, "cold").state == "loading" and cluster.worker_pid is not None)
+            await eventually(lambda: state_of(cluster, "cold").state == "loading" and cluster.worker_pid is not None)
             pid = pid_of(cluster)
             os.kill(pid, signal.SIGKILL)
-            await until(partial(is_replaced, cluster, pid))
+            await eventually(partial(is_replaced, cluster, pid))
         assert [said.model for said in await asyncio.gather(*asked)] == ["cold", "cold"], "they went on waiting"
         assert (await say(cluster, "hello", "warm")).model == "warm"
         states = {change.after for change in cluster.snapshot().transitions}
@@ -171,8 +170,8 @@ async def test_what_was_loaded_for_requests_comes_back_with_the_next_worker_by_i
     async with clustered(COLD, kind="process") as cluster:
         await say(cluster, "hello", "cold")
         os.kill(pid_of(cluster), signal.SIGKILL)
-        await until(lambda: [model.state for model in cluster.snapshot().models] == ["loading"] * 2)
-        await until(lambda: [model.state for model in cluster.snapshot().models] == ["resident"] * 2)
+        await eventually(lambda: [model.state for model in cluster.snapshot().models] == ["loading"] * 2)
+        await eventually(lambda: [model.state for model in cluster.snapshot().models] == ["resident"] * 2)
 
 
 @pytest.mark.slow
@@ -185,10 +184,10 @@ async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_al
         asked = asyncio.create_task(say(cluster, "hello", "cold"))
         pid = 0
         for _ in range(MAX_LOST_LOADS + 1):
-            await until(partial(is_replaced, cluster, pid))
-            await until(lambda: state_of(cluster, "warm").state == "resident")
+            await eventually(partial(is_replaced, cluster, pid))
+            await eventually(lambda: state_of(cluster, "warm").state == "resident")
             assert (await say(cluster, "hello", "warm")).model == "warm", "it comes before what ends workers"
-            await until(lambda: is_loading(worker_of(cluster)))
+            await eventually(lambda: is_loading(worker_of(cluster)))
             pid = pid_of(cluster)
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match=r"signal 9 .* while it loaded the model, as 5 times before") as told:
@@ -220,7 +219,7 @@ async def test_a_worker_that_hangs_is_killed_and_replaced(caplog: pytest.LogCapt
     async with served("stub://alpha?step_ms=20", "process") as model:
         task = asyncio.create_task(answer(model, call("x", ENDLESS)))
         await running(model, 1)
-        await until(lambda: worker_of(model)._life.pulse.last_words.startswith("it last reported 1 running"))
+        await eventually(lambda: worker_of(model)._life.pulse.last_words.startswith("it last reported 1 running"))
         with (
             stopped(model) as pid,
             pytest.raises(WorkerLostError, match=r"SIGKILL\) after \d+ s without a sign of life while it answered"),
@@ -238,9 +237,9 @@ async def test_a_worker_that_reports_nothing_after_its_start_is_replaced(caplog:
     async with served("stub://alpha", "process") as model:
         first = pid_of(model)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: is_replaced(model, first))
+        await eventually(lambda: is_replaced(model, first))
         with stopped(model) as second:
-            await until(lambda: model.worker_pid != second)
+            await eventually(lambda: model.worker_pid != second)
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
         assert not is_alive(second)
     assert "without a sign of life since its start, and is given up; it has reported nothing" in caplog.text
@@ -249,7 +248,7 @@ async def test_a_worker_that_reports_nothing_after_its_start_is_replaced(caplog:
 async def test_a_worker_that_dies_over_its_first_load_is_a_failed_start() -> None:
     model = model_of(f"stub://alpha?load_ms={ENDLESS_MS}", "process")
     starting = asyncio.create_task(model.start())
-    await until(lambda: model.worker_pid is not None)
+    await eventually(lambda: model.worker_pid is not None)
     pid = pid_of(model)
     os.kill(pid, signal.SIGSEGV)
     with pytest.raises(WorkerLostError, match=r"signal 11 \(SIGSEGV\) while it loaded the model"):
@@ -266,11 +265,11 @@ async def test_a_failed_reload_is_reported_and_retried(tmp_path: Path) -> None:
     await model.start()
     path.rename(tmp_path / "elsewhere")
     os.kill(pid_of(model), signal.SIGKILL)
-    await until(lambda: model.card(None).tier == "failed")
+    await eventually(lambda: model.card(None).tier == "failed")
     with pytest.raises(UnavailableError, match=r"could not be loaded again: .*nothing is there"):
         await answer(model, call("abc"))
     (tmp_path / "elsewhere").rename(path)
-    await until(lambda: model.health().ready)
+    await eventually(lambda: model.health().ready)
     assert (await answer(model, call("abc"))).completions
     await model.close()
 
@@ -322,26 +321,26 @@ async def test_a_worker_that_does_not_answer_is_not_ready() -> None:
     async with served("stub://alpha", "process", HealthLimits(answer_s=1.5)) as model:
         os.kill(pid_of(model), signal.SIGSTOP)
         try:
-            await until(lambda: not model.health().ready)
+            await eventually(lambda: not model.health().ready)
             assert "has not answered" in model.health().reason
         finally:
             os.kill(pid_of(model), signal.SIGCONT)
-        await until(lambda: model.health().ready)
+        await eventually(lambda: model.health().ready)
 
 
 async def test_a_step_without_end_while_requests_wait_is_not_ready() -> None:
     async with served("stub://alpha?step_ms=1500", "process", HealthLimits(step_s=0.2)) as model:
         task = asyncio.create_task(answer(model, call("x", ENDLESS)))
-        await until(lambda: not model.health().ready)
+        await eventually(lambda: not model.health().ready)
         assert "no step was completed" in model.health().reason
         task.cancel()
-        await until(lambda: model.health().ready)
+        await eventually(lambda: model.health().ready)
 
 
 PARENT = """
 import asyncio
 from lockstep.worker.link import WorkerOptions
-from tests.cluster.support import one_model
+from tests.cluster.support import one_model, running
 
 async def main():
     model = one_model({source!r}, worker=WorkerOptions("process"))
@@ -349,8 +348,7 @@ async def main():
     from lockstep.engine.request import GenerationRequest
     stream = model.stream(GenerationRequest("x"))
     task = asyncio.create_task(anext(stream))
-    while not (task.done() or (await model.metrics())["served"].gauges["num_requests_running"]):
-        await asyncio.sleep(0.01)
+    await running(model, 1)
     print(model.worker_pid, flush=True)
     await asyncio.sleep(3600)
 
@@ -365,7 +363,7 @@ async def test_a_worker_whose_server_was_killed_ends_too(source: str) -> None:
         pid = int(await asyncio.to_thread(parent.stdout.readline))
         assert is_alive(pid)
         parent.kill()
-        await until(lambda: not is_alive(pid))
+        await eventually(lambda: not is_alive(pid))
 
 
 async def test_a_defect_in_the_step_loop_ends_requests_and_the_worker_but_not_the_server() -> None:
@@ -377,7 +375,7 @@ async def test_a_defect_in_the_step_loop_ends_requests_and_the_worker_but_not_th
         with patch.object(link._worker._scheduler, "choose", side_effect=ZeroDivisionError("a defect")):
             with pytest.raises(RequestFailedError, match="the device worker broke: ZeroDivisionError"):
                 await task
-            await until(lambda: worker_of(model)._life.link is not link and model.health().ready)
+            await eventually(lambda: worker_of(model)._life.link is not link and model.health().ready)
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
         await settled(model)
 

@@ -29,8 +29,7 @@ from lockstep.pocket import pocket_path
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.clusters import QUICK, Answer, asking, clustered, model_of, say
 from tests.cluster.remotes import HEAD, crooked, says
-from tests.cluster.support import until
-from tests.waiting import ENDLESS_MS, HANG_S, Gate
+from tests.waiting import ENDLESS_MS, HANG_S, Gate, eventually
 
 TWO_THAT_DO_NOT_FIT = """
 cluster: two
@@ -92,7 +91,7 @@ async def test_a_steady_stream_to_one_model_does_not_starve_the_other() -> None:
             return count
 
         clients = [asyncio.create_task(client()) for _ in range(4)]
-        await until(lambda: model_of(cluster, "a").num_running == 4)
+        await eventually(lambda: model_of(cluster, "a").num_running == 4)
         assert (await say(cluster, "hello", "b")).model == "b"
         is_over = True
         assert all(await asyncio.gather(*clients))
@@ -102,13 +101,13 @@ async def test_a_steady_stream_to_one_model_does_not_starve_the_other() -> None:
 async def test_a_waiter_that_leaves_leaves_no_count_and_its_load_finishes(gate: Gate) -> None:
     async with clustered(TWO_THAT_DO_NOT_FIT.replace("load_ms=20", f"load_ms={ENDLESS_MS}")) as cluster:
         waiter = asyncio.create_task(say(cluster, "hello", "a"))
-        await until(lambda: model_of(cluster, "a").num_waiting == 1)
+        await eventually(lambda: model_of(cluster, "a").num_waiting == 1)
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
         replica = cluster.snapshot().replicas[0]
         assert (replica.num_busy, replica.num_waiting, model_of(cluster, "a").num_sessions) == (0, 0, 0)
         gate.open()
-        await until(lambda: model_of(cluster, "a").state == "resident")
+        await eventually(lambda: model_of(cluster, "a").state == "resident")
 
 
 async def test_deadlines_count_while_a_model_is_loaded(gate: Gate) -> None:
@@ -146,7 +145,7 @@ async def test_each_model_is_warmed_once_however_many_requests_ask() -> None:
     async with clustered(WARMING) as cluster:
         assert cluster.snapshot().budgets[0].used_bytes == 800_000_000
         await asyncio.gather(*(say(cluster, "hello", "router") for _ in range(20)))
-        await until(lambda: all(model.state == "resident" for model in cluster.snapshot().models))
+        await eventually(lambda: all(model.state == "resident" for model in cluster.snapshot().models))
         counters = cluster.snapshot().counters
         assert (counters.co_activation_warms, counters.promotions, num_loads(cluster)) == (8, 8, 9)
 
@@ -188,7 +187,7 @@ async def test_what_bounds_sessions_on_the_device_bounds_no_calls_of_another_ser
         )
         async with clustered(text) as cluster:
             calls = [asyncio.create_task(say(cluster, "hello", "far")) for _ in range(20)]
-            await until(lambda: len(far.requests) == 20)
+            await eventually(lambda: len(far.requests) == 20)
             assert model_of(cluster, "far").num_running == 20
             for call in calls:
                 call.cancel()
@@ -211,7 +210,7 @@ async def test_a_model_is_demoted_after_its_keep_alive_without_requests() -> Non
     text = TWO_THAT_DO_NOT_FIT.replace("id: a,", "id: a, keep_alive: 50ms,")
     async with clustered(text) as cluster:
         await say(cluster, "hello", "a")
-        await until(lambda: model_of(cluster, "a").state == "standby")
+        await eventually(lambda: model_of(cluster, "a").state == "standby")
         moves = [(change.after, change.reason) for change in cluster.snapshot().transitions]
         assert [after for after, _ in moves] == ["loading", "resident", "unloading", "standby"]
         assert moves[-1] == ("standby", "idle")
@@ -234,11 +233,11 @@ async def test_unloading_by_hand_lets_calls_end_and_new_ones_wait_until_the_mode
     text = f"cluster: c\nmodels:\n  m: {{source: 'stub://m?step_ms={ENDLESS_MS}'}}\n"
     async with clustered(text) as cluster:
         running = asyncio.create_task(say(cluster, "hello"))
-        await until(lambda: model_of(cluster, "m").num_running == 1)
+        await eventually(lambda: model_of(cluster, "m").num_running == 1)
         unloading = [asyncio.create_task(cluster.unload_model("m")) for _ in range(2)]
         await asyncio.sleep(0)
         waiting = asyncio.create_task(say(cluster, "hello"))
-        await until(lambda: model_of(cluster, "m").num_waiting == 1)
+        await eventually(lambda: model_of(cluster, "m").num_waiting == 1)
         gate.open()
         await asyncio.wait_for(asyncio.gather(*unloading), HANG_S)
         assert (await running).text.startswith("[stub:m] ok")
@@ -257,7 +256,7 @@ async def test_nothing_is_changed_by_hand_while_the_first_models_are_loaded(gate
     cluster = Cluster(parse(text), ClusterOptions(worker=WorkerOptions("thread")))
     starting = asyncio.create_task(cluster.start())
     try:
-        await until(lambda: gate.num_held == 1)
+        await eventually(lambda: gate.num_held == 1)
         assert model_of(cluster, "m").state == "loading"
         for change in (cluster.unload_model("m"), cluster.load_model("m"), cluster.replace(text.replace("m:", "n:"))):
             with pytest.raises(UnavailableError, match="for the first time"):
@@ -348,8 +347,8 @@ async def test_what_a_lost_workers_successor_cannot_load_is_absent_until_it_can(
         pid = cluster.worker_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: model_of(cluster, "m").state == "failed")
+        await eventually(lambda: model_of(cluster, "m").state == "failed")
         assert "nothing is there" in cluster.health().reason
         (tmp_path / "away.gguf").rename(model)
-        await until(lambda: cluster.health().ready)
+        await eventually(lambda: cluster.health().ready)
         await say(cluster, "hello", max_tokens=2)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from lockstep import LLM, AsyncEngine, EngineOptions, GenerationRequest, LoadOptions, SamplingParams
 from lockstep.engine.outputs import RequestOutput
 from lockstep.errors import ConfigError, ExecutorError, InvalidParameterError, RequestFailedError, UsageError
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, eventually
 
 OPTIONS = LoadOptions(engine=EngineOptions(num_blocks=256))
 SHORT = SamplingParams(max_tokens=40)
@@ -65,17 +65,13 @@ async def test_async_answers_stream_and_agree() -> None:
 
 
 async def _idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(HANG_S):
-        while any(engine.metrics().gauges.values()):
-            await asyncio.sleep(0.005)
+    await eventually(lambda: not any(engine.metrics().gauges.values()))
 
 
 async def _endless(engine: AsyncEngine) -> asyncio.Task[RequestOutput]:
     """A request that is being computed, for at least a minute."""
     task = asyncio.create_task(engine.generate("abc", SamplingParams(max_tokens=3000, ignore_eos=True)))
-    async with asyncio.timeout(HANG_S):
-        while not engine.metrics().gauges["num_requests_running"]:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: engine.metrics().gauges["num_requests_running"] > 0)
     return task
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from lockstep.hosts.values import Demand, ReplicaStatus
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.network import WorkerAddress
 from lockstep.worker.supervised import SupervisedWorker
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, eventually
 from tests.worker.support import SHORT, ask
 
 SMALL = LoadOptions(EngineOptions(num_blocks=64))
@@ -28,16 +28,6 @@ def write_secret(folder: Path) -> str:
     return str(path)
 
 
-async def until(is_so: Callable[[], bool], what: str = "what is waited for comes") -> None:
-    """Wait for a truth that comes by itself."""
-    try:
-        async with asyncio.timeout(HANG_S):
-            while not is_so():
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        raise AssertionError(what) from None
-
-
 @asynccontextmanager
 async def gateway(place: ReplicaStatus, secret: str) -> AsyncIterator[SupervisedWorker]:
     """A link to a placed replica, by which its worker can be asked as one of our own."""
@@ -45,7 +35,7 @@ async def gateway(place: ReplicaStatus, secret: str) -> AsyncIterator[Supervised
     worker = SupervisedWorker(WorkerOptions("network", address=address))
     await worker.start()
     try:
-        await until(lambda: worker.loaded(place.key) is not None, f"{place} is there")
+        await eventually(lambda: worker.loaded(place.key) is not None, f"{place} is there")
         yield worker
     finally:
         await asyncio.wait_for(worker.close(), HANG_S)

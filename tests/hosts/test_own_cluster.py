@@ -33,15 +33,20 @@ from lockstep.errors import PlacingError
 from lockstep.hosts.ray_runtime import ReplicaOptions, connect
 from lockstep.hosts.values import LinkOptions, ReplicaPhase, ReplicaName
 from tests.hosts.support import answer, demand, write_secret
+from tests.waiting import eventually
 
 async def main(address, folder):
     secret = write_secret(Path(folder))
     runtime = await connect(address, "own", ReplicaOptions(LinkOptions(secret)))
     await runtime.place(demand(), 0)
     place = None
-    while place is None or place.state is not ReplicaPhase.READY:
-        await asyncio.sleep(0.05)
+
+    async def is_ready():
+        nonlocal place
         place = await runtime.ask(ReplicaName("a", 0))
+        return place is not None and place.state is ReplicaPhase.READY
+
+    await eventually(is_ready)
     ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
     print(json.dumps({
         "answer": await answer(place, secret, "abc"),

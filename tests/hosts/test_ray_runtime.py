@@ -26,10 +26,10 @@ from lockstep.errors import PlacingError, UnavailableError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.hosts.ray_runtime import CONTROLLER, NamedActor, RayRuntime
 from lockstep.hosts.values import Demand, ReplicaName, ReplicaPhase, ReplicaStatus, why_waiting
-from tests.hosts.support import answer, demand, until, write_secret
+from tests.hosts.support import answer, demand, write_secret
 from tests.hosts.two_nodes import MEMORY_BYTES, Nodes, joined
 from tests.processes import ROOT
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, eventually
 
 
 class Listener:
@@ -79,12 +79,16 @@ async def ready(
     runtime: RayRuntime, demand: Demand, number: int = 0, is_so: Callable[[ReplicaStatus], bool] = lambda place: True
 ) -> ReplicaStatus:
     """Wait until a replica says that it is ready."""
-    async with asyncio.timeout(HANG_S):
-        while True:
-            place = await runtime.ask(ReplicaName(demand.key, number))
-            if place is not None and place.state is ReplicaPhase.READY and is_so(place):
-                return place
-            await asyncio.sleep(0.02)
+    found: list[ReplicaStatus] = []
+
+    async def is_ready() -> bool:
+        place = await runtime.ask(ReplicaName(demand.key, number))
+        if place is not None and place.state is ReplicaPhase.READY and is_so(place):
+            found.append(place)
+        return bool(found)
+
+    await eventually(is_ready)
+    return found[0]
 
 
 async def place_all(runtime: RayRuntime, demand: Demand) -> list[ReplicaStatus]:
@@ -143,9 +147,10 @@ async def test_the_controller_receives_every_replica_and_is_found_by_name(runtim
 
 
 async def until_heard(owner: NamedActor, place: ReplicaStatus) -> None:
-    async with asyncio.timeout(HANG_S):
-        while place not in await owner.heard():
-            await asyncio.sleep(0.02)
+    async def is_heard() -> bool:
+        return place in await owner.heard()
+
+    await eventually(is_heard)
 
 
 async def test_a_killed_worker_or_actor_is_back_on_its_host_without_a_hand(runtime: RayRuntime, secret: str) -> None:
@@ -159,7 +164,7 @@ async def test_a_killed_worker_or_actor_is_back_on_its_host_without_a_hand(runti
     third = await ready(runtime, wanted, is_so=lambda place: place.actor_pid != second.actor_pid)
     assert await answer(third, secret, "abc") == "[stub:alpha] ok len=3 max=40"
     assert first.host == second.host == third.host
-    await until(lambda: has_ended(second.pid), "a worker ends with its actor")
+    await eventually(lambda: has_ended(second.pid), "a worker ends with its actor")
 
 
 def has_ended(pid: int) -> bool:
@@ -184,10 +189,12 @@ async def test_what_is_removed_leaves_nothing_and_hosts_can_be_avoided(runtime: 
     wanted = demand(resources={"CPU": 2})
     (place,) = await place_all(runtime, wanted)
     await runtime.remove(ReplicaName("a", 0))
-    await until(lambda: has_ended(place.pid) and has_ended(place.actor_pid))
-    async with asyncio.timeout(HANG_S):
-        while await runtime.hosts() != before:
-            await asyncio.sleep(0.02)
+    await eventually(lambda: has_ended(place.pid) and has_ended(place.actor_pid))
+
+    async def are_as_before() -> bool:
+        return await runtime.hosts() == before
+
+    await eventually(are_as_before)
     await runtime.remove(ReplicaName("a", 0))  # it is gone already
     await runtime.place(wanted, 0, [place.node_id])
     assert (await ready(runtime, wanted)).host != place.host
@@ -300,7 +307,7 @@ async def test_two_gateways_share_the_replicas_of_one_owner_and_give_the_bytes_o
         for cluster in (alone, first, second):
             stack.push_async_callback(cluster.close)
             await asyncio.wait_for(cluster.start(), HANG_S)
-        await until(lambda: [place.state for place in second.snapshot().places] == ["ready"] * 5)
+        await eventually(lambda: [place.state for place in second.snapshot().places] == ["ready"] * 5)
         expected = [await ask(alone, *each) for each in questions]
         both = zip([first, second] * 4, questions, strict=True)
         assert await asyncio.gather(*(ask(gateway, *each) for gateway, each in both)) == expected
@@ -333,6 +340,6 @@ async def test_a_lost_hosts_replicas_are_placed_elsewhere(nodes: Nodes, runtime:
     assert await answer(back, secret, "abc") == "[stub:alpha] ok len=3 max=40"
     assert await ready(runtime, wanted, kept.number) == kept
     assert [(host.name, host.is_there) for host in await runtime.hosts()] == [("host_a", True), ("host_b", False)]
-    await until(lambda: has_ended(lost.pid) and has_ended(lost.actor_pid), "what was on it ends")
+    await eventually(lambda: has_ended(lost.pid) and has_ended(lost.actor_pid), "what was on it ends")
     nodes.add("host_b")
     assert [(host.name, host.is_there) for host in await runtime.hosts()] == [("host_a", True), ("host_b", True)]

@@ -17,7 +17,8 @@ from lockstep.hosts import replica_actor
 from lockstep.hosts.replica_actor import Here, ReplicaHost
 from lockstep.hosts.values import Demand, LinkOptions, ReplicaPhase, ReplicaStatus
 from lockstep.worker.link import WorkerOptions
-from tests.hosts.support import answer, demand, gateway, until, write_secret
+from tests.hosts.support import answer, demand, gateway, write_secret
+from tests.waiting import eventually
 
 
 @asynccontextmanager
@@ -34,7 +35,7 @@ async def replica(
 
 
 async def ready(host: ReplicaHost, num_starts: int = 1) -> ReplicaStatus:
-    await until(
+    await eventually(
         lambda: host.place.state is ReplicaPhase.READY and host.place.num_starts >= num_starts, repr(host.place)
     )
     return host.place
@@ -46,7 +47,7 @@ async def test_its_worker_starts_loads_listens_and_ends_with_it(tmp_path: Path) 
     async with replica(demand(), secret, told.append) as host:
         place = await ready(host)
         assert await answer(place, secret, "abc") == "[stub:alpha] ok len=3 max=40"
-        await until(lambda: told[-1] == place)
+        await eventually(lambda: told[-1] == place)
         states = list(dict.fromkeys(each.state for each in told))
         assert states == [ReplicaPhase.STARTING, ReplicaPhase.LOADING, ReplicaPhase.READY]
         assert (place.key, place.number, place.host, place.node_id) == ("a", 2, "a_host", "0123")
@@ -66,7 +67,7 @@ async def test_a_killed_worker_has_a_successor_that_listens_elsewhere_and_has_th
         second = await ready(host, 2)
         assert await answer(second, secret, "abcd") == "[stub:alpha] ok len=4 max=40"
         assert second.pid != first.pid
-        await until(lambda: told[-1] == second)
+        await eventually(lambda: told[-1] == second)
         lost = next(each for each in told if each.state is ReplicaPhase.STARTING and each.reason)
         assert "SIGKILL" in lost.reason
         assert (lost.port, lost.pid) == (0, 0)
@@ -78,7 +79,7 @@ async def test_a_worker_with_an_unreadable_secret_has_failed_until_the_file_exis
     monkeypatch.setattr(replica_actor, "FIRST_BACKOFF_S", 0.01)
     told: list[ReplicaStatus] = []
     async with replica(demand(), str(tmp_path / "secret"), told.append) as host:
-        await until(lambda: any(each.state is ReplicaPhase.FAILED for each in told))
+        await eventually(lambda: any(each.state is ReplicaPhase.FAILED for each in told))
         failed = next(each for each in told if each.state is ReplicaPhase.FAILED)
         assert "the secret cannot be read: No such file" in failed.reason
         assert (failed.port, failed.pid) == (0, 0)
@@ -92,7 +93,7 @@ async def test_a_model_that_cannot_be_loaded_is_tried_again(tmp_path: Path, monk
     told: list[ReplicaStatus] = []
     source = str(tmp_path / "none.gguf")
     async with replica(demand(source=source), write_secret(tmp_path), told.append) as host:
-        await until(lambda: host.place.num_starts >= 3)
+        await eventually(lambda: host.place.num_starts >= 3)
         failed = next(each for each in told if each.state is ReplicaPhase.FAILED)
         assert failed.reason.startswith(f"{source}: nothing is there")
 
@@ -113,7 +114,7 @@ async def test_the_newest_status_is_reported_again_until_it_is_received(
         place = await ready(host)
         assert not told
         is_deaf = False
-        await until(lambda: told == [place])
+        await eventually(lambda: told == [place])
 
 
 async def test_each_replica_of_a_host_keeps_what_sessions_come_back_for_in_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from lockstep.cluster.snapshot import ClusterSnapshot
 from lockstep.hosts.values import ReplicaName
 from lockstep.server.app import create_app
 from tests.cluster.test_multi_host import MANIFEST, ask, deployed, num_ready, places
-from tests.hosts.support import until, write_secret
+from tests.hosts.support import write_secret
 from tests.hosts.two_nodes import Nodes, joined
 from tests.server.process import ServerProcess
+from tests.waiting import eventually
 
 ON_RAY = """
 cluster: seen
@@ -76,8 +77,8 @@ async def test_everything_is_shown_where_it_is_and_a_drained_host_is_empty(
 ) -> None:
     async with deployed(tmp_path, a=5.0, b=5.0) as deployment:
         cluster = await deployment.gateway()
-        await until(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
-        await until(lambda: sum(host.free["CPU"] for host in cluster.snapshot().hosts) == 5.0, "it is looked at")
+        await eventually(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
+        await eventually(lambda: sum(host.free["CPU"] for host in cluster.snapshot().hosts) == 5.0, "it is looked at")
         async with listening(cluster) as url:
             assert await ps(url) == 0
             shown = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -90,7 +91,7 @@ async def test_everything_is_shown_where_it_is_and_a_drained_host_is_empty(
             assert await ps(url, "--drain", "b") == 0
             assert capsys.readouterr().out.startswith("b is drained: it has no replicas")
             assert {place.host for place in cluster.snapshot().places} <= {"a", ""}
-            await until(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
+            await eventually(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
             told = await metrics(url)
             assert (told['host_drained{host="b"}'], told['host_replicas{host="b"}']) == (1, 0)
             moved = [place for place in cluster.snapshot().places if place.host == "a"]
@@ -99,11 +100,11 @@ async def test_everything_is_shown_where_it_is_and_a_drained_host_is_empty(
             assert told["report_age_seconds"] < 5
             before = word_of(cluster)
             await deployment.restart_owner()
-            await until(lambda: word_of(cluster) is not before, "the next owner's word")
+            await eventually(lambda: word_of(cluster) is not before, "the next owner's word")
             assert [host.is_drained for host in cluster.snapshot().hosts] == [False, True], "it has heard of it"
             assert await ps(url, "--undrain", "b", "--json") == 0
             assert json.loads(capsys.readouterr().out)["is_drained"] is False
-            await until(lambda: not cluster.snapshot().hosts[1].is_drained)
+            await eventually(lambda: not cluster.snapshot().hosts[1].is_drained)
 
 
 async def test_a_drain_is_refused_where_replicas_have_no_other_host(
@@ -111,9 +112,11 @@ async def test_a_drain_is_refused_where_replicas_have_no_other_host(
 ) -> None:
     async with deployed(tmp_path, a=4.0, b=4.0) as deployment:
         cluster = await deployment.gateway()
-        await until(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
+        await eventually(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
         async with listening(cluster) as url:
-            await until(lambda: sum(host.free["CPU"] for host in cluster.snapshot().hosts) == 3.0, "it is looked at")
+            await eventually(
+                lambda: sum(host.free["CPU"] for host in cluster.snapshot().hosts) == 3.0, "it is looked at"
+            )
             before = [(place.name, place.pid) for place in cluster.snapshot().places]
             assert await ps(url, "--drain", "b") == 2
             assert "would have no other host: no host has 1 CPU free" in capsys.readouterr().err
@@ -129,13 +132,15 @@ async def test_a_host_that_still_answers_is_not_empty_in_time(
     text = MANIFEST.replace("stub://beta", "stub://beta?step_ms=300")
     async with deployed(tmp_path, text, a=5.0, b=5.0) as deployment:
         cluster = await deployment.gateway()
-        await until(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
+        await eventually(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
         asking = [asyncio.create_task(ask(cluster, "billing", f"{number} {LONG}")) for number in range(3)]
-        await until(lambda: all(each.num_running for each in places(cluster, "billing")), "each has one")
+        await eventually(lambda: all(each.num_running for each in places(cluster, "billing")), "each has one")
         (on_b, *_) = (each.name for each in places(cluster, "billing") if each.host == "b")
         async with listening(cluster) as url:
             assert await ps(url, "--drain", "b", "--wait", "0.3") == EXIT_LEFT
-            await until(lambda: (on_b, "leaving") in [(each.name, each.state) for each in places(cluster, "billing")])
+            await eventually(
+                lambda: (on_b, "leaving") in [(each.name, each.state) for each in places(cluster, "billing")]
+            )
             assert await ps(url, "--drain", "b", "--wait", "0") == 0
             assert f"{on_b} is leaving: b is being drained" in capsys.readouterr().out
             assert all(answer.completions for answer in await asyncio.gather(*asking))
@@ -145,11 +150,13 @@ async def test_a_host_that_still_answers_is_not_empty_in_time(
 async def test_requests_are_counted_by_replica_and_reason_and_losses_by_replica(tmp_path: Path) -> None:
     async with deployed(tmp_path, a=5.0, b=5.0) as deployment:
         cluster = await deployment.gateway()
-        await until(lambda: num_ready(cluster, "billing") == 3)
+        await eventually(lambda: num_ready(cluster, "billing") == 3)
         async with listening(cluster) as url:
             for session in ("s", "t", "s", None):
                 await ask(cluster, "billing", LONG, session)
-            await until(lambda: sum(each.num_cached_blocks for each in places(cluster, "billing")) > 0, "it is told")
+            await eventually(
+                lambda: sum(each.num_cached_blocks for each in places(cluster, "billing")) > 0, "it is told"
+            )
             assert sum(each.num_routed for each in places(cluster, "billing")) == 4
             told = await metrics(url)
             by_why = {
@@ -163,8 +170,8 @@ async def test_requests_are_counted_by_replica_and_reason_and_losses_by_replica(
             assert sum(by_why.values()) == 4
             key = places(cluster, "billing")[0].key
             deployment.runtime.kill(ReplicaName(key, 1))
-            await until(lambda: num_ready(cluster, "billing") == 2, "it is lost")
-            await until(lambda: num_ready(cluster, "billing") == 3, "it is back")
+            await eventually(lambda: num_ready(cluster, "billing") == 2, "it is lost")
+            await eventually(lambda: num_ready(cluster, "billing") == 3, "it is back")
             told = await metrics(url)
             labels = '{model_name="billing",replica="1"}'
             assert told[f"replica_losses_total{labels}"] == 1
@@ -193,12 +200,12 @@ async def test_one_of_two_servers_on_two_nodes_of_ray_drains_a_node_for_both(
         ):
             one.wait_ready()
             two.wait_ready()
-            await until(lambda: all_ready(one) and all_ready(two), "all replicas are there")
+            await eventually(lambda: all_ready(one) and all_ready(two), "all replicas are there")
             assert {place.host for place in shown(one).places} == {"host_a", "host_b"}
             assert await ps(one.base_url, "--drain", "127.0.0.1") == 2
             assert "127.0.0.1 is the address of host_a and host_b; name one of them" in capsys.readouterr().err
             assert await ps(one.base_url, "--drain", "host_b") == 0
-            await until(lambda: all_ready(two), "all replicas are there again")
+            await eventually(lambda: all_ready(two), "all replicas are there again")
             assert {place.host for place in shown(two).places} == {"host_a"}
             assert (await metrics(two.base_url))['host_drained{host="host_b"}'] == 1
             assert await ps(two.base_url, "--undrain", "host_b") == 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.hosts.support import write_secret
 from tests.hosts.two_nodes import Nodes, joined
 from tests.processes import ROOT
 from tests.server.process import ServerProcess, serve
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, until
 
 EXAMPLE = ROOT / "examples" / "customer-support.yaml"
 HOSTS = """
@@ -47,13 +46,6 @@ def answers_of(server: ServerProcess, model: str | None = None) -> list[tuple[st
 
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
         return list(pool.map(ask, QUESTIONS))
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + HANG_S
-    while not is_so():
-        assert time.monotonic() < until_s, "it does not come"
-        time.sleep(0.05)
 
 
 def places_of(server: ServerProcess) -> list[dict[str, Any]]:

@@ -29,8 +29,8 @@ from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import ContentsChanged, Loaded, Unloaded
 from lockstep.worker.remote_clients import ListenOptions
 from lockstep.worker.supervised import Notice, SupervisedWorker
-from tests.hosts.support import until, write_secret
-from tests.waiting import ENDLESS_MS, HANG_S
+from tests.hosts.support import write_secret
+from tests.waiting import ENDLESS_MS, HANG_S, eventually
 
 SMALL = LoadOptions(EngineOptions(num_blocks=256))
 KEY = "m"
@@ -72,6 +72,7 @@ class Gateway:
             LinkOptions(secret), lambda key: GroupOptions(num, policy=policy), self.notices.append, self.routes
         )
         self.loaded: Loaded | None = None
+        self.num_outputs = 0
 
     async def load(self) -> None:
         self.loaded = await asyncio.wait_for(self.workers.load(KEY, "", SMALL), HANG_S)
@@ -92,6 +93,7 @@ class Gateway:
             with self.workers.asked(KEY, request) as mailbox:
                 while not outputs or outputs[-1].request is None:
                     outputs += await mailbox.take()
+                    self.num_outputs += 1
         answer = outputs[-1].request
         assert answer is not None
         return answer
@@ -110,7 +112,7 @@ class Hosts:
         await worker.start()
         self._stack.push_async_callback(worker.close)
         await worker.load(KEY, source, SMALL)
-        await until(lambda: worker.listening is not None)
+        await eventually(lambda: worker.listening is not None)
         self.running.append(worker)
 
     def places(self) -> list[ReplicaStatus]:
@@ -127,7 +129,7 @@ class Hosts:
         self._stack.push_async_callback(gateway.workers.close)
         gateway.workers.apply(self.places())
         await gateway.load()
-        await until(lambda: gateway.num_there == (len(self.running) if num_there is None else num_there))
+        await eventually(lambda: gateway.num_there == (len(self.running) if num_there is None else num_there))
         return gateway
 
     def kill(self, number: int) -> None:
@@ -236,7 +238,7 @@ async def test_without_a_token_yet_a_request_is_answered_by_another_replica(secr
     async with hosts(secret, f"stub://alpha?step_ms={ENDLESS_MS}", "stub://alpha") as several:
         gateway = await several.gateway(RoutingPolicy.LEAST_LOADED)
         asked = [asyncio.create_task(gateway.ask(f"question {number}")) for number in range(4)]
-        await until(lambda: len(gateway.routes.choices) == 4 and sum(task.done() for task in asked) == 2)
+        await eventually(lambda: len(gateway.routes.choices) == 4 and sum(task.done() for task in asked) == 2)
         several.kill(0)
         answers = await asyncio.gather(*asked)
         assert all(answer.text.startswith("[stub:alpha]") for answer in answers)
@@ -251,14 +253,12 @@ async def test_without_a_token_yet_a_request_is_answered_by_another_replica(secr
 async def test_after_the_first_token_a_lost_worker_is_an_error(secret: str) -> None:
     async with hosts(secret, "stub://alpha?step_ms=20") as several:
         gateway = await several.gateway()
-        group = gateway.workers.groups[KEY]
         asked = asyncio.create_task(gateway.ask("a question", max_tokens=400))
-        await until(lambda: group.num_open(0) == 1)
-        await asyncio.sleep(0.2)  # a few tokens
+        await eventually(lambda: gateway.num_outputs > 0)
         several.kill(0)
         with pytest.raises(WorkerLostError, match="send the request again"):
             await asked
-        await until(lambda: GroupLost(KEY) in gateway.notices)
+        await eventually(lambda: GroupLost(KEY) in gateway.notices)
         with pytest.raises(WorkerLostError, match="no replica of m is there"):
             await gateway.ask("another")
 
@@ -270,11 +270,11 @@ async def test_a_group_is_reached_again_where_its_replica_went(secret: str) -> N
         worker = several.running[1]
         before = worker.listening
         several.kill(1)
-        await until(lambda: gateway.num_there == 1)
-        await until(lambda: worker.listening not in (None, before))
+        await eventually(lambda: gateway.num_there == 1)
+        await eventually(lambda: worker.listening not in (None, before))
         await worker.load(KEY, "stub://alpha", SMALL)
         gateway.workers.apply(several.places())
-        await until(lambda: gateway.num_there == 2)
+        await eventually(lambda: gateway.num_there == 2)
         for number in range(4):
             await gateway.ask(f"question {number}")
         assert set(gateway.routes.replicas) == {0, 1}
@@ -285,7 +285,7 @@ async def test_a_request_without_a_token_is_answered_elsewhere_when_its_replica_
     async with hosts(secret, f"stub://alpha?step_ms={ENDLESS_MS}", "stub://alpha") as several:
         gateway = await several.gateway(RoutingPolicy.ROUND_ROBIN)
         asked = asyncio.create_task(gateway.ask("a question"))
-        await until(lambda: gateway.workers.groups[KEY].num_open(0) == 1)
+        await eventually(lambda: gateway.workers.groups[KEY].num_open(0) == 1)
         gateway.workers.apply(
             [ReplicaStatus(KEY, 0, ReplicaPhase.STARTING, "it was lost on host_b"), several.places()[1]]
         )
@@ -297,8 +297,7 @@ async def test_after_the_first_token_a_replica_that_moves_is_a_lost_worker(secre
     async with hosts(secret, "stub://alpha?step_ms=20") as several:
         gateway = await several.gateway()
         asked = asyncio.create_task(gateway.ask("a question", max_tokens=400))
-        await until(lambda: gateway.workers.groups[KEY].num_open(0) == 1)
-        await asyncio.sleep(0.2)  # a few tokens
+        await eventually(lambda: gateway.num_outputs > 0)
         gateway.workers.apply([ReplicaStatus(KEY, 0, ReplicaPhase.STARTING, "it was lost on host_b")])
         with pytest.raises(ReplicaGoneError, match="it was lost on host_b"):
             await asked
@@ -318,7 +317,7 @@ async def test_late_notices_of_a_worker_that_was_left_change_nothing(secret: str
             ContentsChanged(KEY, [(b"content", True)]),
         )
         gateway.workers.apply([replace(first, address=second.address, port=second.port), second])
-        await until(lambda: gateway.num_there == 2, "it is reached where it is now")
+        await eventually(lambda: gateway.num_there == 2, "it is reached where it is now")
         assert group.members[0].worker is not left
         for notice in late:
             left._notify(notice)
@@ -336,14 +335,14 @@ async def test_a_lost_replica_is_two_lines_in_the_log_however_often_it_is_tried(
         stack.push_async_callback(gateway.workers.close)
         gateway.workers.apply([replace(await proxy.start(stack), host="host_a"), other])
         await gateway.load()
-        await until(lambda: gateway.num_there == 2)
+        await eventually(lambda: gateway.num_there == 2)
         caplog.clear()
         proxy.refuses = True
         proxy.cut()
         num_before = proxy.num_links
-        await until(lambda: proxy.num_links >= num_before + 3, "it is tried again and again")
+        await eventually(lambda: proxy.num_links >= num_before + 3, "it is tried again and again")
         proxy.refuses = False
-        await until(lambda: gateway.num_there == 2)
+        await eventually(lambda: gateway.num_there == 2)
         lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
         assert [line.partition(":")[0].partition(" after")[0] for line in lines] == [
             "m#0 on host_a is lost",
@@ -361,23 +360,22 @@ async def test_a_silent_replica_gets_no_new_requests(secret: str, monkeypatch: p
         await gateway.workers.start()
         gateway.workers.apply([await proxy.start(stack), other])
         await gateway.load()
-        await until(lambda: gateway.num_there == 2)
+        await eventually(lambda: gateway.num_there == 2)
         group = gateway.workers.groups[KEY]
         proxy.stall()
-        await until(lambda: gateway.num_there == 1, "it is silent")
+        await eventually(lambda: gateway.num_there == 1, "it is silent")
         assert not group.is_linked(group.members[0])
         assert [(await gateway.ask(f"question {n}")).num_output_tokens > 0 for n in range(3)] == [True] * 3
         assert group.members[0].use.num_retried == 0
         proxy.flow()
-        await until(lambda: gateway.num_there == 2, "it answers again")
+        await eventually(lambda: gateway.num_there == 2, "it answers again")
 
 
 async def test_a_replica_that_leaves_ends_what_it_has_and_gets_nothing_more(secret: str) -> None:
     async with hosts(secret, "stub://alpha?step_ms=20", "stub://alpha?step_ms=20") as several:
         gateway = await several.gateway(RoutingPolicy.ROUND_ROBIN)
-        group = gateway.workers.groups[KEY]
         asked = asyncio.create_task(gateway.ask("a question"))
-        await until(lambda: group.num_open(0) == 1)
+        await eventually(lambda: group.num_open(0) == 1)
         leaving, other = several.places()
         gateway.workers.apply(
             [ReplicaStatus(KEY, 0, ReplicaPhase.LEAVING, "", "", "", leaving.address, leaving.port), other]
@@ -394,7 +392,7 @@ async def test_a_replica_of_another_artifact_gets_no_requests_and_reports_the_re
         answers = [await gateway.ask(f"question {number}") for number in range(4)]
         assert len({answer.text[:12] for answer in answers}) == 1
         group = gateway.workers.groups[KEY]
-        await until(lambda: any(member.fault for member in group.members))
+        await eventually(lambda: any(member.fault for member in group.members))
         faults = [group.trouble(member) for member in group.members if member.fault]
         assert len(faults) == 1
         assert "another artifact than the first replica" in faults[0]
@@ -413,7 +411,7 @@ async def test_a_link_that_is_cut_again_and_again_loses_nothing_before_its_first
         gateway.workers.apply([await proxy.start(stack), other])
         await gateway.load()
         for turn in range(10):
-            await until(lambda: gateway.num_there == 2)
+            await eventually(lambda: gateway.num_there == 2)
             asked = [asyncio.create_task(gateway.ask(f"question {n}")) for n in range(4)]
             await asyncio.sleep(0)  # sent, and not answered
             proxy.cut()
@@ -433,15 +431,15 @@ async def test_a_link_that_stalls_counts_as_lost_and_what_arrives_late_is_droppe
         stack.push_async_callback(gateway.workers.close)
         gateway.workers.apply([await proxy.start(stack), other])
         await gateway.load()
-        await until(lambda: gateway.num_there == 2)
+        await eventually(lambda: gateway.num_there == 2)
         proxy.stall()
         answers = await asyncio.gather(*(gateway.ask(f"question {number}") for number in range(6)))
         assert len({answer.text[:12] for answer in answers}) == 1
         group = gateway.workers.groups[KEY]
         assert group.members[0].use.num_retried == 3
-        await until(lambda: gateway.num_there == 1)
+        await eventually(lambda: gateway.num_there == 1)
         proxy.flow()
-        await until(lambda: gateway.num_there == 2, "it is reached again, by another link")
+        await eventually(lambda: gateway.num_there == 2, "it is reached again, by another link")
         assert [group.balancer.load(number) for number in range(2)] == [0, 0]
         assert (await gateway.ask("one more")).num_output_tokens > 0
 
@@ -453,7 +451,7 @@ async def test_a_gateway_with_another_secret_is_rejected_and_reports_the_reason(
         gateway = Gateway(str(other), 1, RoutingPolicy.PREFIX)
         gateway.workers.apply(several.places())
         loading = asyncio.create_task(gateway.workers.load(KEY, "", SMALL))
-        await until(lambda: KEY in gateway.workers.groups and bool(gateway.workers.groups[KEY].members[0].fault))
+        await eventually(lambda: KEY in gateway.workers.groups and bool(gateway.workers.groups[KEY].members[0].fault))
         group = gateway.workers.groups[KEY]
         assert "secret" in group.trouble(group.members[0])
         gateway.workers.give_up(KEY)

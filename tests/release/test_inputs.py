@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.release.inputs import DATA, pair_file, write_lines
 from tests.release.test_formats import LOG_LINE, SGLANG_RUN
 from tests.release.test_formats_clients import VLLM_SPAN, otlp, span
 from tests.release.test_reading import FULL, WRITERS, to_csv, to_list, to_parquet
+from tests.waiting import until
 
 GATE = [sys.executable, "-m", "lockstep", "gate"]
 
@@ -176,8 +176,7 @@ def test_a_signal_ends_the_gate_without_a_verdict_and_leaves_nothing(tmp_path: P
     paths = [write_lines(tmp_path / side, records(60_000)) for side in ("baseline", "candidate")]
     (kept := tmp_path / "temporary").mkdir()
     process = subprocess.Popen([*GATE, *paths], env={**os.environ, "TMPDIR": str(kept)}, stderr=subprocess.PIPE)
-    while not list(kept.glob("lockstep-owned-gate-*")):
-        time.sleep(0.001)
+    until(lambda: any(kept.glob("lockstep-owned-gate-*")))
     process.send_signal(number)
     _, told = process.communicate()
     assert process.returncode == 3, told

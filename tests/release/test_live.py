@@ -21,6 +21,7 @@ from lockstep.release.live import MAX_HOOK_BYTES, Follower, LiveGate, app_of
 from lockstep.release.verdict import Verdict, to_json
 from tests.release.judging import pair_line as line
 from tests.release.judging import written
+from tests.waiting import eventually
 
 HOST = "127.0.0.1"
 
@@ -189,8 +190,7 @@ async def test_a_judge_that_fails_leaves_no_verdict_standing(
     gate = LiveGate([Follower(path, tmp_path / "copy")], failing)
     path.write_text(line(0))
     following = asyncio.create_task(gate.run())
-    while "judging failed" not in gate.standing.reason:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: "judging failed" in gate.standing.reason)
     following.cancel()
     assert gate.standing.decision == "hold"
     assert "MemoryError" in caplog.text

@@ -16,7 +16,7 @@ import pytest
 
 from tests.server.process import ServerProcess, plain_async_client, serve
 from tests.server.support import connect
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, eventually, until
 
 FLAGS = ("--served-model-name", "pocket", "--enable-debug-endpoints", "--max-num-seqs", "32")
 PROMPT = "I was charged twice for my subscription last week"
@@ -178,9 +178,10 @@ async def streamed(client: httpx2.AsyncClient, asked: dict[str, Any]) -> str:
 
 
 async def serving_again(client: httpx2.AsyncClient) -> None:
-    async with asyncio.timeout(HANG_S):
-        while (await client.post("/v1/chat/completions", json=body(max_tokens=1))).status_code != 200:
-            await asyncio.sleep(0.05)
+    async def is_serving() -> bool:
+        return (await client.post("/v1/chat/completions", json=body(max_tokens=1))).status_code == 200
+
+    await eventually(is_serving)
 
 
 async def test_a_worker_that_is_killed_under_load_ends_its_requests_and_the_server_serves_again(

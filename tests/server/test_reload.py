@@ -15,8 +15,7 @@ from lockstep.cluster.snapshot import Replaced
 from lockstep.errors import UnavailableError
 from lockstep.server.reload import MAX_TRIES, ManifestReload, stamp_of
 from tests.server.managing import MANIFEST, Managed
-
-LIMIT_S = 20.0
+from tests.waiting import eventually
 
 
 class Unlucky(Managed):
@@ -48,9 +47,7 @@ async def reloading(cluster: Managed, path: Path) -> AsyncIterator[ManifestReloa
 
 
 async def until_logged(caplog: pytest.LogCaptureFixture, words: str) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while words not in caplog.text:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: words in caplog.text)
 
 
 async def test_what_is_only_not_now_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -72,9 +69,7 @@ async def test_trying_again_ends(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert cluster.num_tries == MAX_TRIES
         cluster.num_failures = 0
         reload.request()
-        async with asyncio.timeout(LIMIT_S):
-            while cluster.text == MANIFEST:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: cluster.text != MANIFEST)
 
 
 async def test_an_unreadable_file_is_logged_on_reload(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ from lockstep.worker.kv_events import AllBlocksCleared, KVEventPublisher, KVEven
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import Abort, PrefixCacheReset, ResetPrefixCache, Submit, Unload, Unloaded
 from lockstep.worker.supervised import SupervisedWorker
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, until
 from tests.worker.support import SMALL, Bench, running
 
 TINY = LoadOptions(EngineOptions(num_blocks=24, max_num_seqs=3))
@@ -282,8 +282,7 @@ def test_batches_that_cannot_be_sent_are_dropped_and_leave_gaps_in_the_numbers(
         publisher.publish("a", [AllBlocksCleared()])
     assert publisher.num_dropped == 2
     Path(options.endpoint.removeprefix("ipc://")).rmdir()
-    while publisher._queue.qsize():
-        time.sleep(0.01)
+    until(publisher._queue.empty)
     publisher.publish("a", [AllBlocksCleared()])
     assert list(heard.all_until(5)) == [0, 1, 2, 5]
     publisher.close()

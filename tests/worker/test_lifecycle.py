@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from lockstep.errors import ArtifactNotFoundError, UnavailableError, UsageError,
 from lockstep.worker.lifecycle import LOAD_MOVES, LoadState
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
-from tests.waiting import ENDLESS_MS, HANG_S, Gate
+from tests.waiting import ENDLESS_MS, HANG_S, Gate, eventually
 
 Kind = Literal["thread", "process"]
 SMALL = LoadOptions(EngineOptions(num_blocks=64))
@@ -43,18 +43,12 @@ def state_of(worker: SupervisedWorker, key: str) -> LoadState:
     return LoadState.GONE if replica is None else replica.state
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not is_so():
-            await asyncio.sleep(0.005)
-
-
 @KINDS
 async def test_a_replica_is_queued_loading_loaded_unloading_and_gone(kind: Kind) -> None:
     async with started(kind) as worker:
         first = asyncio.create_task(worker.load("a", "stub://a?load_ms=100", SMALL))
         second = asyncio.create_task(worker.load("b", "stub://b", SMALL))
-        await until(lambda: state_of(worker, "a") is LoadState.LOADING)
+        await eventually(lambda: state_of(worker, "a") is LoadState.LOADING)
         assert state_of(worker, "b") is LoadState.QUEUED, "loads are done one after the other"
         assert worker.loaded("a") is None
         assert ((await first).name, (await second).name) == ("a", "b")
@@ -76,7 +70,7 @@ async def test_every_unload_call_returns_when_the_replica_is_unloaded(kind: Kind
         async with asyncio.timeout(HANG_S):
             await asyncio.gather(*(worker.unload("a") for _ in range(3)))
         loading = asyncio.create_task(worker.load("a", "stub://a?load_ms=100", SMALL))
-        await until(lambda: state_of(worker, "a") is LoadState.LOADING)
+        await eventually(lambda: state_of(worker, "a") is LoadState.LOADING)
         async with asyncio.timeout(HANG_S):
             await asyncio.gather(*(worker.unload("a") for _ in range(3)))
         assert (await loading).name == "a", "its load had come to its end"
@@ -121,7 +115,7 @@ async def test_only_the_load_that_a_lost_worker_was_about_is_suspect() -> None:
     async with started("process") as worker:
         begun = asyncio.create_task(worker.load("a", f"stub://a?load_ms={ENDLESS_MS}", SMALL))
         queued = asyncio.create_task(worker.load("b", "stub://b", SMALL))
-        await until(lambda: state_of(worker, "a") is LoadState.LOADING)
+        await eventually(lambda: state_of(worker, "a") is LoadState.LOADING)
         going = asyncio.create_task(worker.unload("b"))
         await asyncio.sleep(0)
         assert worker.pid is not None
@@ -130,7 +124,7 @@ async def test_only_the_load_that_a_lost_worker_was_about_is_suspect() -> None:
         assert [isinstance(error, WorkerLostError) and error.is_suspect for error in lost] == [True, False]
         await asyncio.wait_for(going, HANG_S)
         assert state_of(worker, "a") is state_of(worker, "b") is LoadState.GONE
-        await until(lambda: worker.is_up)
+        await eventually(lambda: worker.is_up)
         assert (await worker.load("a", "stub://a", SMALL)).name == "a"
 
 
@@ -138,7 +132,7 @@ async def test_only_the_load_that_a_lost_worker_was_about_is_suspect() -> None:
 async def test_closing_ends_loads_and_those_who_wait_for_a_replica_to_go(kind: Kind, gate: Gate) -> None:
     async with started(kind) as worker:
         loading = asyncio.create_task(worker.load("a", f"stub://a?load_ms={ENDLESS_MS}", SMALL))
-        await until(lambda: state_of(worker, "a") is LoadState.LOADING)
+        await eventually(lambda: state_of(worker, "a") is LoadState.LOADING)
         going = asyncio.create_task(worker.unload("a"))
         await asyncio.sleep(0)
         await asyncio.wait_for(worker.close(), HANG_S)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import psutil
@@ -30,7 +30,7 @@ from lockstep.worker.messages import (
     Unload,
     Unloaded,
 )
-from tests.waiting import ENDLESS_MS, HANG_S, Gate
+from tests.waiting import ENDLESS_MS, HANG_S, Gate, eventually
 from tests.worker.support import SHORT, ask
 
 SMALL = LoadOptions(EngineOptions(num_blocks=64))
@@ -54,14 +54,8 @@ class Heard:
 
     async def of(self, kind: type[Event]) -> Event:
         """The latest event of a kind, waited for."""
-        await until(lambda: any(isinstance(event, kind) for event in self.events))
+        await eventually(lambda: any(isinstance(event, kind) for event in self.events))
         return next(event for event in reversed(self.events) if isinstance(event, kind))
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not is_so():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -87,7 +81,7 @@ async def test_commands_go_in_and_events_come_out_in_their_order(kind: str) -> N
         report = await heard.of(Answered)
         assert isinstance(report, Answered)
         assert report.ask_id == 7
-        await until(lambda: len(texts_of(heard)) == 3)
+        await eventually(lambda: len(texts_of(heard)) == 3)
         assert set(texts_of(heard)) == {"[stub:alpha] ok len=3 max=40"}
         link.send(Unload("a"))
         await heard.of(Unloaded)
@@ -116,7 +110,7 @@ async def test_a_number_that_no_message_can_hold_is_the_requests_fault_and_no_ot
             with pytest.raises(InvalidParameterError, match="does not fit 64 bits"):
                 link.send(Submit(1, "a", ask("abc", SamplingParams(max_tokens=1 << 70))))
         link.send(Submit(2, "a", ask("abc", SHORT)))
-        await until(lambda: len(texts_of(heard)) == 1)
+        await eventually(lambda: len(texts_of(heard)) == 1)
 
 
 def fill(link: Link) -> None:
@@ -163,7 +157,7 @@ async def test_a_process_that_dies_is_lost_once_and_by_the_name_of_its_death(num
     async with linked("process") as (link, heard):
         assert link.pid is not None
         os.kill(link.pid, number)
-        await until(lambda: bool(heard.endings))
+        await eventually(lambda: bool(heard.endings))
         link.send(Ask(1, AskHealth()))  # to nobody
         await asyncio.sleep(0.05)
         assert heard.endings == [how]
@@ -175,7 +169,7 @@ async def test_a_process_that_hangs_is_killed_and_then_lost_like_any_other() -> 
         assert link.pid is not None
         os.kill(link.pid, signal.SIGSTOP)
         link.kill()
-        await until(lambda: bool(heard.endings))
+        await eventually(lambda: bool(heard.endings))
         assert heard.endings == ["signal 9 (SIGKILL)"]
 
 
@@ -188,7 +182,7 @@ async def test_closing_ends_a_process_that_does_not_stop(monkeypatch: pytest.Mon
         assert link.pid is not None
         process = psutil.Process(link.pid)
         process.suspend()
-    await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    await eventually(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     assert heard.endings == []
 
 
@@ -196,7 +190,7 @@ async def test_closing_threads_waits_for_the_step_under_way(gate: Gate) -> None:
     async with linked("thread", f"stub://alpha?step_ms={ENDLESS_MS}") as (link, _):
         assert isinstance(link, ThreadLink)
         link.send(Submit(1, "a", ask("abc", SHORT)))
-        await until(lambda: gate.num_held == 1)
+        await eventually(lambda: gate.num_held == 1)
         closing = asyncio.create_task(link.close())
         await asyncio.sleep(0.05)
         assert not closing.done()

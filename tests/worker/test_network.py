@@ -9,7 +9,7 @@ import random
 import signal
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from lockstep.worker.pending import Mailbox
 from lockstep.worker.remote_clients import ListenOptions
 from lockstep.worker.supervised import Notice, SupervisedWorker
 from lockstep.worker.wire import framed
-from tests.waiting import ENDLESS_MS, HANG_S
+from tests.waiting import ENDLESS_MS, HANG_S, eventually
 from tests.worker.support import SHORT, ask
 
 SMALL = LoadOptions(EngineOptions(num_blocks=64))
@@ -37,12 +37,6 @@ class Nobody:
     def received(self, event: object) -> None: ...
 
     def lost(self, reason: str) -> None: ...
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not is_so():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -60,7 +54,7 @@ async def owned(secret: str, source: str = "stub://alpha", **listen: object) -> 
     await owner.start()
     try:
         await owner.load("a", source, SMALL)
-        await until(lambda: owner.listening is not None)
+        await eventually(lambda: owner.listening is not None)
         yield owner
     finally:
         await asyncio.wait_for(owner.close(), HANG_S)
@@ -77,7 +71,7 @@ async def gateway(address: WorkerAddress) -> AsyncIterator[SupervisedWorker]:
     worker = SupervisedWorker(WorkerOptions("network", address=address))
     await worker.start()
     try:
-        await until(lambda: worker.loaded("a") is not None)
+        await eventually(lambda: worker.loaded("a") is not None)
         yield worker
     finally:
         await asyncio.wait_for(worker.close(), HANG_S)
@@ -107,9 +101,10 @@ async def num_open(worker: SupervisedWorker) -> int:
 
 
 async def all_ended(worker: SupervisedWorker) -> None:
-    async with asyncio.timeout(HANG_S):
-        while await num_open(worker):
-            await asyncio.sleep(0.01)
+    async def has_none_open() -> bool:
+        return await num_open(worker) == 0
+
+    await eventually(has_none_open)
 
 
 async def test_gateways_at_once_get_their_own_answers_and_the_owner_its_own(secret: str) -> None:
@@ -129,12 +124,12 @@ async def test_gateways_at_once_get_their_own_answers_and_the_owner_its_own(secr
 async def test_loads_and_unloads_are_seen_by_remote_clients_which_may_do_neither(secret: str) -> None:
     async with owned(secret) as owner, gateway(address_of(owner, secret)) as guest:
         await owner.load("b", "stub://beta", SMALL)
-        await until(lambda: guest.loaded("b") is not None)
+        await eventually(lambda: guest.loaded("b") is not None)
         await owner.unload("b")
-        await until(lambda: guest.loaded("b") is None)
+        await eventually(lambda: guest.loaded("b") is None)
         link = await NetworkLink.open(Nobody(), address_of(owner, secret))
         link.send(Unload("a"))
-        await until(lambda: link._transport is not None and link._transport.is_closing())
+        await eventually(lambda: link._transport is not None and link._transport.is_closing())
         link.send(Stop())
         assert await text_of(guest, "abc") == "[stub:alpha] ok len=3 max=40"
         assert owner.loaded("a") is not None
@@ -145,7 +140,7 @@ async def test_the_requests_of_a_gateway_that_dies_are_ended_and_no_others(secre
         address = address_of(owner, secret)
         goes = SupervisedWorker(WorkerOptions("network", address=address))
         await goes.start()
-        await until(lambda: goes.loaded("a") is not None)
+        await eventually(lambda: goes.loaded("a") is not None)
         going = [goes.submit("a", ask("x" * 9, SHORT)) for _ in range(3)]
         staying = stays.submit("a", ask("x" * 8, SHORT))
         assert goes._life.link is not None
@@ -157,7 +152,7 @@ async def test_the_requests_of_a_gateway_that_dies_are_ended_and_no_others(secre
             with pytest.raises(WorkerLostError, match="cut"):
                 await read(mailbox)
             goes.leave(mailbox)
-        await until(lambda: goes.loaded("a") is not None)
+        await eventually(lambda: goes.loaded("a") is not None)
         assert await text_of(goes, "back") == "[stub:alpha] ok len=4 max=40"
         await goes.close()
 
@@ -178,7 +173,7 @@ async def test_every_gateway_receives_the_content_of_the_cache_also_when_it_conn
             worker = SupervisedWorker(WorkerOptions("network", address=address), noticed)
             await worker.start()
             stack.push_async_callback(worker.close)
-            await until(lambda: worker.loaded("a") is not None)
+            await eventually(lambda: worker.loaded("a") is not None)
             return worker, held
 
         first, known = await knowing()
@@ -187,18 +182,18 @@ async def test_every_gateway_receives_the_content_of_the_cache_also_when_it_conn
         assert len(known) == 4, "of prompt and answer"
         assert all(known.values())
         _, later = await knowing()
-        await until(lambda: later == known)
+        await eventually(lambda: later == known)
         before = set(known)
         await owner.reset_prefix_cache()
         await text_of(first, "short")
-        await until(lambda: not any(known[each] or later[each] for each in before))
+        await eventually(lambda: not any(known[each] or later[each] for each in before))
 
 
 async def test_a_killed_worker_is_lost_to_all(secret: str) -> None:
     async with owned(secret, f"stub://alpha?step_ms={ENDLESS_MS}") as owner:
         guest = SupervisedWorker(WorkerOptions("network", address=address_of(owner, secret)))
         await guest.start()
-        await until(lambda: guest.loaded("a") is not None)
+        await eventually(lambda: guest.loaded("a") is not None)
         mailbox = guest.submit("a", ask("abc", SHORT))
         assert owner.pid is not None
         os.kill(owner.pid, signal.SIGKILL)
@@ -253,7 +248,7 @@ async def test_bytes_of_strangers_end_their_connection_and_nothing_else(secret: 
                 assert link._transport is not None
                 link.send(Ask(1, AskHealth())) if number % 3 == 1 else None  # another's id
                 link._transport.write(framed(junk))
-                await until(lambda link=link: link._transport is not None and link._transport.is_closing())  # type: ignore[misc]
+                await eventually(lambda link=link: link._transport is not None and link._transport.is_closing())  # type: ignore[misc]
                 await link.close()
             assert await text_of(guest, "abc") == "[stub:alpha] ok len=3 max=40"
         assert await num_open(owner) == 0
@@ -308,7 +303,7 @@ async def test_a_worker_that_cannot_listen_reports_the_reason_and_serves_its_own
         owner = SupervisedWorker(WorkerOptions("process", listen=options))
         await owner.start()
         await owner.load("a", "stub://alpha", SMALL)
-        await until(lambda owner=owner: owner.listening is not None)  # type: ignore[misc]
+        await eventually(lambda owner=owner: owner.listening is not None)  # type: ignore[misc]
         assert owner.listening is not None
         assert wanted in owner.listening.fault
         assert await text_of(owner, "abc") == "[stub:alpha] ok len=3 max=40"

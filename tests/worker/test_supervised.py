@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
@@ -28,7 +28,7 @@ from lockstep.worker.link import Link, SpawnedWorker, WorkerOptions, open_link
 from lockstep.worker.messages import Handler, SessionsChanged, StepReport
 from lockstep.worker.pending import Mailbox
 from lockstep.worker.supervised import Notice, SupervisedWorker
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, eventually
 
 Kind = Literal["thread", "process"]
 SMALL = LoadOptions(EngineOptions(num_blocks=256))
@@ -68,12 +68,6 @@ async def read_to_the_end(mailbox: Mailbox) -> None:
     async with asyncio.timeout(HANG_S):
         while True:
             await mailbox.take()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("kind", ["thread", PROCESS])
@@ -123,18 +117,18 @@ async def test_a_new_worker_keeps_the_step_watch_and_has_no_session(kind: Kind) 
         worker.prioritise("nobody", Priority.LOW)
         worker.watch_steps(1000.0)
         await answer(worker, "a", "x" * 40, "s")
-        await until(lambda: any(isinstance(notice, StepReport) for notice in notices))
+        await eventually(lambda: any(isinstance(notice, StepReport) for notice in notices))
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
-        await until(lambda: any(isinstance(notice, Lost) for notice in notices))
+        await eventually(lambda: any(isinstance(notice, Lost) for notice in notices))
         assert [notice for notice in notices if isinstance(notice, Lost)] == [Lost("signal 9 (SIGKILL)")]
         assert not any((await worker.sessions()).values())
-        await until(lambda: any(isinstance(notice, Back) for notice in notices))
+        await eventually(lambda: any(isinstance(notice, Back) for notice in notices))
         assert worker.loaded("a") is None
         await worker.load("a", "stub://alpha", SMALL, priority=Priority.CRITICAL)
         notices.clear()
         assert (await answer(worker, "a", "x" * 70, "s")).num_cached_tokens == 0
-        await until(lambda: any(isinstance(notice, StepReport) for notice in notices))
+        await eventually(lambda: any(isinstance(notice, StepReport) for notice in notices))
         worker.watch_steps(0.0)
         await worker.check()
         notices.clear()
@@ -165,7 +159,7 @@ async def test_a_process_that_was_started_ahead_is_the_first_worker_and_no_later
         first = worker.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        await until(lambda: Back() in notices)
+        await eventually(lambda: Back() in notices)
         assert worker.pid not in (first, None)
     finally:
         await asyncio.wait_for(worker.close(), HANG_S)
@@ -277,7 +271,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
         monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", 0.01)
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
-        await until(lambda: any(isinstance(notice, Back) for notice in notices))
+        await eventually(lambda: any(isinstance(notice, Back) for notice in notices))
         assert worker.is_up
         assert worker.loaded("a") is None, "the next worker begins with nothing"
     assert not hindrances

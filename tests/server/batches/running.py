@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from lockstep.server.request_context import RequestContext
 from lockstep.server.serving import Serving
 from tests.cluster.support import one_model
 from tests.server.batches.inputs import CHAT, ENDED, jsonl, line
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, eventually
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Running:
         async def has_ended() -> bool:
             return (await self.batch(batch_id))["status"] in ENDED
 
-        await until(has_ended)
+        await eventually(has_ended)
         return await self.batch(batch_id)
 
     async def results(self, file_id: str | None) -> list[dict[str, Any]]:
@@ -63,16 +63,6 @@ class Running:
             return []
         text = (await self.client.get(f"/v1/files/{file_id}/content")).text
         return [json.loads(each) for each in text.splitlines()]
-
-
-async def until(is_so: Callable[[], Any]) -> None:
-    """Wait for a truth that comes by itself."""
-    async with asyncio.timeout(HANG_S):
-        while True:
-            found = is_so()
-            if await found if asyncio.iscoroutine(found) else found:
-                return
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

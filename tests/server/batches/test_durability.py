@@ -11,7 +11,8 @@ from lockstep.server.batches import Journal
 from lockstep.server.batches.store import BatchStore
 from tests.disks import Synced
 from tests.server.batches.inputs import jsonl, line
-from tests.server.batches.running import running, until
+from tests.server.batches.running import running
+from tests.waiting import eventually
 
 LONG: Any = {"max_tokens": 16, "ignore_eos": True}
 
@@ -64,7 +65,7 @@ async def test_results_are_on_the_disk_before_the_database_names_them_and_the_jo
         left = disk.left_of(kept / "files", tmp_path / "left")
         assert (left / found["output_file_id"]).read_bytes().count(b"\n") == 3
         assert events[-2:] == ["fsync files", "COMMIT with 1 journals"], events
-        await until(lambda: not [*(kept / "journals").iterdir()])
+        await eventually(lambda: not [*(kept / "journals").iterdir()])
 
 
 def test_what_the_database_has_committed_survives_a_power_failure(tmp_path: Path) -> None:

@@ -20,11 +20,10 @@ from lockstep.server.batches import Journal, runner
 from lockstep.server.database import refusal_of
 from tests.disks import Refusing, fill, mounted
 from tests.server.batches.inputs import created, ended, jsonl, line, results, uploaded
-from tests.server.batches.running import Running, running, until
+from tests.server.batches.running import Running, running
 from tests.server.process import IN_THREAD, ServerProcess
 from tests.server.support import error_of
-from tests.waiting import HANG_S
-from tests.waiting import until as until_now
+from tests.waiting import HANG_S, eventually, until
 
 LONG: Any = {"max_tokens": 16, "ignore_eos": True}
 NUM = 12
@@ -43,7 +42,7 @@ def started(client: openai.OpenAI) -> openai.types.Batch:
         counts = client.batches.retrieve(batch.id).request_counts
         return counts is not None and counts.completed > 2
 
-    until_now(is_begun)
+    until(is_begun)
     return batch
 
 
@@ -73,7 +72,7 @@ def test_a_batch_on_a_full_disk_waits_and_goes_on_when_there_is_room(tmp_path: P
         with client_of(server) as client:
             batch = started(client)
             filler = fill(disk)
-            until_now(lambda: health(server)[1] == "degraded")
+            until(lambda: health(server)[1] == "degraded")
             status, _, warning = health(server)
             assert status == 200
             assert f"{disk}/b: batches cannot be kept there now: No space left on device; free space" in warning
@@ -89,7 +88,7 @@ def test_a_batch_on_a_full_disk_waits_and_goes_on_when_there_is_room(tmp_path: P
             assert client.chat.completions.create(**line(0)["body"]).choices
             filler.unlink()
             check_whole(client, server, batch)
-            until_now(lambda: health(server)[1:] == ("ready", ""))
+            until(lambda: health(server)[1:] == ("ready", ""))
             assert server.stop() == 0
         assert server.stderr.count(" WARNING ") == 1, server.stderr
         assert "Traceback" not in server.stderr
@@ -105,7 +104,7 @@ def test_a_batch_is_cancelled_and_files_are_deleted_on_a_full_disk(tmp_path: Pat
             spare = uploaded(client, jsonl([line(index) for index in range(1_000)]))
             batch = started(client)
             fill(disk)
-            until_now(lambda: health(server)[1] == "degraded")
+            until(lambda: health(server)[1] == "degraded")
             cancelled = client.batches.cancel(batch.id)
             assert cancelled.status in ("cancelling", "cancelled")
             assert cancelled.cancelling_at
@@ -125,7 +124,7 @@ def test_a_server_that_ends_on_a_full_disk_goes_on_with_its_batches_later(tmp_pa
         with ServerProcess(*arguments) as server, contextmanager(_ready)(server) as client:
             batch = started(client)
             filler = fill(disk)
-            until_now(lambda: health(server)[1] == "degraded")
+            until(lambda: health(server)[1] == "degraded")
             assert server.stop() == 0
             assert "Traceback" not in server.stderr
         filler.unlink()
@@ -164,9 +163,9 @@ async def test_answers_that_the_disk_refuses_are_kept_until_it_takes_them(
     async with running(tmp_path, "stub://alpha?step_ms=2", max_batch_requests=3) as each:
         disk = Refusing(monkeypatch, tmp_path / "journals", number)
         batch_id = await each.begun(NUM, **LONG)
-        await until(lambda: len(each.answered) >= 2)
+        await eventually(lambda: len(each.answered) >= 2)
         disk.is_refusing, num_before = True, len(each.answered)
-        await until(lambda: disk.num_refused >= 9 and not each.runner.num_running)
+        await eventually(lambda: disk.num_refused >= 9 and not each.runner.num_running)
         assert len(each.answered) <= num_before + 3, "nothing begins while its answer could not be kept"
         code = "storage_unavailable" if number == errno.EIO else "storage_full"
         assert [one["code"] for one in (await each.batch(batch_id))["errors"]["data"]] == [code]
@@ -188,7 +187,7 @@ async def test_a_batch_waits_where_it_cannot_begin_and_where_it_cannot_end(
         uploaded = (await each.upload(NUM)).json()["id"]
         disk.is_refusing = True
         batch_id = (await each.create(uploaded)).json()["id"]
-        await until(lambda: disk.num_refused >= 3)
+        await eventually(lambda: disk.num_refused >= 3)
         found = await each.batch(batch_id)
         assert found["status"] == ("validating" if folder == "journals" else "finalizing")
         assert [one["code"] for one in found["errors"]["data"]] == ["storage_full"]
@@ -200,9 +199,9 @@ async def test_a_state_that_cannot_be_saved_is_saved_later(tmp_path: Path) -> No
     async with running(tmp_path, "stub://alpha?step_ms=2") as each:
         connection = each.store.database.connection
         batch_id = await each.begun(NUM, **LONG)
-        await until(lambda: len(each.answered) >= 1)
+        await eventually(lambda: len(each.answered) >= 1)
         connection.execute("PRAGMA query_only = 1")
-        await until(lambda: len(each.answered) == NUM and each.store.fault is not None)
+        await eventually(lambda: len(each.answered) == NUM and each.store.fault is not None)
         found = await each.batch(batch_id)
         assert (found["status"], found["errors"]["data"][0]["code"]) == ("finalizing", "storage_unavailable")
         refused = await each.create((await each.client.get("/v1/files")).json()["data"][0]["id"])
@@ -219,12 +218,12 @@ async def test_a_batch_of_which_the_failure_cannot_be_saved_fails_later(tmp_path
         assert (await each.ended(batch_id))["status"] == "failed"
         second = (await each.create(name.name)).json()["id"]
         connection.execute("PRAGMA query_only = 1")
-        await until(lambda: each.store.fault is not None)
+        await eventually(lambda: each.store.fault is not None)
         assert each.runner.num_of()["validating"] + each.runner.num_of().get("failed", 0) == 1
         connection.execute("PRAGMA query_only = 0")
         found = await each.ended(second)
         assert {one["code"] for one in found["errors"]["data"]} == {"model_not_found"}
-        await until(lambda: not sum(each.runner.num_of().values()))
+        await eventually(lambda: not sum(each.runner.num_of().values()))
         saved = await each.store.batch(second, "")
         assert saved.status == "failed"
 
@@ -235,10 +234,10 @@ async def test_a_cancellation_is_obeyed_while_the_disk_refuses_everything(
     async with running(tmp_path, "stub://alpha?step_ms=2") as each:
         disk = Refusing(monkeypatch, tmp_path)
         batch_id = await each.begun(40, **LONG)
-        await until(lambda: len(each.answered) >= 2)
+        await eventually(lambda: len(each.answered) >= 2)
         disk.is_refusing = True
         each.store.database.connection.execute("PRAGMA query_only = 1")
-        await until(lambda: each.store.fault is not None)
+        await eventually(lambda: each.store.fault is not None)
         answer = await each.client.post(f"/v1/batches/{batch_id}/cancel")
         assert (answer.status_code, answer.json()["status"]) == (200, "cancelling")
         disk.is_refusing = False
@@ -262,14 +261,14 @@ async def test_an_upload_that_the_disk_refuses_leaves_nothing(
         refused = await each.upload(2)
         assert (refused.status_code, error_of(refused)["code"]) == (507, "storage_full")
         assert refused.headers["x-should-retry"] == "false"
-        await until(lambda: disk.num_refused >= 2)
+        await eventually(lambda: disk.num_refused >= 2)
         assert (await each.client.get("/health")).json()["status"] == "degraded"
         disk.is_refusing = False
 
         async def is_ready() -> bool:
             return bool((await each.client.get("/health")).json()["status"] == "ready")
 
-        await until(is_ready)
+        await eventually(is_ready)
         assert sorted((tmp_path / "files").iterdir()) == before
 
 

@@ -24,8 +24,8 @@ from lockstep.server.batches.store import BatchStore, StoreLimits
 from tests.cluster.support import one_model
 from tests.server.batches.inputs import CHAT, jsonl, line
 from tests.server.batches.running import running as running_batches
-from tests.server.batches.running import until
 from tests.server.support import error_of
+from tests.waiting import eventually
 
 REQUEST = BatchRequest("one", CHAT, b"{}", None)
 
@@ -47,12 +47,12 @@ async def test_a_request_that_was_aborted_often_enough_is_answered_beside_client
     async with running_batches(tmp_path, "stub://alpha?step_ms=5", max_batch_requests=1) as each:
         batch_id = await each.begun(1, max_tokens=16, ignore_eos=True)
         for num_aborted in range(1, MAX_SET_BACKS + 1):
-            await until(lambda: each.runner.num_running == 1)
+            await eventually(lambda: each.runner.num_running == 1)
             each.serving.traffic.enter()
-            await until(lambda: each.runner.num_running == 0)
+            await eventually(lambda: each.runner.num_running == 0)
             assert each.runner.counts.num_set_back == num_aborted
             each.serving.traffic.leave()
-        await until(lambda: each.runner.num_running == 1)
+        await eventually(lambda: each.runner.num_running == 1)
         each.serving.traffic.enter()
         found = await each.ended(batch_id)
         assert (found["status"], found["request_counts"]["completed"]) == ("completed", 1)
