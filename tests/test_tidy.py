@@ -76,6 +76,16 @@ CONFINED = {
     "ray": "hosts/ray_connection.py",
 }
 
+# Parts whose time a simulation replaces: they call a clock that was passed to them, or the event loop's.
+TIMED = ("cluster", "engine", "hosts", "server.batches", "worker")
+CLOCKS = {"monotonic", "perf_counter", "time"}
+READS_CLOCKS = {
+    "engine.kv_transfer": "a session on disk is older than another one's by the calendar",
+    "worker.flight.files": "the thread of its files is not simulated",
+    "worker.flight.recorder": "the thread of its files is not simulated",
+    "worker.replica": "how long a load took, for people",
+}
+
 # 150 to 400 lines is a good file; the rest is room for those that would otherwise be cut where no idea ends.
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
@@ -103,6 +113,8 @@ class Facts:
     functions: tuple[tuple[str, int, int], ...]
     """Name, line, length in lines."""
     global_lines: tuple[int, ...]
+    clock_lines: tuple[int, ...]
+    """Lines that call a clock of the module `time`."""
     has_docstring: bool
 
 
@@ -114,6 +126,7 @@ def facts_of(path: Path) -> Facts:
     imports: list[tuple[str, int]] = []
     functions: list[tuple[str, int, int]] = []
     global_lines: list[int] = []
+    clock_lines: list[int] = []
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             imports += [(alias.name, node.lineno) for alias in node.names]
@@ -125,8 +138,14 @@ def facts_of(path: Path) -> Facts:
             functions.append((node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1))
         elif isinstance(node, ast.Global):
             global_lines.append(node.lineno)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id == "time" and node.func.attr in CLOCKS:
+                clock_lines.append(node.lineno)
     has_docstring = bool(ast.get_docstring(module))
-    return Facts(text.count("\n"), tuple(imports), tuple(functions), tuple(global_lines), has_docstring)
+    return Facts(
+        text.count("\n"), tuple(imports), tuple(functions), tuple(global_lines), tuple(clock_lines), has_docstring
+    )
 
 
 def refuse(faults: Iterable[str]) -> None:
@@ -188,6 +207,19 @@ def test_pure_modules_import_data_types_and_each_other_only() -> None:
 def test_everything_pure_exists() -> None:
     names = {module_name(path).removeprefix("lockstep.") for path in MODULES}
     assert set(PURE) <= names
+
+
+def test_clocks_are_passed_in_where_time_is_simulated() -> None:
+    def faults(path: Path) -> Iterator[str]:
+        name = module_name(path).removeprefix("lockstep.")
+        if any(name.startswith(f"{part}.") for part in TIMED) and name not in READS_CLOCKS:
+            for line in facts_of(path).clock_lines:
+                yield f"{relative(path)}:{line}: take the clock as a parameter, or use the event loop's"
+
+    refuse(fault for path in MODULES for fault in faults(path))
+    assert {name for name in READS_CLOCKS if facts_of(PACKAGE / f"{name.replace('.', '/')}.py").clock_lines} == {
+        *READS_CLOCKS
+    }, "an exception that nothing needs"
 
 
 def test_internal_interfaces_are_confined() -> None:

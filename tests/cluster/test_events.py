@@ -25,7 +25,7 @@ async def first(log: EventLog, count: int, after_id: int | None = None) -> list[
 
 
 async def test_every_watcher_sees_what_happens_after_it_came() -> None:
-    log = EventLog(clock=lambda: 7.0)
+    log = EventLog(unix_time_s=lambda: 7.0)
     warm(log, "early")
     watchers = [asyncio.create_task(first(log, 2)) for _ in range(3)]
     await asyncio.sleep(0)

@@ -374,6 +374,7 @@ async def test_a_silent_replica_gets_no_new_requests(secret: str, monkeypatch: p
 async def test_a_replica_that_leaves_ends_what_it_has_and_gets_nothing_more(secret: str) -> None:
     async with hosts(secret, "stub://alpha?step_ms=20", "stub://alpha?step_ms=20") as several:
         gateway = await several.gateway(RoutingPolicy.ROUND_ROBIN)
+        group = gateway.workers.groups[KEY]
         asked = asyncio.create_task(gateway.ask("a question"))
         await eventually(lambda: group.num_open(0) == 1)
         leaving, other = several.places()

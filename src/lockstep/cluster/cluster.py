@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -75,7 +74,7 @@ class Cluster:
         self._state = state = ClusterState(options or ClusterOptions(), manifest)
         self._handler = RequestHandler(state)
         self._prepared: Opened | None = None
-        self._created_s = int(time.time())
+        self._created_s = int(state.events.unix_time_s())
         self._history = History()
         self._sweeping: asyncio.Task[None] | None = None
         self._reloads = Reloads(state, self._read)
@@ -375,7 +374,7 @@ class Cluster:
 
     def sessions(self) -> tuple[SessionSnapshot, ...]:
         """All named sessions, least recently used first."""
-        return self._state.sessions.snapshot(time.monotonic())
+        return self._state.sessions.snapshot(self._state.now_s())
 
     async def end_session(self, id_: str, caller: str | None = None) -> None:
         """Give up a session's KV and forget it.
@@ -421,7 +420,7 @@ class Cluster:
         while True:
             await asyncio.sleep(self._state.models.declared.sessions.sweep_interval_s)
             try:
-                await self._state.sweep_idle(time.monotonic())
+                await self._state.sweep_idle(self._state.now_s())
             except Exception:  # a defect of ours; sessions are swept as long as the server lives
                 log.exception("a defect over the sweeping of sessions")
             is_watched = self.events.num_watchers > 0
@@ -459,7 +458,7 @@ class Cluster:
             aliases=model.entry.aliases,
             root=model.entry.source,
             created_s=self._created_s,
-            tier=model.status(time.monotonic()),
+            tier=model.status(self._state.now_s()),
             max_model_len=recorded.max_model_len if recorded else loaded.config.max_model_len if loaded else None,
             has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
             parent=mates[0].id if mates and mates[0] is not model else None,

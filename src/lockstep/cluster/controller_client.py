@@ -71,10 +71,12 @@ class ControllerClient:
         report: Callable[[], GatewayReport],
         on_state: Callable[[ControllerState], None],
         on_sessions: Callable[[Sequence[SessionNews]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._now_s = clock
         self.gateway = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(3).hex()}"
         self.state = ControllerState(-1)
-        self.contact_s = time.monotonic()
+        self.contact_s = self._now_s()
         """When the controller last reported."""
         self.fault = ""
         """Why the controller does not report, in one sentence; empty: it does."""
@@ -175,7 +177,7 @@ class ControllerClient:
                 await asyncio.sleep(AGAIN_S)
 
     def _note_contact(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._now_s()
         if self.fault:
             log.warning("the cluster's controller reports again after %.1f s", now_s - self.contact_s)
         self.contact_s, self.fault, self._workers.fault = now_s, "", self.state.fault

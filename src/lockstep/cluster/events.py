@@ -84,8 +84,8 @@ class ClusterEvent(msgspec.Struct, frozen=True):
 class EventLog:
     """Written and read on one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self, unix_time_s: Callable[[], float] = time.time) -> None:
+        self.unix_time_s = unix_time_s
         self._kept: deque[ClusterEvent] = deque(maxlen=MAX_KEPT_EVENTS)
         self._last_id = 0
         self._waiting: list[asyncio.Future[None]] = []
@@ -105,7 +105,7 @@ class EventLog:
         fields = {name.rstrip("_"): value for name, value in fields.items()}
         assert fields.keys() == EVENTS[type_].keys(), f"{type_} has the fields {', '.join(EVENTS[type_])}"
         self._last_id += 1
-        self._kept.append(ClusterEvent(self._last_id, self._clock(), type_, fields))
+        self._kept.append(ClusterEvent(self._last_id, self.unix_time_s(), type_, fields))
         waiting, self._waiting = self._waiting, []
         for watcher in waiting:
             if not watcher.done():
@@ -124,7 +124,7 @@ class EventLog:
                 num_lost = self._last_id - len(self._kept) - read_id
                 if num_lost > 0:
                     read_id += num_lost
-                    yield ClusterEvent(read_id, self._clock(), LAGGED, {"num_lost": num_lost})
+                    yield ClusterEvent(read_id, self.unix_time_s(), LAGGED, {"num_lost": num_lost})
                 elif read_id < self._last_id:
                     event = self._kept[read_id - self._last_id]
                     read_id = event.id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +90,7 @@ class MultiHostBackend:
         hosts = manifest.hosts
         self._manifest = manifest
         self._worker = worker
+        self._now_s = worker.clock
         self._kv = kv
         self._policy = policy
         self._models = models
@@ -105,6 +105,7 @@ class MultiHostBackend:
             routes,
             worker.stream_interval_s,
             self._name_of,
+            worker.clock,
         )
         self.replicas: Replicas | None = None
         """The shell that follows; set by who makes it, before `start`."""
@@ -122,7 +123,9 @@ class MultiHostBackend:
         check_secret_file(hosts.secret)
         name, options = self._manifest.cluster, (self._link, self._worker, self._kv)
         controller, self._leave = await self._open_controller(name, hosts.ray, *options)
-        self._client = ControllerClient(controller, self.workers, self._report, self._on_state, self._on_sessions)
+        self._client = ControllerClient(
+            controller, self.workers, self._report, self._on_state, self._on_sessions, self._now_s
+        )
         return await self._client.start(dump(self._manifest))
 
     async def close(self) -> None:
@@ -158,7 +161,7 @@ class MultiHostBackend:
 
     def _report(self) -> GatewayReport:
         assert self.replicas is not None, "set before it was started"
-        now_s = time.monotonic()
+        now_s = self._now_s()
         demands = tuple(GatewayDemand(self._demand(each), each.observed(now_s)) for each in self.replicas.all())
         num_open = {
             (key, member.number): num
@@ -172,7 +175,7 @@ class MultiHostBackend:
         )
 
     def _on_sessions(self, news: Sequence[SessionNews]) -> None:
-        self._sessions.hear(news, time.monotonic())
+        self._sessions.hear(news, self._now_s())
 
     def _demand(self, replica: ReplicaState) -> Demand:
         spec, wanted = replica.spec, replica.spec.group
@@ -199,7 +202,7 @@ class MultiHostBackend:
     @property
     def report_age_s(self) -> float | None:
         """Seconds since the controller's last report; None: it has not reported yet."""
-        return None if self._client is None else time.monotonic() - self._client.contact_s
+        return None if self._client is None else self._now_s() - self._client.contact_s
 
     @property
     def _is_current(self) -> bool:
@@ -232,7 +235,7 @@ class MultiHostBackend:
 
     def places(self) -> tuple[PlaceSnapshot, ...]:
         """All replicas, as this gateway sees and uses them."""
-        now_s, found = time.monotonic(), []
+        now_s, found = self._now_s(), []
         for place in self._seen():
             models, group = self._ids_on(place.key), self.workers.groups.get(place.key)
             if group is None or place.number >= len(group.members):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 from lockstep.cluster.manifest import Hosts, Manifest, Tier
@@ -105,7 +104,7 @@ class Reloads:
         return replaced
 
     async def _replace(self, manifest: Manifest, vetting: PermissionCheck | None) -> Replaced:
-        began_s, events = time.monotonic(), self._state.events
+        began_s, events = self._state.now_s(), self._state.events
         events.emit("manifest_replacing", cluster=manifest.cluster)
         reason: str | None = None
         try:
@@ -119,7 +118,7 @@ class Reloads:
             raise shown from None
         finally:
             cluster = self._state.models.declared.cluster
-            duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
+            duration_ms = round((self._state.now_s() - began_s) * 1e3, 3)
             events.emit("manifest_replaced", cluster=cluster, error=reason, duration_ms=duration_ms)
 
 
@@ -129,7 +128,7 @@ async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
     Raises:
         LockstepError: it cannot be served; what was served still is.
     """
-    began_s = time.monotonic()
+    began_s = state.now_s()
     old = state.models
     opened = await state.open(manifest)
     known = set(state.replicas.all())
@@ -147,7 +146,7 @@ async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
     num_cut = await _remove(state, gone, state.options.drain_s)
     await _close_remotes(old, models)
     added, removed, changed, unchanged = differences(old, models)
-    duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
+    duration_ms = round((state.now_s() - began_s) * 1e3, 3)
     num_drained = num_busy - num_cut
     return Replaced(
         manifest.cluster, added, removed, changed, unchanged, num_drained, num_cut, duration_ms, manifest.notes

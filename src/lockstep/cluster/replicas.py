@@ -173,14 +173,14 @@ class Replicas:
         """The error where waiting for a replica is of no use; None: it is there, or may come.
 
         Args:
-            since_s: when the call began to wait, by the clock of `time.monotonic`; None: it has not yet.
+            since_s: when the call began to wait, by the same clock; None: it has not yet.
         """
         return None if replica.phase is Phase.RESIDENT else self._worker.absence(replica.key, since_s)
 
     async def _wait(self, replica: ReplicaState, waiter: Waiter) -> None:
         """Wait until a call is admitted or refused. Every call that waits for a replica waits here, so that one place
         bounds the wait for a replica that does not come."""
-        since_s = time.monotonic()
+        since_s = self._clock()
         while not waiter.admitted.done():
             await asyncio.wait([waiter.admitted], timeout=LOOK_S)
             if not waiter.admitted.done() and (error := self._absence(replica, since_s)) is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import NamedTuple
 
@@ -49,9 +48,9 @@ class RequestHandler:
         clock: monotonic seconds.
     """
 
-    def __init__(self, state: ClusterState, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, state: ClusterState) -> None:
         self._state = state
-        self._clock = clock
+        self._clock = state.now_s
         self._prompts = PromptTokeniser()
         self.num_open = 0
 

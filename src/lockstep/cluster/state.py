@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,6 +85,7 @@ class ClusterState:
 
     def __init__(self, options: ClusterOptions, manifest: Manifest) -> None:
         self.options = options
+        self.now_s = options.worker.clock
         self.models = ModelSet(manifest, served_by(manifest, options.backend), _unopened)
         """The models that calls go to, or will when they have been opened."""
         self.sessions = Sessions(is_shared=manifest.hosts is not None)
@@ -120,7 +120,7 @@ class ClusterState:
         self._plans = None if trace is None or self.hosts is not None else PlanRecorder(trace)
         on_planned = None if self._plans is None else self._plans.planned
         decide = plan if self.hosts is None else self.hosts.decide
-        self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned, decide=decide)
+        self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned, self.now_s, decide)
         if self.hosts is not None:
             self.hosts.replicas = self.replicas
         self.on_manifest: Callable[[str], None] = lambda text: None
@@ -315,7 +315,7 @@ class ClusterState:
         Args:
             is_replacing: whether a manifest is being brought in.
         """
-        models, now_s = self.models, time.monotonic()
+        models, now_s = self.models, self.now_s()
         return ClusterSnapshot(
             cluster=models.declared.cluster,
             backend=str(self.options.backend),
@@ -393,7 +393,7 @@ class ClusterState:
         model = self.models.by_id.get(change.owner)
         if model is not None and change.what == "swept":
             stored = StoredTokens(change.num_stored_tokens, 0, 0)
-            self.sessions.store(change.session_id, change.owner, stored, time.monotonic())
+            self.sessions.store(change.session_id, change.owner, stored, self.now_s())
         if model is not None and change.what == "swept" and model.sessions.drop(change.session_id):
             self.swept(change.session_id, (change.owner,), change.reason or "")
 
@@ -460,7 +460,7 @@ class ClusterState:
         for model in self.models_on(replica):
             if self.is_booted:
                 self._count(before, replica.phase, reason)
-            change = TransitionSnapshot(time.time(), model.id, _shown(before), after, reason, duration_ms)
+            change = TransitionSnapshot(self.events.unix_time_s(), model.id, _shown(before), after, reason, duration_ms)
             self.transitions.append(change)
             self.events.emit(
                 "tier_changed",

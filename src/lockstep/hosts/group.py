@@ -93,8 +93,10 @@ class Group:
         routes: RouteWatcher | None = None,
         stream_interval_s: float = 0.0,
         name: Callable[[], str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.key = key
+        self._now_s = clock
         self._name = name or (lambda: key)
         self.balancer = balancer
         self.members = tuple(Member(number) for number in range(balancer.num_replicas))
@@ -134,6 +136,7 @@ class Group:
             address=WorkerAddress(place.address, place.port, link.secret_file, link.tls_ca, link.allows_plain),
             health=HealthLimits(answer_s=ANSWER_S, silence_s=SILENCE_S, load_s=SILENCE_S),
             stream_interval_s=self._stream_interval_s,
+            clock=self._now_s,
         )
         worker = SupervisedWorker(options, lambda notice: self._noticed(member, worker, notice))
         member.worker = worker
@@ -144,7 +147,7 @@ class Group:
             await worker.start()
         except LockstepError as error:  # another secret or version, or files that cannot be used
             if member.worker is worker:
-                member.worker, member.reach_at_s = None, time.monotonic() + REFUSED_AGAIN_S
+                member.worker, member.reach_at_s = None, self._now_s() + REFUSED_AGAIN_S
                 self._set_fault(member, f"the link to its worker is refused: {error}")
             await worker.close()
 
@@ -184,7 +187,7 @@ class Group:
 
     def watch(self) -> None:
         """Withdraw replicas whose workers are silent, admit those that answer again, and try refused links again."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         for member in self.members:
             place, worker = member.place, member.worker
             if place is None or place.state not in (ReplicaPhase.READY, ReplicaPhase.LEAVING):
@@ -320,12 +323,12 @@ class Group:
     def _note_lost(self, member: Member, reason: str) -> None:
         if member.lost_s is None:
             log.warning("%s is lost: %s", self.label(member), reason)
-            member.lost_s = time.monotonic()
+            member.lost_s = self._now_s()
 
     def _admit(self, member: Member) -> None:
         if self.balancer.is_there(member.number):
             return
-        was_there, now_s = self.is_there, time.monotonic()
+        was_there, now_s = self.is_there, self._now_s()
         if member.lost_s is not None:
             log.warning("%s is there again after %.1f s", self.label(member), now_s - member.lost_s)
             member.lost_s = None
@@ -339,7 +342,7 @@ class Group:
     def _withdraw(self, member: Member, is_lost: bool) -> None:
         was_there = self.is_there
         if member.place is not None and self.balancer.is_there(member.number):
-            member.use.went(time.monotonic())
+            member.use.went(self._now_s())
         self.balancer.withdraw(member.number, is_lost)
         if self._routes is not None:
             self._routes.withdrawn(self.key, member.number, is_lost)

@@ -125,13 +125,14 @@ class RayRuntime:
             PlacingError: it does not answer within `START_LIMIT_S`.
         """
         actor = NamedActor(self, name, kind, args)
-        until_s = time.monotonic() + START_LIMIT_S
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + START_LIMIT_S
         while True:
             try:
-                await actor.call(STARTED, limit_s=max(LOOK_S, until_s - time.monotonic()))
+                await actor.call(STARTED, limit_s=max(LOOK_S, until_s - loop.time()))
                 return actor
             except PlacingError:
-                if time.monotonic() >= until_s:
+                if loop.time() >= until_s:
                     raise
                 await asyncio.sleep(START_AGAIN_S)
 

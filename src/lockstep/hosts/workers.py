@@ -64,7 +64,9 @@ class HostedWorkers:
         routes: RouteWatcher | None = None,
         stream_interval_s: float = 0.0,
         name_of: Callable[[str], str] = str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._now_s = clock
         self.groups: dict[str, Group] = {}
         """Those that were loaded, or are being loaded, by key."""
         self.fault = ""
@@ -107,7 +109,7 @@ class HostedWorkers:
             is_current: whether it can see replicas now; else its places are those that it saw last.
         """
         if is_current:
-            self._contact_s = now_s = time.monotonic()
+            self._contact_s = now_s = self._now_s()
             self._coming_s |= {place.key: now_s for place in self._places.values() if place.state in COMING}
 
     def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
@@ -119,7 +121,7 @@ class HostedWorkers:
         group = self.groups.get(replica)
         if group is not None and group.is_there:
             return None
-        now_s = time.monotonic()
+        now_s = self._now_s()
         begun_s = self._lost_s.get(replica, now_s if since_s is None else since_s)
         is_placed = any(place.key == replica for place in self._places.values())
         coming_s = self._coming_s.get(replica, begun_s) if is_placed else self._contact_s  # its turn may be yet to come
@@ -158,7 +160,7 @@ class HostedWorkers:
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
         elif group.key in self.groups:
-            self._lost_s[group.key] = time.monotonic()
+            self._lost_s[group.key] = self._now_s()
             self._notify(GroupLost(group.key))
 
     # -- as a worker ------------------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ class HostedWorkers:
         balancer = Balancer(options.num * SLOTS_PER_REPLICA, options.policy, options.max_imbalance)
         routes, interval_s = self._routes, self._stream_interval_s
         name = partial(self._name_of, key)
-        return Group(key, self.link, balancer, self._changed, self._notify, routes, interval_s, name)
+        return Group(key, self.link, balancer, self._changed, self._notify, routes, interval_s, name, self._now_s)
 
     async def unload(self, replica: str) -> None:
         """Hang up on the replicas of a group; what becomes of them is the owner's order."""

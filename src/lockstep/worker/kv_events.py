@@ -226,8 +226,14 @@ def name_of(content: bytes) -> int:
 class KVEventPublisher:
     """Sends batches, in a thread of its own; no one waits for it. `publish` is for one thread."""
 
-    def __init__(self, options: KVEventsOptions) -> None:
+    def __init__(
+        self,
+        options: KVEventsOptions,
+        clock: Callable[[], float] = time.monotonic,
+        unix_time_s: Callable[[], float] = time.time,
+    ) -> None:
         self._options = options
+        self._now_s, self._unix_time_s = clock, unix_time_s
         self._queue: queue.Queue[tuple[str, int, EventBatch] | None] = queue.Queue(MAX_QUEUED)
         self._next: dict[str, int] = {}
         """Number of the next batch, by topic."""
@@ -251,11 +257,11 @@ class KVEventPublisher:
         number = self._next.get(topic, 0)
         self._next[topic] = number + 1
         try:
-            self._queue.put_nowait((topic, number, EventBatch(time.time(), events)))
+            self._queue.put_nowait((topic, number, EventBatch(self._unix_time_s(), events)))
         except queue.Full:
             self.num_dropped += 1
-            if time.monotonic() >= self._warn_s:
-                self._warn_s = time.monotonic() + WARN_INTERVAL_S
+            if self._now_s() >= self._warn_s:
+                self._warn_s = self._now_s() + WARN_INTERVAL_S
                 log.warning("KV events are not sent fast enough: %d batches were lost until now", self.num_dropped)
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -112,6 +111,7 @@ class WorkerLifecycle:
         on_back: Callable[[], None],
     ) -> None:
         self._options = options
+        self.now_s = options.clock
         self._level = logging.DEBUG if options.kind == "network" else logging.ERROR
         """Of lines about lost workers; the owner of links to other workers logs their changes by name."""
         self._on_event = on_event
@@ -125,7 +125,7 @@ class WorkerLifecycle:
         """In the order of the commands, in which the worker executes them; what is gone is not kept."""
         self.link: Link | None = None
         """None: there is no worker now."""
-        self.pulse = Pulse(options.health, time.monotonic())
+        self.pulse = Pulse(options.health, self.now_s())
         self._first_id = 0
         """Of our ids for the present worker."""
         self.restarts = Restarts(is_link=options.kind == "network")
@@ -145,7 +145,7 @@ class WorkerLifecycle:
         except UnavailableError as error:  # on a network: it is not there yet, or not any more
             self.link_fault = str(error)
             log.debug("%s; it is tried again", error)
-            self.restarts.schedule(time.monotonic(), 0.0)
+            self.restarts.schedule(self.now_s(), 0.0)
             self._returning = asyncio.get_running_loop().create_task(self._come_back(0.0))
         self._asking = asyncio.get_running_loop().create_task(self._ask_health())
 
@@ -165,12 +165,12 @@ class WorkerLifecycle:
         """The reason why no request would be answered now, in one sentence; empty: loaded replicas answer."""
         if self.is_closed:
             return "the server is closing"
-        return "the device worker is being restarted" if self.link is None else self.pulse.trouble(time.monotonic())
+        return "the device worker is being restarted" if self.link is None else self.pulse.trouble(self.now_s())
 
     @property
     def away_s(self) -> float:
         """Seconds until the next worker is started; 0: it is there, or on its way."""
-        return 0.0 if self.link is not None else max(0.0, self.restarts.start_at_s - time.monotonic())
+        return 0.0 if self.link is not None else max(0.0, self.restarts.start_at_s - self.now_s())
 
     def send(self, command: Command) -> None:
         """Send to the worker; without one, the command is dropped."""
@@ -253,7 +253,7 @@ class WorkerLifecycle:
         self.pulse.count_word()
         match event:
             case Answered(_, HealthReport() as report):
-                self.pulse.reported(report, time.monotonic())
+                self.pulse.reported(report, self.now_s())
             case Loading() | Loaded() | LoadFailed() | Unloaded():
                 self._replica_event(event)
                 if self._options.kind == "network":
@@ -273,7 +273,7 @@ class WorkerLifecycle:
         log.log(self._level, "the device worker ended with %s", reason)
         self.link = None
         load_s = sum(loaded.load_s for loaded in self._loaded)
-        self.restarts.schedule(time.monotonic(), load_s)
+        self.restarts.schedule(self.now_s(), load_s)
         self._returning = asyncio.get_running_loop().create_task(self._come_back(load_s))
         self._forget_replicas(
             self.lost_error(reason, "loaded the model"), self.lost_error(reason, "loaded the model", is_suspect=True)
@@ -283,7 +283,7 @@ class WorkerLifecycle:
     def lost_error(self, reason: str, what: str, *, is_suspect: bool = False) -> WorkerLostError:
         """The error of what ended with a worker."""
         text = f"the device worker ended with {reason} while it {what}"
-        retry_after_s = self.restarts.retry_after_s(time.monotonic())
+        retry_after_s = self.restarts.retry_after_s(self.now_s())
         return WorkerLostError(text, retry_after_s=retry_after_s, is_suspect=is_suspect)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class WorkerLifecycle:
     async def _come_back(self, load_s: float) -> None:
         """Start workers until there is one."""
         while self.link is None:
-            await asyncio.sleep(self.restarts.start_at_s - time.monotonic())
+            await asyncio.sleep(self.restarts.start_at_s - self.now_s())
             try:
                 await self._start_link()
             except Exception as error:  # whatever it is, nothing else would ever start one
@@ -299,14 +299,14 @@ class WorkerLifecycle:
                 self.link_fault = str(error)
                 level = self._level if defect is None else logging.ERROR
                 log.log(level, "the device worker did not come back: %s", error, exc_info=defect)
-                self.restarts.schedule(time.monotonic(), load_s)
+                self.restarts.schedule(self.now_s(), load_s)
         log.log(min(self._level, logging.WARNING), "the device worker is back")
         self._on_back()
 
     async def _start_link(self) -> None:
         self.link = await open_link(self._options, self)
         self.link_fault = ""
-        self.pulse = Pulse(self._options.health, time.monotonic())
+        self.pulse = Pulse(self._options.health, self.now_s())
 
     async def _ask_health(self) -> None:
         while True:

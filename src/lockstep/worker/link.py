@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -101,6 +102,8 @@ class WorkerOptions:
     """Where KV events are published; None: nowhere."""
     stream_interval_s: float = 0.0
     """What streams get within less than this comes to their readers at once, except their first tokens and ends."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds of a clock that never goes back, by which the serving process measures waits and ages."""
     ahead: SpawnedWorker | None = None
     """The first worker's process, if it was started ahead of all else; its creator ends it if it is not taken.
     None: it is started when it is needed, as its successors are."""

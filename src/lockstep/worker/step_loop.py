@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -132,7 +131,7 @@ class StepLoop:
     def waiting_s(self) -> float:
         """Seconds for which work has waited without a step being completed; 0: nothing waits."""
         is_waiting = not self._is_idle and any(r.engine.has_work for r in self._registry.present.replicas.values())
-        return max(0.0, time.monotonic() - self._progress_s) if is_waiting else 0.0
+        return max(0.0, self._now_s() - self._progress_s) if is_waiting else 0.0
 
     def _ring(self) -> None:
         """Wake the step thread; callers leave their work first, and the loop looks for it after it woke."""
@@ -194,7 +193,7 @@ class StepLoop:
             recorder.turn(classes, with_work, chosen, started_us, ended_us)
         if not engine.has_work:
             self._with_work = with_work - {chosen}
-        self._progress_s = time.monotonic()
+        self._progress_s = self._now_s()
         self._publish(replica, self._report(chosen, plan, ended_s - started_s, ended_s))
 
     def _look_at_called(self) -> None:
@@ -210,7 +209,7 @@ class StepLoop:
             self._recorder.idle(classes)
         self._wake.wait(IDLE_WAIT_S)
         self._wake.clear()
-        self._progress_s, self._is_idle = time.monotonic(), False
+        self._progress_s, self._is_idle = self._now_s(), False
 
     def _report(self, key: str, plan: StepPlan | None, duration_s: float, now_s: float) -> StepReport | None:
         """Stats of the step, if steps are watched and this one is due."""

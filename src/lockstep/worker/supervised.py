@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -171,7 +170,7 @@ class SupervisedWorker:
             raise
         if isinstance(loaded, LockstepError):
             raise loaded
-        life.restarts.up(time.monotonic())
+        life.restarts.up(life.now_s())
         return loaded
 
     def prioritise(self, replica: str, priority: int) -> None:
@@ -223,7 +222,7 @@ class SupervisedWorker:
     @property
     def retry_after_s(self) -> float:
         """Seconds after which the next worker is likely to have all that the last one had."""
-        return self._life.restarts.retry_after_s(time.monotonic())
+        return self._life.restarts.retry_after_s(self._life.now_s())
 
     @property
     def recording_fault(self) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import re
 import secrets
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
@@ -113,7 +112,7 @@ async def upload_file(request: Request) -> Response:
         text = error.message if isinstance(error, MultiPartException) else error.detail
         raise InvalidParameterError(f"the form cannot be read: {text}") from None
     try:
-        now_s = int(time.time())
+        now_s = int(runner_of(request).unix_time_s())
         file, content = _described(form, now_s)
         if file.bytes > store.limits.max_file_bytes:
             raise _too_large(store.limits.max_file_bytes)
@@ -189,9 +188,10 @@ async def list_files(
     purpose: Annotated[str | None, Query(max_length=MAX_FILE_ID_CHARS)] = None,
 ) -> Response:
     """Files that are kept: uploaded ones and results of batches."""
-    store, tenant = runner_of(request).store, context_of(request).tenant
-    found = await store.files(
-        tenant, time.time(), after=after, limit=limit + 1, is_descending=order == "desc", purpose=purpose
+    runner, tenant = runner_of(request), context_of(request).tenant
+    now_s, is_descending = runner.unix_time_s(), order == "desc"
+    found = await runner.store.files(
+        tenant, now_s, after=after, limit=limit + 1, is_descending=is_descending, purpose=purpose
     )
     return JSONResponse(_page([file.shown() for file in found], limit))
 
@@ -218,7 +218,7 @@ async def retrieve_content(file_id: str, request: Request) -> Response:
 async def delete_file(file_id: str, request: Request) -> Response:
     """Forget a file that no batch is reading."""
     runner = runner_of(request)
-    await runner.store.delete_file(file_id, context_of(request).tenant, time.time())
+    await runner.store.delete_file(file_id, context_of(request).tenant, runner.unix_time_s())
     runner.look()
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
@@ -226,7 +226,8 @@ async def delete_file(file_id: str, request: Request) -> Response:
 @router.post("/batches", response_model=BatchObject)
 async def create_batch(body: BatchBody, request: Request) -> Response:
     """Answer all requests of a file, in idle turns."""
-    runner, tenant, now_s = runner_of(request), context_of(request).tenant, int(time.time())
+    runner, tenant = runner_of(request), context_of(request).tenant
+    now_s = int(runner.unix_time_s())
     window = window_s(body.completion_window)
     if window is None:
         raise InvalidParameterError(
@@ -282,7 +283,8 @@ async def cancel_batch(batch_id: str, request: Request) -> Response:
 
 
 async def _file(request: Request, file_id: str) -> StoredFile:
-    return await runner_of(request).store.file(file_id, context_of(request).tenant, time.time())
+    runner = runner_of(request)
+    return await runner.store.file(file_id, context_of(request).tenant, runner.unix_time_s())
 
 
 def _page(found: Sequence[Any], limit: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,8 +113,16 @@ def to_set_back(running: Iterable[RunningRequest]) -> list[RunningRequest]:
 class BatchRunner:
     """All batches of one server. Used from its event loop."""
 
-    def __init__(self, serving: Serving, store: BatchStore, app: ASGIApp) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        store: BatchStore,
+        app: ASGIApp,
+        clock: Callable[[], float] = time.monotonic,
+        unix_time_s: Callable[[], float] = time.time,
+    ) -> None:
         self.store = store
+        self._now_s, self.unix_time_s = clock, unix_time_s
         self.counts = RunnerCounts()
         self._serving = serving
         self._server = InProcessServer(app)
@@ -158,7 +166,7 @@ class BatchRunner:
         found = self._open.get(batch.id)
         if found is None or found.batch.status not in ("validating", "in_progress"):
             return self.current(batch)
-        found.batch = found.batch.moved("cancelling", time.time())
+        found.batch = found.batch.moved("cancelling", self.unix_time_s())
         for running in self._running_of(found):
             running.abort()
         with suppress(StorageError):
@@ -229,7 +237,7 @@ class BatchRunner:
 
         Nothing begins while the disk refuses something, since no answer could be kept.
         """
-        wait_s = self._refused_until_s - time.monotonic()
+        wait_s = self._refused_until_s - self._now_s()
         if wait_s > 0:
             return wait_s
         if await self._tend_all():
@@ -237,14 +245,14 @@ class BatchRunner:
             return self._hand_in()
         wait_s = min(MAX_REFUSED_S, TEND_S * 2.0 ** min(self._num_refused, 8))
         self._num_refused += 1
-        self._refused_until_s = time.monotonic() + wait_s
+        self._refused_until_s = self._now_s() + wait_s
         return wait_s
 
     # -- who is handed in, and who is set back --------------------------------------------------------------------
 
     def _traffic_changed(self) -> None:
         """A client's request came, or the last one ended."""
-        self._busy_s = time.monotonic()
+        self._busy_s = self._now_s()
         if self._serving.traffic.num_open:
             for each in to_set_back(self._running):
                 each.abort()
@@ -255,7 +263,7 @@ class BatchRunner:
         """Begin to answer a request if nothing else waits; returns the seconds after which to look again."""
         if self._serving.traffic.num_open or not self._serving.lifecycle.is_admitting:
             return TEND_S
-        now_s = time.monotonic()
+        now_s = self._now_s()
         wait_s = max(self._busy_s + SETTLE_S, self._handed_in_s + STAGGER_S) - now_s
         if wait_s > 0:
             return wait_s
@@ -337,7 +345,7 @@ class BatchRunner:
     async def _tend(self, each: _Open) -> bool:
         """Bring a batch into its next state, if it is time for it; False: the disk refuses something."""
         try:
-            await self._advance(each, time.time())
+            await self._advance(each, self.unix_time_s())
         except StorageError:  # what was to be kept still is
             return False
         except (OSError, sqlite3.Error, LockstepError) as error:
@@ -415,7 +423,7 @@ class BatchRunner:
         if each.batch.status == "validating":  # it may have been cancelled meanwhile
             models = list(checked.models)
             model = models[0] if len(models) == 1 else None
-            each.batch = each.batch.moved("in_progress", time.time(), num_requests=len(offsets), model=model)
+            each.batch = each.batch.moved("in_progress", self.unix_time_s(), num_requests=len(offsets), model=model)
             await self._save(each)
 
     def _unknown_models(self, checked: CheckedInput) -> Iterable[Fault]:
@@ -444,7 +452,7 @@ class BatchRunner:
             each.batch = ended
         else:
             whole = _counted(ended, job, with_others=of_others is not None)
-            each.batch = each.saved = await store.run(lambda: store.finish(job, whole, time.time(), of_others))
+            each.batch = each.saved = await store.run(lambda: store.finish(job, whole, self.unix_time_s(), of_others))
 
 
 def has_expired(batch: Batch, now_s: float) -> bool:
