@@ -46,6 +46,7 @@ KEPT = "# plain:"
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 _WORDS = re.compile(r"[a-z]+")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_TESTS = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`[^`\n]*`")
 
@@ -89,9 +90,8 @@ def denied_words(root: Path) -> dict[str, Counter[str]]:
             counted.update(denied_in(text.replace("_", " ")))
     tests = found.setdefault("tests", Counter())
     for path in sorted((root / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                tests.update(denied_in(node.name.replace("_", " ")))
+        for name in _TESTS.findall(path.read_text()):
+            tests.update(denied_in(name.replace("_", " ")))
     pages = found.setdefault("documents", Counter())
     for path in (*(root / name for name in DOCUMENTS), *sorted((root / "docs").glob("*.md"))):
         pages.update(denied_in(document_text(path.read_text())))

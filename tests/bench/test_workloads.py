@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.bench.prompts import Units, prompt_of
 from lockstep.bench.workloads import NUM_LONG, SHORT, SHORT_PER_LONG, Answer, Done, Work, figures
 
 
@@ -35,6 +36,14 @@ def test_texts_one_after_the_other_are_charged_their_own_time() -> None:
 def test_routed_requests_report_the_time_of_each_hop() -> None:
     answers = [Answer(0.0, (1.0, 4.0)), Answer(10.0, (10.5, 12.5)), Answer(20.0, (21.0, 22.0))]
     assert figures(Work(8, kind="routed"), Done(answers)) == {"request_ms": 2500.0, "hop_1_ms": 1000, "hop_2_ms": 2000}
+
+
+def test_no_prompt_of_one_work_begins_with_a_prompt_of_another() -> None:
+    units = Units(ids=tuple(range(1000)))
+    works = [Work(context, streams) for context in (32, 64) for streams in (1, 2)]
+    prompts = [prompt_of(sample, units, 1, {})[:16] for work in works for sample in work.samples(1)]
+    prompts += [prompt_of(sample, units, 1, {})[:16] for sample in Work(500, kind="arrivals", gap_s=1.0).samples(1)]
+    assert len({tuple(each) for each in prompts}) == len(prompts)
 
 
 def test_long_prompts_arrive_evenly_and_only_the_short_ones_among_them_count() -> None:

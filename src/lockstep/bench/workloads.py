@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from lockstep.bench.runner import arrival_times
-from lockstep.bench.samples import RandomLengths, Sample, random_samples
+from lockstep.bench.samples import RandomLengths, Sample, Segment, random_samples
 
 Kind = Literal["grid", "prompts", "arrivals", "routed"]
 SUITE = (
@@ -77,10 +77,11 @@ class Work:
         if self.kind == "prompts":
             return tuple(Sample(({"role": "user", "content": text},), self.output) for text in SUITE)
         if self.kind == "grid":
-            return random_samples(self.streams, RandomLengths(self.context, self.output), seed)
+            samples = random_samples(self.streams, RandomLengths(self.context, self.output), seed)
+            return _distinct(samples, self.context, self.streams)
         count = NUM_LONG * SHORT_PER_LONG
         short = random_samples(count, RandomLengths(SHORT, SHORT_OUTPUT), seed)
-        long = random_samples(NUM_LONG, RandomLengths(self.context, SHORT_OUTPUT), seed + 1)
+        long = _distinct(random_samples(NUM_LONG, RandomLengths(self.context, SHORT_OUTPUT), seed), self.context)
         due_s = arrival_times(count, SHORT_PER_LONG / max(self.gap_s, 1e-3), 1.0, seed)
         timed = [Sample(sample.recipe, SHORT_OUTPUT, at_s) for sample, at_s in zip(short, due_s, strict=True)]
         timed += [Sample(sample.recipe, SHORT_OUTPUT, self.gap_s * i) for i, sample in enumerate(long)]
@@ -89,6 +90,16 @@ class Work:
     def counts(self, sample: Sample) -> bool:
         """True unless a request is only there to be in others' way."""
         return self.kind != "arrivals" or sample.input_tokens != self.context
+
+
+def _distinct(samples: Sequence[Sample], *key: int) -> tuple[Sample, ...]:
+    """The samples, with a key of their work in their prompts: none begins with a prompt of another work, which an
+    engine with a prefix cache would have computed already."""
+    segments = [[part for part in each.recipe if isinstance(part, Segment)] for each in samples]
+    return tuple(
+        replace(each, recipe=tuple(part._replace(key=(*key, *part.key)) for part in parts))
+        for each, parts in zip(samples, segments, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
