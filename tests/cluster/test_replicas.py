@@ -13,7 +13,7 @@ import pytest
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.planner import Phase
-from lockstep.cluster.replica_state import MAX_BACKOFF_S, MAX_LOST_LOADS, WARM_WISH_S, ReplicaSpec, ReplicaState
+from lockstep.cluster.replica_state import MAX_BACKOFF_S, MAX_LOST_LOADS, WARM_TIME_S, ReplicaSpec, ReplicaState
 from lockstep.cluster.replicas import MAX_WAITING_CALLS, Replicas
 from lockstep.cluster.resolve import open_manifest
 from lockstep.engine.options import LoadOptions
@@ -81,7 +81,7 @@ async def test_what_takes_less_than_was_predicted_leaves_room_for_others() -> No
         replicas.release(other)
 
 
-@pytest.mark.parametrize(("waited_s", "is_loaded"), [(WARM_WISH_S - 1, True), (WARM_WISH_S + 1, False)])
+@pytest.mark.parametrize(("waited_s", "is_loaded"), [(WARM_TIME_S - 1, True), (WARM_TIME_S + 1, False)])
 async def test_what_is_probable_now_takes_room_that_becomes_free_soon_and_not_much_later(
     waited_s: float, is_loaded: bool
 ) -> None:

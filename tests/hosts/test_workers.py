@@ -89,7 +89,7 @@ class Gateway:
         request = tokenised(Tokenizer(parts), self.loaded.config.max_model_len, call)
         outputs: list[TokenOutput] = []
         async with asyncio.timeout(HANG_S):
-            with self.workers.asked(KEY, request) as mailbox:
+            with self.workers.open_mailbox(KEY, request) as mailbox:
                 while not outputs or outputs[-1].request is None:
                     outputs += await mailbox.take()
         answer = outputs[-1].request
@@ -347,7 +347,7 @@ async def test_a_lost_replica_is_two_lines_in_the_log_however_often_it_is_tried(
         lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
         assert [line.partition(":")[0].partition(" after")[0] for line in lines] == [
             "m#0 on host_a is lost",
-            "m#0 on host_a is there again",
+            "m#0 on host_a is available again",
         ]
 
 

@@ -163,7 +163,7 @@ class ControllerClient:
         while True:
             try:
                 await turn()
-                self._note_contact()
+                self._record_contact()
             except (PlacingError, UnavailableError) as error:
                 if not self.fault:
                     log.warning("the cluster's controller does not report; replicas go on answering: %s", error)
@@ -174,12 +174,12 @@ class ControllerClient:
                 log.exception("a defect while reading the state of the cluster's controller")
                 await asyncio.sleep(AGAIN_S)
 
-    def _note_contact(self) -> None:
+    def _record_contact(self) -> None:
         now_s = time.monotonic()
         if self.fault:
             log.warning("the cluster's controller reports again after %.1f s", now_s - self.contact_s)
         self.contact_s, self.fault, self._workers.fault = now_s, "", self.state.fault
-        self._workers.note_contact(is_current=not self.state.fault)
+        self._workers.record_contact(is_current=not self.state.fault)
 
     async def _follow(self) -> None:
         state = await self._controller.follow(self.gateway, self.state.version)

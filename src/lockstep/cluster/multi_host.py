@@ -172,7 +172,7 @@ class MultiHostBackend:
         )
 
     def _on_sessions(self, news: Sequence[SessionNews]) -> None:
-        self._sessions.hear(news, time.monotonic())
+        self._sessions.apply_updates(news, time.monotonic())
 
     def _demand(self, replica: ReplicaState) -> Demand:
         spec, wanted = replica.spec, replica.spec.group

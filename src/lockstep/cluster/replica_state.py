@@ -25,7 +25,7 @@ MAX_LOST_LOADS = 5
 """Workers may end over a model's load so often in a row before that counts as the model's own failure."""
 SUSPECT_LOADS = 2
 """After so many of them it is tried in a throw-away process first."""
-WARM_WISH_S = 30.0
+WARM_TIME_S = 30.0
 """For how long after it became probable that a model will be needed, room that becomes free is taken for it."""
 EXPECTED_LOAD_S = 1.0
 """Of what was never loaded."""
@@ -172,7 +172,7 @@ class ReplicaState:
         """Request what the last worker had loaded, now that there is one again."""
         if self.is_missed:
             self.is_missed = False
-            self.warm_until_s = now_s + WARM_WISH_S
+            self.warm_until_s = now_s + WARM_TIME_S
             self.retry_at_s = max(self.retry_at_s, now_s)  # since when it waits, where it is declared resident
 
     # -- calls ----------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ class RequestHandler:
                 if model.remote is not None:
                     async with aclosing(model.remote.stream(call)) as stream:
                         async for events in stream:
-                            self._state.sessions.taken(call.session_id)
+                            self._state.sessions.accepted(call.session_id)
                             yield [replace(e, hops=hops) if isinstance(e, Accepted) else e for e in events]
                     return
                 assert model.replica is not None, "a model is local or remote"
@@ -175,10 +175,10 @@ class RequestHandler:
                     continue  # the worker was lost before it knew of the call, which waits for the next one
                 key, loaded = model.replica.key, model.replica.loaded
                 assert loaded is not None, "whose calls are admitted was loaded"
-                with self._state.worker.asked(key, request) as mailbox:
+                with self._state.worker.open_mailbox(key, request) as mailbox:
                     mailbox.station = CallStation(progress, model.id, key, loaded.config, progress.clock())
                     outputs = await mailbox.take()
-                    self._state.sessions.taken(call.session_id)
+                    self._state.sessions.accepted(call.session_id)
                     yield (Accepted(model.id, tuple(request.prompt), hops),)  # type: ignore[arg-type]  # tokens by now
                     while True:
                         if outputs:
