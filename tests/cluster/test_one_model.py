@@ -205,9 +205,9 @@ async def test_deadlines_count_while_a_prompt_waits_to_be_tokenised(stub: Cluste
     await asyncio.sleep(0)  # it has the one place
     try:
         async with asyncio.timeout(HANG_S):
-            with pytest.raises(QueueDeadlineError, match="could not take the request within"):
+            with pytest.raises(QueueDeadlineError, match="could not start the request within"):
                 await answer(stub, structs.replace(asked, queue_deadline_s=0.05, deadline_s=HANG_S))
-            with pytest.raises(DeadlineError, match="could not take the request within"):
+            with pytest.raises(DeadlineError, match="could not start the request within"):
                 await answer(stub, structs.replace(asked, deadline_s=0.05))
     finally:
         may_end.set()

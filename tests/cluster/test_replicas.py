@@ -166,10 +166,10 @@ async def test_a_load_that_was_lost_with_its_worker_is_the_models_own_failure_on
             assert not held.lost(WorkerLostError("it waited for its turn"))
         for _ in range(MAX_LOST_LOADS):
             assert not held.lost(WorkerLostError("it was being loaded", is_suspect=True))
-            assert held.is_missed
+            assert held.must_reload
         assert held.refusal(0.0) is None
         assert held.lost(WorkerLostError("once more", is_suspect=True))
-        assert not held.is_missed
+        assert not held.must_reload
         assert held.failed(WorkerLostError("once more"), 0.0) == MAX_BACKOFF_S, "each try takes all others down"
 
 

@@ -78,7 +78,7 @@ class Cluster:
         self._history = History()
         self._sweeping: asyncio.Task[None] | None = None
         self._reloads = Reloads(state, self._read)
-        self._vouchers = OperatorNames(
+        self._operator_names = OperatorNames(
             manifest,
             state.options.folder,
             lambda path: open_artifact(path, cache_dir=state.options.load.cache_dir),
@@ -296,7 +296,7 @@ class Cluster:
         return plain(self._declared)
 
     async def replace(
-        self, text: str, environment: Mapping[str, str] | None = None, powers: Permissions = NONE
+        self, text: str, environment: Mapping[str, str] | None = None, permissions: Permissions = NONE
     ) -> Replaced:
         """Replace the manifest as a whole; see `lockstep.cluster.reload`. Continues if the caller disconnects.
 
@@ -310,15 +310,19 @@ class Cluster:
             UnavailableError: another manifest is being applied, or the first models are still loading.
             LockstepError: the manifest cannot be served; the previous one stays in effect.
         """
-        vetting = None if environment is not None else self._vouchers.vetting(powers, self._state.models.declared.hosts)
+        permission_check = (
+            None
+            if environment is not None
+            else self._operator_names.check_for(permissions, self._state.models.declared.hosts)
+        )
         manifest = await asyncio.to_thread(
-            parse, text, validators=self._validators, environment=environment, vet=vetting
+            parse, text, validators=self._validators, environment=environment, vet=permission_check
         )
         self._check_booted()
         self._reloads.check(manifest)
         if environment is not None:
-            self._vouchers.vouch(manifest)
-        return await self._reloads.replace(manifest, vetting)
+            self._operator_names.add(manifest)
+        return await self._reloads.replace(manifest, permission_check)
 
     async def load_model(self, id_: str) -> None:
         """Load a model; returns when it can answer at once.

@@ -262,7 +262,7 @@ class RemoteAnswer:
 
     def _outputs(self, choice: Choice, now_s: float) -> list[TokenOutput]:
         if not 0 <= choice.index < len(self._choices):
-            raise self._malformed(f"choice {choice.index} where {len(self._choices)} were requested")
+            raise self._malformed(f"choice index {choice.index}, although n is {len(self._choices)}")
         so_far = self._choices[choice.index]
         output = self._news(choice)
         has_news = bool(output.text or output.reasoning or output.calls)

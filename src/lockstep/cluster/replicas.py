@@ -215,7 +215,7 @@ class Replicas:
 
     def retire(self, replica: ReplicaState) -> None:
         """Stop admitting calls, and fail the waiting ones."""
-        replica.is_retired, replica.is_missed, replica.warm_until_s = True, False, 0.0
+        replica.is_retired, replica.must_reload, replica.warm_until_s = True, False, 0.0
         replica.fail_waiting(replica.retirement())
         self.pump()
 
@@ -224,7 +224,7 @@ class Replicas:
         soon."""
         for replica in self._replicas.values():
             if replica.phase is Phase.RESIDENT:
-                replica.miss()
+                replica.mark_lost()
                 self._move(replica, Phase.ABSENT, LOST)
         for replica in self._replicas.values():
             if (error := self._absence(replica)) is not None:
@@ -235,14 +235,14 @@ class Replicas:
         """Handle the loss of one replica; its calls wait until it is back."""
         replica = self._replicas.get(key)
         if replica is not None and replica.phase is Phase.RESIDENT:
-            replica.miss()
+            replica.mark_lost()
             self._move(replica, Phase.ABSENT, LOST)
         self.pump()
 
     async def unload(self, replica: ReplicaState, limit_s: float, reason: str) -> None:
         """Unload a replica when its calls have ended, or when the time is up. Calls that arrive meanwhile wait and
         trigger a new load."""
-        replica.is_missed, replica.warm_until_s = False, 0.0
+        replica.must_reload, replica.warm_until_s = False, 0.0
         replica.num_leaving += 1
         try:
             await self.drain(replica, limit_s, reason)
@@ -290,7 +290,7 @@ class Replicas:
     def _carry_out(self, now_s: float) -> Observed | None:
         """Plan and act; returns the observed state if it still holds after the actions."""
         for replica in self._replicas.values():
-            replica.recall(now_s)
+            replica.request_reload(now_s)
         observed = self._observed(now_s)
         drains: dict[str, str] = {}
         actions = self._decide(observed, now_s, self._policy)

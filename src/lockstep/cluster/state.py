@@ -27,7 +27,7 @@ from lockstep.cluster.recorded import RecordedBackend, RecordedModel
 from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replica_state import FAILED, STANDBY, ReplicaState
 from lockstep.cluster.replicas import LOST, Replicas
-from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device_alone, here, open_manifest
+from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device_alone, local_part, open_manifest
 from lockstep.cluster.route_recorder import RouteRecorder
 from lockstep.cluster.session_locations import SessionLocations
 from lockstep.cluster.sessions import ModelSessions, Session, SessionName, Sessions, StoredTokens
@@ -178,7 +178,7 @@ class ClusterState:
         report = None if progress is None else partial(call_on, loop, progress)
 
         def open_them() -> Opened:
-            those = served if fetches else here(served)
+            those = served if fetches else local_part(served)
             return open_manifest(those, self.options.load, held_bytes, report, is_alone=is_alone)
 
         return self.weighed(await in_thread(open_them))
