@@ -105,7 +105,7 @@ VALUES: dict[str, Case] = {
         "size: 18G",
         8,
         "models.router.size",
-        ["GB (powers of 1000)", "GiB"],
+        ["GB (decimal)", "GiB"],
     ),
     "size in the wrong case": ("tier: resident", "size: 18gb", 8, "models.router.size", ["did you mean GB?"]),
     "budget in NRT's MiB": (

@@ -91,5 +91,5 @@ def test_a_drain_is_refused_where_a_replica_has_no_other_host() -> None:
     groups = [(demand, tuple(places(n0=("b", READY), n1=("b", READY)).values()))]
     assert why_not_drained("b", [host("a", 2.0), host("b", 0.0)], (), groups) == ""
     assert "billing#1 would have no other host" in why_not_drained("b", [host("a", 1.0), host("b", 0.0)], (), groups)
-    assert "no host is there that takes replicas" in why_not_drained("b", [host("b", 0.0)], (), groups)
+    assert "no available host accepts replicas" in why_not_drained("b", [host("b", 0.0)], (), groups)
     assert why_not_drained("b", [host("a", 2.0), host("b", 0.0)], ("a",), groups), "a is drained itself"

@@ -74,5 +74,5 @@ def test_why_a_replica_waits_names_what_each_host_has_or_who_has_room() -> None:
     why = why_waiting(demand, [*full, *gone])
     assert why == ("no host has 2 CPU, 1 GB of memory free: a has 1 CPU, 4 GB of memory; b has 4 CPU, 0.5 GB of memory")
     why = why_waiting(demand, [*full, host("e", 2.0, 1e9), *gone])
-    assert why == "its process is not started yet, though e can take it"
-    assert why_waiting(demand, gone) == "no host is there that takes replicas"
+    assert why == "its process has not started yet, although e has room"
+    assert why_waiting(demand, gone) == "no available host accepts replicas"

@@ -399,7 +399,7 @@ class Controller:
     def _place(self, group: ControlledGroup, number: int) -> None:
         """Place one more replica of a group, on a host that is not drained."""
         group.numbers.append(number)
-        group.wait(number, self._clock())
+        group.mark_waiting(number, self._clock())
         self._run(self._runtime.place(group.demand, number, tuple(self._drained)))
 
     def _unload(self, key: str, group: ControlledGroup, makes_room_for: str | None) -> None:
@@ -451,7 +451,7 @@ class Controller:
         await self._remove_actor(group, name)
         is_wanted = self._groups.get(name.key) is group and name.number in group.numbers
         if is_wanted and group.state.phase is not Phase.UNLOADING:
-            group.wait(name.number, self._clock())
+            group.mark_waiting(name.number, self._clock())
             await self._runtime.place(group.demand, name.number, tuple(self._drained))
 
     async def _remove_actor(self, group: ControlledGroup, name: ReplicaName) -> None:

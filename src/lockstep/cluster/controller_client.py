@@ -133,7 +133,7 @@ class ControllerClient:
 
     @property
     def newer_manifest(self) -> str:
-        """The manifest that holds where this gateway serves another one; empty: it serves what holds."""
+        """Manifest that applies if this gateway serves another one; empty: it serves the one that applies."""
         return self.state.manifest if self.state.manifest not in ("", self._manifest) else ""
 
     async def begin_replace(self) -> None:

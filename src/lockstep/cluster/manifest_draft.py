@@ -19,7 +19,7 @@ MAX_LISTED = 8
 
 @dataclass(slots=True)
 class EntryDraft:
-    """One model's entry as far as it could be read."""
+    """One model's entry, as far as it could be read."""
 
     where: str
     """Path of the entry from the top of the manifest, e.g. ``models.chat``."""

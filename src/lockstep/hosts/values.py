@@ -126,10 +126,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class ReplicaUse:
-    """Use that one gateway makes of a replica, counted through all workers that were started for it.
+    """Use of a replica by one gateway, counted over all workers that were started for it.
 
-    The router counts `routed` and `num_retried`, and reports when the replica comes and goes; seconds are of one
-    monotonic clock.
+    The group counts `routed` and `num_retried`, and reports when the replica becomes available or is lost. Times are
+    seconds of one monotonic clock.
     """
 
     routed: dict[Why, int] = field(default_factory=lambda: dict.fromkeys(Why, 0))
