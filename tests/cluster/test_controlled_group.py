@@ -75,7 +75,7 @@ def test_a_replica_that_leaves_goes_on_leaving() -> None:
 def test_a_replica_that_a_host_has_room_for_is_starting_for_a_while() -> None:
     """On a Ray cluster that was just started a process takes its time; that is no lack of room."""
     group = ControlledGroup(Demand("k", "stub://a", LoadOptions(), resources={"CPU": 1.0}), numbers=[0])
-    group.wait(0, 100.0)
+    group.mark_waiting(0, 100.0)
     roomy, full = [host("a", 1.0)], [host("a", 0.5)]
     assert group.shown(0, roomy, 100.0).state is STARTING
     assert group.shown(0, roomy, 100.0 + START_LIMIT_S).state is ReplicaPhase.WAITING

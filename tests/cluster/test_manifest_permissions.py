@@ -315,7 +315,7 @@ async def test_a_guarded_server_is_not_even_connected_to(monkeypatch: pytest.Mon
             leads_to(monkeypatch, name, "127.0.0.1" if name.startswith("re") else None)
             remote = Remote(f"http://{name}:{port}/v1", only_public=True)
             model = RemoteModel(Entry("cloud", remote.base_url, remote=remote))
-            with pytest.raises(RequestFailedError, match="is at no public address"):
+            with pytest.raises(RequestFailedError, match="has no public address"):
                 await events_of(model, call())
             await model.close()
         assert other.requests == []

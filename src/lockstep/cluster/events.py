@@ -1,4 +1,4 @@
-"""Event log of a cluster: bounded, and read by any number of watchers at their own pace."""
+"""Event log of a cluster: keeps a limited number of events, which any number of clients read at their own pace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 MAX_KEPT_EVENTS = 1024
-"""What a watcher may lag behind, or catch up with after it was away; older events are gone."""
+"""Number of kept events: a client may lag behind by this many, or catch up with them after a disconnection. Older
+events are lost."""
 LAGGED = "lagged"
 CALLER = "name of the API key of the request, shown to that key and to admins only; empty: the request had no key"
 
@@ -67,40 +68,41 @@ Steps are sampled, and only while a client watches them. All other events are co
 
 
 class ClusterEvent(msgspec.Struct, frozen=True):
-    """One thing that happened."""
+    """One event of a cluster."""
 
     id: int
-    """Consecutive from 1, so that who was away can say where to go on."""
+    """Consecutive id from 1, so that a client that reconnects can continue after the last event it has read."""
     at_s: float
     """Unix time."""
     type: str
     fields: Mapping[str, Any]
 
     def concerns(self, caller: str) -> bool:
-        """True if a caller may see it, by the name of its key: it is about its own request, or about no request."""
+        """True if a caller may see the event, by the name of the caller's API key: the event belongs to the caller's
+        own request, or to none."""
         return bool(self.fields.get("caller", caller) == caller)
 
 
 class EventLog:
-    """Written and read on one event loop."""
+    """Event log, written and read on one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._kept: deque[ClusterEvent] = deque(maxlen=MAX_KEPT_EVENTS)
         self._last_id = 0
         self._waiting: list[asyncio.Future[None]] = []
-        """Watchers who have read everything."""
+        """Waiting clients that have read all events."""
         self.num_watchers = 0
 
     @property
     def last_id(self) -> int:
-        """Id of the newest event; 0: nothing has happened."""
+        """Id of the newest event; 0: there is none."""
         return self._last_id
 
     def emit(self, type_: str, /, **fields: Any) -> None:
-        """Append an event; fields that the table does not have are a programming error.
+        """Append an event. Fields that `EVENTS` does not list are a programming error.
 
-        ``from`` is a word of Python: write ``from_``.
+        ``from`` is a Python keyword: write ``from_``.
         """
         fields = {name.rstrip("_"): value for name, value in fields.items()}
         assert fields.keys() == EVENTS[type_].keys(), f"{type_} has the fields {', '.join(EVENTS[type_])}"
@@ -112,10 +114,10 @@ class EventLog:
                 watcher.set_result(None)
 
     async def subscribe(self, after_id: int | None = None) -> AsyncGenerator[ClusterEvent, None]:
-        """Events as they happen, without end.
+        """Yield events as they happen, without end.
 
         Args:
-            after_id: begin behind this event, with what happened since; None: with what happens from now on.
+            after_id: id of the last event already read; None: only new events are returned.
         """
         read_id = self._last_id if after_id is None else min(max(after_id, 0), self._last_id)
         self.num_watchers += 1

@@ -189,7 +189,7 @@ def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> N
     ids = [str(each.id) for each in targets]
     for target in targets:
         if str(target.id).lower() == NONE_OF_THESE:
-            reading.fault(target.id_where, f"is {target.id!r}, the word for no specialist; rename it")
+            reading.fault(target.id_where, f"is {target.id!r}, the value for no matching specialist; rename it")
     router = next((each for each in draft.entries if each.id == rule.entry), None)
     if router is not None and router.set == rule.set and rule.entry == entry:
         reading.fault(router.id_where, f"is {entry!r}, the entry, which cannot be a target of its own rule")
@@ -200,7 +200,9 @@ def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> N
         at = at if at in reading.lines else "routing.literal"
         _check_known(at, id_, ids, reading, f"models of {rule.set}")
         if value in ids and id_ != value and value not in rule.literal.values():
-            message = f"takes the word {value!r} from the model of that id, which nothing else names; give it a word"
+            message = (
+                f"takes the value {value!r} from the model with that id, which no other value selects; give it a value"
+            )
             reading.fault(at, message)
 
 

@@ -395,10 +395,11 @@ class ClusterState:
                 session.kept_tokens[change.owner] = change.num_tokens
             return
         model = self.models.by_id.get(change.owner)
-        if model is not None and change.what == "swept":  # plain: a value on the wire
+        is_evicted = change.what == "swept"  # plain: a value on the wire
+        if model is not None and is_evicted:
             stored = StoredTokens(change.num_stored_tokens, 0, 0)
             self.sessions.store(change.session_id, change.owner, stored, time.monotonic())
-        if model is not None and change.what == "swept" and model.sessions.drop(change.session_id):
+        if model is not None and is_evicted and model.sessions.drop(change.session_id):
             self.record_eviction(change.session_id, (change.owner,), change.reason or "")
 
     async def sweep_idle(self, now_s: float) -> None:
