@@ -77,9 +77,9 @@ def test_a_replica_that_a_host_has_room_for_is_starting_for_a_while() -> None:
     group = ControlledGroup(Demand("k", "stub://a", LoadOptions(), resources={"CPU": 1.0}), numbers=[0])
     group.mark_waiting(0, 100.0)
     roomy, full = [host("a", 1.0)], [host("a", 0.5)]
-    assert group.shown(0, roomy, 100.0).state is STARTING
-    assert group.shown(0, roomy, 100.0 + START_LIMIT_S).state is ReplicaPhase.WAITING
-    assert group.shown(0, full, 100.0).state is ReplicaPhase.WAITING
+    assert group.published(0, roomy, 100.0).state is STARTING
+    assert group.published(0, roomy, 100.0 + START_LIMIT_S).state is ReplicaPhase.WAITING
+    assert group.published(0, full, 100.0).state is ReplicaPhase.WAITING
 
 
 def host(name: str, cpus: float) -> Host:

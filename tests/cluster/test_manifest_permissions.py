@@ -212,7 +212,7 @@ def test_a_model_that_turns_out_to_be_none_was_never_there() -> None:
     names = OperatorNames(Manifest("c", ()), Path.cwd(), lambda path: None, opens_sources=True)
     check = names.check_for(NONE)
     source = str(Path.cwd() / "m.gguf")
-    parse(f"cluster: c\nmodels:\n  m:\n    source: '{source}'\n", vet=check)
+    parse(f"cluster: c\nmodels:\n  m:\n    source: '{source}'\n", author_check=check)
     told = check.redacted(ArtifactError("the tensor x.weight is not finite", path=source))
     assert isinstance(told, ManifestError)
     assert [(p.line, p.where, p.message) for p in told.problems] == [(4, "models.m.source", SOURCE_REFUSED)]
@@ -239,7 +239,9 @@ def test_links_between_hosts_are_rejected_over_http_with_any_permission(
 ) -> None:
     names = OperatorNames(Manifest("c", (), hosts=served), None, lambda path: None, opens_sources=True)
     with pytest.raises(ManifestError) as caught:
-        parse(f"cluster: c\nmodels: {{m: {{source: 'stub://a'}}}}\n{block}\n", vet=names.check_for(ALL, served))
+        parse(
+            f"cluster: c\nmodels: {{m: {{source: 'stub://a'}}}}\n{block}\n", author_check=names.check_for(ALL, served)
+        )
     assert [(p.line, p.where, p.message) for p in caught.value.problems] == [(line, where, HOSTS_REFUSED)]
 
 
@@ -250,7 +252,7 @@ def test_replica_counts_may_be_set_over_http() -> None:
         "cluster: c\nmodels: {m: {source: 'stub://a'}}\nhosts: {replicas: {m: {num: 3}}, routing: session, "
         "max_imbalance: 9, secret: /etc/secret, tls: {ca: /a, cert: /c}, allow_plain: true}\n"
     )
-    hosts = parse(text, vet=names.check_for(NONE, served)).hosts
+    hosts = parse(text, author_check=names.check_for(NONE, served)).hosts
     assert hosts is not None
     assert (hosts.replicas["m"].num, hosts.max_imbalance) == (3, 9)
 

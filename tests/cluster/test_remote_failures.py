@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.cluster.breaker import BreakerState
 from lockstep.cluster.completion_chunks import MAX_REASON_CHARS
-from lockstep.cluster.remote_exchange import Patience
+from lockstep.cluster.remote_exchange import CallDeadlines
 from lockstep.core.request import FinishReason
 from lockstep.errors import (
     DeadlineError,
@@ -169,11 +169,11 @@ async def test_text_of_a_refused_request_goes_to_the_client(status: int) -> None
 async def test_a_call_whose_time_is_up_may_be_ended_in_the_same_moment() -> None:
     """As when the server closes: whoever ends all calls gets to the end of them."""
     loop = asyncio.get_running_loop()
-    patience = Patience(call(), loop.time())
-    waiting = asyncio.create_task(patience.wait(asyncio.Event().wait, loop.time(), DeadlineError("late")))
+    deadlines = CallDeadlines(call(), loop.time())
+    waiting = asyncio.create_task(deadlines.wait(asyncio.Event().wait, loop.time(), DeadlineError("late")))
     await asyncio.sleep(0)  # it waits, and its timer is the next to be called
     await asyncio.sleep(0)  # that was called, and the call is not awake yet
-    patience.end(UnavailableError("closing"))
+    deadlines.end(UnavailableError("closing"))
     with pytest.raises(UnavailableError, match="closing"):
         await waiting
 

@@ -21,15 +21,15 @@ def test_every_reason_is_counted_from_the_start() -> None:
 
 def test_seconds_without_it_are_those_between_going_and_coming() -> None:
     use = ReplicaUse()
-    use.came(5.0)
+    use.mark_available(5.0)
     assert use.away_s(9.0) == 0.0
-    use.went(10.0)
+    use.mark_unavailable(10.0)
     assert use.away_s(12.0) == 2.0
-    use.went(12.0)  # told again
-    use.came(13.0)
-    use.came(14.0)
+    use.mark_unavailable(12.0)  # told again
+    use.mark_available(13.0)
+    use.mark_available(14.0)
     assert use.away_s(20.0) == 3.0
-    use.went(20.0)
+    use.mark_unavailable(20.0)
     assert use.away_s(20.5) == 3.5
     assert use.num_away == 2
 

@@ -456,7 +456,7 @@ async def test_a_gateway_with_another_secret_is_rejected_and_reports_the_reason(
         await until(lambda: KEY in gateway.workers.groups and bool(gateway.workers.groups[KEY].members[0].fault))
         group = gateway.workers.groups[KEY]
         assert "secret" in group.trouble(group.members[0])
-        gateway.workers.give_up(KEY)
+        gateway.workers.cancel_load(KEY)
         with pytest.raises(WorkerLostError, match="the model was removed"):
             await loading
         await gateway.workers.close()

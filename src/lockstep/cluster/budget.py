@@ -192,7 +192,7 @@ class BudgetTable:
     budgets: Budgets
 
     @property
-    def is_kept(self) -> bool:
+    def is_within_budget(self) -> bool:
         """True if the cluster can start with the manifest."""
         return all(row.verdict is not Verdict.EXCEEDS for row in self.rows)
 
@@ -267,7 +267,7 @@ def cut_texts(budgets: Budgets) -> list[str]:
 def refusal(table: BudgetTable) -> str:
     """Error message for models that exceed the budgets: which budgets, by how much, and what to do; empty: nothing is
     exceeded."""
-    if table.is_kept:
+    if table.is_within_budget:
         return ""
     over = [budget for budget in table.budgets if budget.excess_bytes]
     parts = [f"{each.name} ({size(each.needed_bytes)} of {size(each.effective_bytes or 0)})" for each in over]

@@ -316,7 +316,7 @@ class Cluster:
             else self._operator_names.check_for(permissions, self._state.models.declared.hosts)
         )
         manifest = await asyncio.to_thread(
-            parse, text, validators=self._validators, environment=environment, vet=permission_check
+            parse, text, validators=self._validators, environment=environment, author_check=permission_check
         )
         self._check_booted()
         self._reloads.check(manifest)

@@ -110,7 +110,7 @@ class ControlledGroup:
         most = MAX_SILENT_READY if place.state in (ReplicaPhase.READY, ReplicaPhase.LEAVING) else MAX_SILENT
         return (bool(place.node_id) and not is_host_there) or num_silent > most
 
-    def shown(self, number: int, hosts: Sequence[Host], now_s: float) -> ReplicaStatus:
+    def published(self, number: int, hosts: Sequence[Host], now_s: float) -> ReplicaStatus:
         """Status of a replica as published to gateways: including whether it leaves, and why it waits.
 
         Args:

@@ -23,7 +23,7 @@ from lockstep.cluster.controlled_group import ControlledGroup, Leaving, is_older
 from lockstep.cluster.controller_state import ControllerState, GatewayReport, GroupPhase, is_held, merged_view, unwanted
 from lockstep.cluster.plan_recorder import PlanRecorder
 from lockstep.cluster.planner import Drain, Load, Phase, Refuse, Unload, plan
-from lockstep.cluster.sessions import SessionNews
+from lockstep.cluster.sessions import SessionUpdate
 from lockstep.errors import (
     HostNotDrainableError,
     HostNotFoundError,
@@ -66,7 +66,7 @@ class GatewayLink:
 
     report: GatewayReport | None
     contact_s: float
-    unsent: deque[SessionNews] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT))
+    unsent: deque[SessionUpdate] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT))
     """Updates of sessions on other gateways; beyond the limit the oldest are dropped."""
 
 
@@ -178,7 +178,7 @@ class Controller:
         known.contact_s = self._clock()
         return self._state
 
-    async def report(self, gateway: str, report: GatewayReport) -> tuple[SessionNews, ...]:
+    async def report(self, gateway: str, report: GatewayReport) -> tuple[SessionUpdate, ...]:
         """Record a gateway's demand and use. Returns the session updates of other gateways since its last report."""
         if (known := self._gateways.get(gateway)) is None:
             return ()
@@ -474,7 +474,9 @@ class Controller:
             drains=dict(self._drains),
             refusals=dict(self._refusals),
             places=tuple(
-                group.shown(number, hosts, now_s) for group in self._groups.values() for number in sorted(group.numbers)
+                group.published(number, hosts, now_s)
+                for group in self._groups.values()
+                for number in sorted(group.numbers)
             ),
             hosts=hosts,
             num_gateways=max(1, len(self._gateways)),

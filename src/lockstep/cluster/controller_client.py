@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from lockstep.cluster.controller_state import ControllerState, GatewayReport, actions_for
 from lockstep.cluster.planner import Action, Observed, Phase, PlanPolicy
-from lockstep.cluster.sessions import SessionNews
+from lockstep.cluster.sessions import SessionUpdate
 from lockstep.errors import PlacingError, UnavailableError
 from lockstep.hosts.values import LinkOptions
 from lockstep.hosts.workers import HostedWorkers
@@ -46,7 +46,7 @@ class ControllerLink(Protocol):
         self, gateway: str, version: str, manifest: str, link: LinkOptions, drained: Mapping[str, str] | None = None
     ) -> ControllerState: ...
     async def follow(self, gateway: str, seen: int) -> ControllerState | None: ...
-    async def report(self, gateway: str, report: GatewayReport) -> Sequence[SessionNews]: ...
+    async def report(self, gateway: str, report: GatewayReport) -> Sequence[SessionUpdate]: ...
     async def leave(self, gateway: str) -> None: ...
     async def begin_replace(self, gateway: str) -> None: ...
     async def end_replace(self, gateway: str, manifest: str | None) -> int: ...
@@ -70,7 +70,7 @@ class ControllerClient:
         workers: HostedWorkers,
         report: Callable[[], GatewayReport],
         on_state: Callable[[ControllerState], None],
-        on_sessions: Callable[[Sequence[SessionNews]], None],
+        on_sessions: Callable[[Sequence[SessionUpdate]], None],
     ) -> None:
         self.gateway = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(3).hex()}"
         self.state = ControllerState(-1)
@@ -213,5 +213,5 @@ class ControllerClient:
         self._workers.apply(state.places)
         for key in tuple(self._workers.groups):
             if state.phases.get(key, Phase.ABSENT) in (Phase.ABSENT, Phase.UNLOADING):
-                self._workers.give_up(key)
+                self._workers.cancel_load(key)
         self._on_state(state)

@@ -21,7 +21,7 @@ from lockstep.cluster.planner import (
     Unload,
     UnloadReason,
 )
-from lockstep.cluster.sessions import SessionNews
+from lockstep.cluster.sessions import SessionUpdate
 from lockstep.hosts.values import Demand, Host, ReplicaStatus
 
 
@@ -46,7 +46,7 @@ class GatewayReport:
     policy: PlanPolicy
     num_open: Mapping[tuple[str, int], int] = field(default_factory=dict)
     """Number of open requests at each replica that this gateway uses or has used, by group key and number."""
-    sessions: tuple[SessionNews, ...] = ()
+    sessions: tuple[SessionUpdate, ...] = ()
     """Session updates since the previous report."""
     seen: int = -1
     """Version of the last state that the gateway has applied."""

@@ -90,7 +90,7 @@ class ManifestDraft:
         )
 
 
-class Vet(Protocol):
+class AuthorCheck(Protocol):
     """Check of a manifest's author: reports names of files and servers that the author may not use
     (cluster/manifest_permissions.py)."""
 

@@ -17,7 +17,7 @@ import yaml
 
 from lockstep.cluster.dispatch import NONE_OF_THESE, parse_literal, parse_rule
 from lockstep.cluster.manifest import Manifest, Routing
-from lockstep.cluster.manifest_draft import EntryDraft, ManifestDraft, Vet, check_draft
+from lockstep.cluster.manifest_draft import AuthorCheck, EntryDraft, ManifestDraft, check_draft
 from lockstep.cluster.manifest_hosts import hosts_block, hosts_written
 from lockstep.cluster.manifest_keys import (
     RESOURCES,
@@ -49,7 +49,7 @@ def parse(
     name: str = "manifest",
     validators: Mapping[str, Validator] = {},
     environment: Mapping[str, str] | None = {},
-    vet: Vet | None = None,
+    author_check: AuthorCheck | None = None,
 ) -> Manifest:
     """Read a manifest.
 
@@ -59,7 +59,7 @@ def parse(
         validators: validators of the blocks that belong to other packages, by key; a block without one is an error.
         environment: environment variables for ``${NAME}`` in ``remote:``. None, for texts from the network: ``${NAME}``
             is an error.
-        vet: check of the entries and hosts of texts from the network; None: the author may name anything.
+        author_check: check of the entries and hosts of texts from the network; None: the author may name anything.
 
     Raises:
         ManifestError: the text has problems; the error lists all of them, in order of lines.
@@ -72,10 +72,10 @@ def parse(
     if values is not INVALID:
         draft = ManifestDraft(**values)
         check_draft(draft, reading)
-        if vet is not None:
+        if author_check is not None:
             for entry in draft.entries:
-                vet.entry(entry, reading)
-            vet.hosts(draft.hosts, reading)
+                author_check.entry(entry, reading)
+            author_check.hosts(draft.hosts, reading)
     if reading.problems:
         raise ManifestError(sorted(reading.problems, key=lambda problem: problem.line), name)
     return draft.manifest(tuple(map(str, reading.notes)))

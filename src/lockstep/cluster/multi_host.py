@@ -18,7 +18,7 @@ from lockstep.cluster.manifest import Hosts, Manifest
 from lockstep.cluster.manifest_file import dump
 from lockstep.cluster.planner import Action, Observed, PlanPolicy
 from lockstep.cluster.replica_state import ReplicaState
-from lockstep.cluster.sessions import SessionNews, Sessions
+from lockstep.cluster.sessions import Sessions, SessionUpdate
 from lockstep.cluster.snapshot import HostSnapshot, PlaceSnapshot
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.hosts.group import RouteWatcher
@@ -167,12 +167,12 @@ class MultiHostBackend:
             for member in group.members
             if (num := group.num_open(member.number)) or group.balancer.is_there(member.number)
         }
-        sessions = self._sessions.news(now_s)
+        sessions = self._sessions.take_updates(now_s)
         return GatewayReport(
             now_s, demands, self.replicas.budget_bytes, self._policy, num_open, sessions, self.state.version
         )
 
-    def _on_sessions(self, news: Sequence[SessionNews]) -> None:
+    def _on_sessions(self, news: Sequence[SessionUpdate]) -> None:
         self._sessions.apply_updates(news, time.monotonic())
 
     def _demand(self, replica: ReplicaState) -> Demand:

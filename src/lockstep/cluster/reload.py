@@ -84,7 +84,7 @@ class Reloads:
         work = (
             self._replace(manifest, permission_check)
             if hosts is None
-            else self._everywhere(hosts, manifest, permission_check)
+            else self._replace_on_all(hosts, manifest, permission_check)
         )
         self._replacing = asyncio.get_running_loop().create_task(work)
         return await asyncio.shield(self._replacing)
@@ -102,7 +102,7 @@ class Reloads:
             log.error("a manifest applied by another gateway cannot be served here: %s", error)
         hosts.client.manifest_applied(text)
 
-    async def _everywhere(
+    async def _replace_on_all(
         self, hosts: MultiHostBackend, manifest: Manifest, permission_check: PermissionCheck | None
     ) -> Replaced:
         await hosts.client.begin_replace()

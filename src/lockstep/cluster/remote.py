@@ -20,7 +20,7 @@ from lockstep.artifacts.model import TokenizerParts
 from lockstep.cluster.base import Accepted, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import Entry
-from lockstep.cluster.remote_exchange import Exchange, Patience, PublicTransport
+from lockstep.cluster.remote_exchange import CallDeadlines, Exchange, PublicTransport
 from lockstep.cluster.remote_messages import RETRY_AFTER_S, AttemptError, RemoteRequest, ServerName, remote_request
 from lockstep.cluster.snapshot import RemoteSnapshot
 from lockstep.engine.metrics import HISTOGRAMS, Histogram
@@ -89,7 +89,7 @@ class RemoteModel:
         self._failures_total = 0
         self._refusals_total = 0
         self._first_byte_s = Histogram(HISTOGRAMS["time_to_first_token_seconds"])
-        self._open: dict[Patience, None] = {}
+        self._open: dict[CallDeadlines, None] = {}
         connect_s = min(CONNECT_S, remote.timeout_s)
         num = self._options.max_connections
         transport = httpx2.AsyncHTTPTransport(
@@ -148,11 +148,11 @@ class RemoteModel:
                 rejects our key.
         """
         request = remote_request(self.entry.id, self._model, call)
-        patience = Patience(call, asyncio.get_running_loop().time())
-        self._open[patience] = None
+        deadlines = CallDeadlines(call, asyncio.get_running_loop().time())
+        self._open[deadlines] = None
         self._requests_total += 1
         try:
-            exchange, admission = await self._begin(request, patience)
+            exchange, admission = await self._begin(request, deadlines)
             try:
                 yield (Accepted(self.entry.id, ()),)
                 async with aclosing(exchange.outputs()) as stream:
@@ -171,19 +171,19 @@ class RemoteModel:
             finally:
                 await exchange.close()
         finally:
-            del self._open[patience]
+            del self._open[deadlines]
 
     def abort_all(self, error: LockstepError) -> None:
         """End every open call with this error."""
-        for patience in self._open:
-            patience.end(error)
+        for deadlines in self._open:
+            deadlines.end(error)
 
     async def close(self) -> None:
         """End open calls and close all connections."""
         self.abort_all(UnavailableError(f"{self.entry.id!r} is no longer served"))
         await self._client.aclose()
 
-    async def _begin(self, request: RemoteRequest, patience: Patience) -> tuple[Exchange, Admission]:
+    async def _begin(self, request: RemoteRequest, deadlines: CallDeadlines) -> tuple[Exchange, Admission]:
         """Make attempts until an answer starts, with growing delays."""
         options = self._options
         for attempt in range(options.max_attempts):
@@ -193,7 +193,7 @@ class RemoteModel:
                 raise self._blocked_error()
             self._attempts_total += 1
             sent_s = self._clock()
-            exchange = Exchange(self._client, self._server, request, patience, self._silence_s)
+            exchange = Exchange(self._client, self._server, request, deadlines, self._silence_s)
             try:
                 await exchange.begin()
             except AttemptError as failure:
@@ -203,7 +203,7 @@ class RemoteModel:
                 if is_over or not failure.may_retry:
                     raise failure.error from None
                 wait_s = backoff_s(attempt + 1, options.backoff_s, options.breaker.max_rest_s)
-                await patience.wait(lambda: asyncio.sleep(wait_s), None, failure.error)  # noqa: B023  awaited here
+                await deadlines.wait(lambda: asyncio.sleep(wait_s), None, failure.error)  # noqa: B023  awaited here
             except BaseException:
                 self._breaker.left(admission)
                 await exchange.close()

@@ -51,7 +51,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 
-class Patience:
+class CallDeadlines:
     """Deadlines of one call over all its attempts, and its early end."""
 
     def __init__(self, call: GenerationRequest, now_s: float) -> None:
@@ -115,13 +115,13 @@ class Exchange:
         client: httpx2.AsyncClient,
         server: ServerName,
         request: RemoteRequest,
-        patience: Patience,
+        deadlines: CallDeadlines,
         silence_s: float,
     ) -> None:
         self._client = client
         self._server = server
         self._request = request
-        self._patience = patience
+        self._deadlines = deadlines
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._loop.time()
@@ -151,12 +151,12 @@ class Exchange:
         late = AttemptError(DeadlineError(f"{self._server} did not start to answer within {self._silence_s:g} s"))
         posted = self._client.build_request("POST", self._request.path.removeprefix("/"), content=self._request.body)
         with self._translated():
-            self._response = response = await self._patience.wait(
+            self._response = response = await self._deadlines.wait(
                 lambda: self._client.send(posted, stream=True), until_s, late
             )
             self._queue_s = self._loop.time() - self._sent_s
             if response.status_code != _OK:
-                body = await self._patience.wait(lambda: _beginning(response), until_s, late)
+                body = await self._deadlines.wait(lambda: _first_bytes(response), until_s, late)
                 raise of_status(self._server, response.status_code, response.headers.get("retry-after"), body)
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != _EVENTS:
@@ -164,10 +164,10 @@ class Exchange:
                 raise AttemptError(RemoteFailedError(f"{text}; is it an OpenAI-compatible server?"))
             events = aiter(httpx2.EventSource(response, MAX_EVENT_BYTES))
             self._events = cast("AsyncGenerator[httpx2.ServerSentEvent]", events)  # its actual type
-            self._first = await self._patience.wait(self._next_event, until_s, late)
+            self._first = await self._deadlines.wait(self._next_event, until_s, late)
         if self._first is None:
             raise self._broken("closed the connection before it answered", may_retry=True)
-        self._patience.answered()
+        self._deadlines.answered()
 
     async def outputs(self) -> AsyncGenerator[list[TokenOutput]]:
         """Yield the outputs of each event, which may be none. The last item holds the whole answer; `is_whole` is set
@@ -189,7 +189,7 @@ class Exchange:
                 text = f"{self._server} sent nothing for {self._silence_s:g} s in the middle of its answer"
                 late, until_s = AttemptError(DeadlineError(text)), self._loop.time() + self._silence_s
                 with self._translated():
-                    event = await self._patience.wait(self._next_event, until_s, late)
+                    event = await self._deadlines.wait(self._next_event, until_s, late)
         if not answer.is_finished:
             raise self._broken("closed the connection in the middle of its answer")
         self.is_whole = True
@@ -202,7 +202,7 @@ class Exchange:
         late = AttemptError(DeadlineError("the usage did not arrive in time"))
         try:
             with self._translated():
-                event = await self._patience.wait(self._next_event, until_s, late)
+                event = await self._deadlines.wait(self._next_event, until_s, late)
         except AttemptError:  # whatever fails now, the answer is complete
             return None
         self._is_at_end = event is None or event.data == DONE
@@ -255,7 +255,7 @@ class Exchange:
             raise self._broken("closed the connection in the middle of its answer") from None
 
 
-async def _beginning(response: httpx2.Response) -> bytes:
+async def _first_bytes(response: httpx2.Response) -> bytes:
     """Read as much of a body as is needed for the error message."""
     parts, size = [], 0
     with contextlib.suppress(httpx2.HTTPError):

@@ -166,7 +166,7 @@ def _constraint(constraint: Constraint) -> dict[str, Any]:
     return {"structured_outputs": {_STRUCTURED[constraint.kind]: value}}
 
 
-class _ChoiceSoFar:
+class _PartialChoice:
     """State of one choice while its answer arrives."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class RemoteAnswer:
         self._sent_s = sent_s
         self._first_s: float | None = None
         self._decoder = msgspec.json.Decoder(Chunk)
-        self._choices = [_ChoiceSoFar() for _ in range(request.num_choices)]
+        self._choices = [_PartialChoice() for _ in range(request.num_choices)]
         self._usage = Usage()
         self._num_chars = 0
         self._num_empty = 0
@@ -219,7 +219,7 @@ class RemoteAnswer:
         except (ValueError, UnicodeEncodeError) as error:
             raise self._malformed(f"an event that is not a completion chunk ({error})") from None
         if chunk.error is not None:
-            raise of_frame(self._server, chunk.error)
+            raise of_error_event(self._server, chunk.error)
         if chunk.usage is not None:
             self._usage = chunk.usage
         outputs = [output for choice in chunk.choices for output in self._outputs(choice, now_s)]
@@ -264,7 +264,7 @@ class RemoteAnswer:
         if not 0 <= choice.index < len(self._choices):
             raise self._malformed(f"choice index {choice.index}, although n is {len(self._choices)}")
         so_far = self._choices[choice.index]
-        output = self._news(choice)
+        output = self._output(choice)
         has_news = bool(output.text or output.reasoning or output.calls)
         if so_far.finish_reason is not None:
             if has_news and not self.is_cut:
@@ -282,7 +282,7 @@ class RemoteAnswer:
         news = [output] if has_news else []
         return news if choice.finish_reason is None else [*news, *self._finish(choice)]
 
-    def _news(self, choice: Choice) -> TokenOutput:
+    def _output(self, choice: Choice) -> TokenOutput:
         delta = choice.delta or Delta()
         calls = tuple(_part(call) for call in delta.tool_calls or ())
         if calls and not self._request.has_tools:
@@ -380,7 +380,7 @@ def of_status(server: ServerName, status: int, retry_after: str | None, body: by
     return AttemptError(RemoteFailedError(f"{server} {how}"), is_fault=is_fault, may_retry=status >= 500, reply=message)
 
 
-def of_frame(server: ServerName, error: Any) -> AttemptError:
+def of_error_event(server: ServerName, error: Any) -> AttemptError:
     """Return the failure for an error event in the middle of a stream."""
     type_ = error.get("type") if isinstance(error, dict) else None
     message = error_message(error)

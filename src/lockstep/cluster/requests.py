@@ -95,7 +95,7 @@ class RequestHandler:
         try:
             accepted, outputs = await self._entry_answer(router, entry, router.question(call), progress)
         except PromptTooLongError as error:
-            text = f"the prompt is too long for the router {entry.id}: {error}; or name a model with a longer context"
+            text = f"the prompt is too long for routing by {entry.id}: {error}; or name a model with a longer context"
             raise PromptTooLongError(text, param=error.param) from None
         answer = outputs[-1].request
         assert answer is not None, "the last output of a stream has the whole answer"

@@ -79,7 +79,7 @@ class Session:
     """True if the current worker has reported the stored tokens."""
     is_held: bool = True
     """True if at least one model holds the session on the device."""
-    is_taken: bool = False
+    is_accepted: bool = False
     """True if a model has accepted a request of the session, now or before this server started."""
     is_evicted: bool = False
     """True if a model has evicted its KV since its last request."""
@@ -236,7 +236,7 @@ class ModelSessions:
                 slot.set_result(None)
 
 
-class SessionNews(NamedTuple):
+class SessionUpdate(NamedTuple):
     """Update of a session at one gateway, for all other gateways. It contains ages, as the hosts' clocks differ."""
 
     id: str
@@ -288,21 +288,21 @@ class Sessions:
     def accepted(self, id_: str | None) -> None:
         """Record that a model has accepted a request of a session."""
         if (session := self.by_id.get(id_ or "")) is not None:
-            session.is_taken = True
+            session.is_accepted = True
 
     def store(self, id_: str, model: str, stored: StoredTokens, now_s: float) -> None:
         """Record the tokens of a session that a model stores outside of the device. The session may predate this
         server."""
         session = self.by_id.get(id_)
         if session is None and stored.total and len(self.by_id) < MAX_SESSIONS:
-            session = self.by_id[id_] = Session(id_, model, now_s, now_s, is_held=False, is_taken=True)
+            session = self.by_id[id_] = Session(id_, model, now_s, now_s, is_held=False, is_accepted=True)
         if session is not None:
             session.stored[model] = stored
 
     def forget_refused(self, id_: str) -> bool:
         """Forget a session if no request of it was ever accepted and none is open; returns whether it was forgotten."""
         session = self.by_id.get(id_)
-        if session is None or session.is_taken or session.num_active:
+        if session is None or session.is_accepted or session.num_active:
             return False
         del self.by_id[id_]
         return True
@@ -327,20 +327,20 @@ class Sessions:
         if self._is_shared and (id_ in self._unreported or len(self._unreported) < MAX_SESSIONS):
             self._unreported[id_] = self._unreported.get(id_, 0) + num_requests
 
-    def news(self, now_s: float) -> tuple[SessionNews, ...]:
+    def take_updates(self, now_s: float) -> tuple[SessionUpdate, ...]:
         """Return the updates since the last report."""
         unreported, self._unreported = self._unreported, {}
         found = []
         for id_, num_requests in unreported.items():
             session = self.by_id.get(id_)
             if session is None:
-                found.append(SessionNews(id_, "", 0.0, 0.0, num_requests, is_ended=True))
+                found.append(SessionUpdate(id_, "", 0.0, 0.0, num_requests, is_ended=True))
                 continue
             idle_s = 0.0 if session.num_active else now_s - session.last_used_s
-            found.append(SessionNews(id_, session.model, now_s - session.began_s, idle_s, num_requests))
+            found.append(SessionUpdate(id_, session.model, now_s - session.began_s, idle_s, num_requests))
         return tuple(found)
 
-    def apply_updates(self, news: Iterable[SessionNews], now_s: float) -> None:
+    def apply_updates(self, news: Iterable[SessionUpdate], now_s: float) -> None:
         """Apply updates from other gateways, so that a session that continues here is found and its KV is not evicted
         as idle."""
         for each in news:
@@ -353,7 +353,7 @@ class Sessions:
                 if len(self.by_id) >= MAX_SESSIONS:
                     continue
                 began_s, used_s = now_s - each.age_s, now_s - each.idle_s
-                session = self.by_id[each.id] = Session(each.id, each.model, began_s, used_s, is_taken=True)
+                session = self.by_id[each.id] = Session(each.id, each.model, began_s, used_s, is_accepted=True)
             session.num_requests += each.num_requests
             session.last_used_s = max(session.last_used_s, now_s - each.idle_s)
 

@@ -448,9 +448,8 @@ class ClusterState:
             case Lost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
                 for session in tuple(self.sessions.by_id.values()):
-                    session.is_stored_known = (
-                        not self._host_store.is_open
-                    )  # the store may hold copies of KV lost from the device
+                    # A store may hold copies of the KV that the device has lost.
+                    session.is_stored_known = not self._host_store.is_open
                     session.kept_tokens.clear()
                     self._drop_held(session.id, LOST)
                 self.replicas.worker_lost()

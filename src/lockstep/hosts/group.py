@@ -336,7 +336,7 @@ class Group:
         if member.lost_s is not None:
             log.warning("%s is available again after %.1f s", self.label(member), now_s - member.lost_s)
             member.lost_s = None
-        member.use.came(now_s)
+        member.use.mark_available(now_s)
         self.balancer.admit(member.number)
         if self._routes is not None:
             self._routes.admitted(self.key, member.number)
@@ -346,7 +346,7 @@ class Group:
     def _withdraw(self, member: Member, is_lost: bool) -> None:
         was_there = self.is_there
         if member.place is not None and self.balancer.is_there(member.number):
-            member.use.went(time.monotonic())
+            member.use.mark_unavailable(time.monotonic())
         self.balancer.withdraw(member.number, is_lost)
         if self._routes is not None:
             self._routes.withdrawn(self.key, member.number, is_lost)

@@ -30,7 +30,7 @@ from lockstep.hosts.ray_connection import (
     prepare_environment,
     sentence,
 )
-from lockstep.hosts.replica_actor import Here, ReplicaHost
+from lockstep.hosts.replica_actor import LocalHost, ReplicaHost
 from lockstep.hosts.values import Demand, Host, LinkOptions, ReplicaName, ReplicaStatus, choose_host
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.logs import log_to_stderr
@@ -254,7 +254,7 @@ class NamedActor:
 # -- in an actor's process --------------------------------------------------------------------------------------------
 
 
-class Resident:
+class ActorProcess:
     """Wrapper in an actor's process: holds an object of a plain asyncio class and dispatches calls to it."""
 
     def __init__(self, name: str, kind: Callable[..., object], args: tuple[object, ...]) -> None:
@@ -262,11 +262,11 @@ class Resident:
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it from its CPU count; our own default is better
         with contextlib.suppress(OSError):  # needs root; otherwise set the priority of `ray start`
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        self._resident = kind(*args)
+        self._object = kind(*args)
         self._starting = asyncio.get_running_loop().create_task(self._start())
 
     async def _start(self) -> None:
-        start = getattr(self._resident, "start", None)
+        start = getattr(self._object, "start", None)
         try:
             if start is not None:
                 await start()
@@ -282,7 +282,7 @@ class Resident:
         if method == STARTED:
             return True, None
         try:
-            return True, await getattr(self._resident, method)(*args)
+            return True, await getattr(self._object, method)(*args)
         except LockstepError as error:
             return False, error
 
@@ -300,7 +300,7 @@ class PlacedReplica:
 
     async def start(self) -> None:
         """Start the replica's worker."""
-        here = await self._runtime.do("cannot find this host in the Ray cluster", _here)
+        here = await self._runtime.do("cannot find this host in the Ray cluster", _local_host)
         controller, options = self._runtime.find(CONTROLLER), self._options
         self._host = ReplicaHost(
             self._demand,
@@ -348,7 +348,7 @@ def _actor(
     if host is not None:
         at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         options = {**options, "scheduling_strategy": at(host.node_id, soft=True, _spill_on_unavailable=True)}
-    made = ray.remote(Resident).options(
+    made = ray.remote(ActorProcess).options(
         name=name,
         namespace=namespace,
         lifetime="detached",
@@ -422,7 +422,7 @@ def _own(resources: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _here() -> Here:
+def _local_host() -> LocalHost:
     node_id = imported().get_runtime_context().get_node_id()
     host = next(host for host in _hosts() if host.node_id == node_id)
-    return Here(host.name, node_id, host.address)
+    return LocalHost(host.name, node_id, host.address)

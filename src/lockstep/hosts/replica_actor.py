@@ -41,7 +41,7 @@ CLOSE_LIMIT_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class LocalHost:
     """Host of a replica: its name, Ray node id and address."""
 
     host: str
@@ -66,7 +66,7 @@ class ReplicaHost:
         number: int,
         worker: WorkerOptions,
         link: LinkOptions,
-        here: Here,
+        here: LocalHost,
         report: Callable[[ReplicaStatus], Awaitable[None] | None],
         store: KVStoreOptions | None = None,
     ) -> None:

@@ -140,27 +140,27 @@ class ReplicaUse:
     num_away: int = 0
     """Number of times that it was lost after it had been available."""
     _away_s: float = 0.0
-    _went_s: float | None = None
+    _lost_s: float | None = None
     """When it was lost; None: it is available, or never was."""
 
     @property
     def num_routed(self) -> int:
         return sum(self.routed.values())
 
-    def went(self, now_s: float) -> None:
+    def mark_unavailable(self, now_s: float) -> None:
         """Record that it gets no more requests; a second call changes nothing."""
-        if self._went_s is None:
-            self._went_s = now_s
+        if self._lost_s is None:
+            self._lost_s = now_s
             self.num_away += 1
 
-    def came(self, now_s: float) -> None:
+    def mark_available(self, now_s: float) -> None:
         """Record that it gets requests again."""
         self._away_s = self.away_s(now_s)
-        self._went_s = None
+        self._lost_s = None
 
     def away_s(self, now_s: float) -> float:
         """Total time without it in seconds, since it was first available."""
-        return self._away_s + (0.0 if self._went_s is None else now_s - self._went_s)
+        return self._away_s + (0.0 if self._lost_s is None else now_s - self._lost_s)
 
 
 class Host(msgspec.Struct, frozen=True):

@@ -142,7 +142,7 @@ class HostedWorkers:
         why = "; ".join(dict.fromkeys(filter(None, (*reasons, self.fault)))) or "none has been placed"
         return f"no replica of {name} can take requests: {why}"
 
-    def give_up(self, key: str) -> None:
+    def cancel_load(self, key: str) -> None:
         """Fail the load of a group that is no longer wanted."""
         waiting = self._waiting.get(key)
         if waiting is not None and not waiting.done():
