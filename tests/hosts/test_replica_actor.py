@@ -100,8 +100,8 @@ async def test_a_model_that_cannot_be_loaded_is_tried_again(tmp_path: Path, monk
 async def test_the_newest_status_is_reported_again_until_it_is_received(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_actor, "FIRST_TELL_AGAIN_S", 0.01)
-    monkeypatch.setattr(replica_actor, "MAX_TELL_AGAIN_S", 0.01)
+    monkeypatch.setattr(replica_actor, "FIRST_RESEND_S", 0.01)
+    monkeypatch.setattr(replica_actor, "MAX_RESEND_S", 0.01)
     is_deaf, told = True, []
 
     def tell(place: ReplicaStatus) -> None:

@@ -56,8 +56,7 @@ DRAIN_S = 60.0
 MAX_UNSENT = 1 << 14
 """Maximum number of session updates queued for one gateway's next report."""
 MAX_GATEWAYS = 64
-"""Upper limit, because a worker accepts no more remote clients
-(`lockstep.worker.remote_clients.MAX_CLIENTS`)."""
+"""Maximum number of gateways, as a worker accepts no more (`lockstep.worker.remote_clients.MAX_CLIENTS`)."""
 
 
 @dataclass(slots=True, eq=False)

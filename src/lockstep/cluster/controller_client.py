@@ -28,7 +28,7 @@ REPORT_S = 1.0
 """Interval in seconds between two reports while nothing changes."""
 MIN_REPORT_S = 0.02
 """Minimum interval in seconds between two reports."""
-AGAIN_S = 0.5
+RETRY_S = 0.5
 """Delay in seconds before a controller that does not answer is called again."""
 DISMISS_LIMIT_S = 120.0
 """Time in seconds for other gateways' requests to end and for the replicas to be unloaded."""
@@ -175,10 +175,10 @@ class ControllerClient:
                     log.warning("the cluster's controller does not report; replicas keep answering: %s", error)
                 self.fault = str(error)
                 self._workers.fault = f"the cluster's controller does not report: {error}"
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
             except Exception:  # without this loop the gateway would not follow the controller
                 log.exception("internal error while following the cluster's controller")
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
     def _record_contact(self) -> None:
         now_s = time.monotonic()

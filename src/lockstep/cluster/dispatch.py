@@ -105,8 +105,8 @@ def parse_rule(text: str, literal: Mapping[str, str] | None = None) -> DispatchR
     """Parse a rule.
 
     Raises:
-        ConfigError: the text does not match `RULE_SHAPE`, its braces name another field, or it does not use the literal
-            map.
+        ConfigError: the text does not match `RULE_SHAPE`, its braces name another field, or there is a literal map
+            although the target is fixed.
     """
     found = _RULE.fullmatch(text.strip())
     if found is None:

@@ -4,7 +4,7 @@ to ours. Pure.
 Each parameter of a request is either sent or rejected here by name. Priority, tenant and session belong to this cluster
 and are not sent. Clients see the entry's id and never the other server's address. They see the other server's error
 text only if it rejects their request (400, 413, 422), because the text names what to change. The text of all other
-failures goes to the log only, and messages about our API key are not passed on.
+failures only goes to the log, and responses about our API key are not logged either.
 """
 
 from __future__ import annotations

@@ -358,7 +358,7 @@ class Replicas:
                 self._move(replica, Phase.UNLOADING, "budget")
                 raise NotLoadableError(f"{spec.source}: {excess}")
             if self._worker.loaded(spec.key) is not loaded:
-                raise WorkerLostError("the device worker ended when it had just loaded the model")
+                raise WorkerLostError("the device worker ended right after it had loaded the model")
         except WorkerLostError as lost:
             self._load_lost(replica, lost)
         except Exception as error:  # whatever the error, no call may wait for a load that has ended

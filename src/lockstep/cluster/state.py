@@ -138,7 +138,7 @@ class ClusterState:
         return "the model is loading" if len(self.models.by_id) == 1 else "the models are loading"
 
     def declare(self, manifest: Manifest) -> None:
-        """Take a manifest's models by name, before any artifact is opened."""
+        """Replace the declared models before any artifact is opened; they can then be found by name."""
         assert self.opened is None, "models that were opened are replaced"
         self.models = ModelSet(manifest, served_by(manifest, self.options.backend), _unopened)
 
@@ -381,7 +381,7 @@ class ClusterState:
         self.events.emit(type_, caller=name.caller, session=name.id, **fields)
 
     async def free(self, session: str, model: str) -> None:
-        """Tell the worker to unpin the blocks that an idle session holds for a model."""
+        """Make the worker unpin the blocks that an idle session holds for a model."""
         found = self.models.by_id.get(model)
         if found is not None and found.replica is not None and found.replica.phase is Phase.RESIDENT:
             await self.worker.sweep(found.replica.key, session, model)

@@ -36,7 +36,7 @@ RETRY_AFTER_S = 1.0
 SILENCE_S = 10.0
 """Time in seconds after which a silent worker on the network counts as lost. Its health is checked every second, and it
 loads no model while it serves."""
-REFUSED_AGAIN_S = 5.0
+RETRY_REJECTED_S = 5.0
 """Time in seconds until a rejected connection is tried again: a file may have been corrected or the worker
 restarted."""
 ANSWER_S = 4.0
@@ -151,7 +151,7 @@ class Group:
             await worker.start()
         except LockstepError as error:  # e.g. another secret, another version, or unusable files
             if member.worker is worker:
-                member.worker, member.retry_at_s = None, time.monotonic() + REFUSED_AGAIN_S
+                member.worker, member.retry_at_s = None, time.monotonic() + RETRY_REJECTED_S
                 self._set_fault(member, f"cannot connect to its worker: {error}")
             await worker.close()
 

@@ -165,7 +165,7 @@ class ReplicaHost:
         )
         listening = worker.listening  # reported before any reply to a command
         if listening is None or worker.loaded(demand.key) is None:
-            raise WorkerLostError("the device worker ended when it had just loaded the model")
+            raise WorkerLostError("the device worker ended right after it had loaded the model")
         if listening.fault:
             raise UnavailableError(f"the worker cannot listen: {listening.fault}")
         self._num_failures = self._num_lost = 0
