@@ -1,4 +1,4 @@
-"""Cluster types: the events of an answer, and the description of models and health for clients.
+"""Cluster types: defines the events of an answer, and the description of models and health for clients.
 
 An answer is a stream of batches of events: first `Accepted`, alone, then a `TokenOutput` for the result of each step
 for each of the ``n`` completions. The last one carries the whole answer. If the request is routed to a model that

@@ -1,4 +1,4 @@
-"""Cluster of a manifest: the server's only interface to its models, local ones on one device worker and remote ones."""
+"""Cluster of a manifest: serves requests by local and remote models; the server's only interface to them."""
 
 from __future__ import annotations
 

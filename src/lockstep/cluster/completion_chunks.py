@@ -1,4 +1,4 @@
-"""Completion chunks: types of the streamed chunks of any OpenAI-compatible server. Unknown fields are ignored, missing
+"""Completion chunks: defines the streamed chunks of any OpenAI-compatible server. Unknown fields are ignored, missing
 ones are None. Pure."""
 
 from __future__ import annotations

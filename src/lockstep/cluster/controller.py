@@ -1,4 +1,5 @@
-"""Controller of a cluster on several hosts: its manifest, its one plan, and the location of each group's replicas.
+"""Controller of a cluster on several hosts: keeps its manifest, plans its replicas, and publishes their location to all
+gateways.
 
 Gateways report their demand and use. The controller plans with the planner of a single machine, lets the runtime place
 replicas, and sends the result to all gateways. Gateways serve requests without it: when no controller runs, the placed

@@ -1,4 +1,4 @@
-"""Keys of a manifest: for each key, the field that it sets and how it is read, checked and written.
+"""Keys of a manifest: defines for each key the field that it sets, and how it is read, checked and written.
 
 There is one table for each block. The same table is used to read and to write, so a written manifest reads back
 unchanged. The keys and ranges of ``engine:`` come from EngineOptions, those of ``sampling:`` from SamplingParams.
@@ -446,7 +446,7 @@ def sampling_block(node: YamlNode) -> dict[str, float | int]:
 
 @cache
 def engine_keys() -> Mapping[str, Key]:
-    """The keys of ``engine:``: the fields of EngineOptions, read by their types."""
+    """Keys of ``engine:``: the fields of EngineOptions, read by their types."""
     sizes = {
         "kv_cache_memory_bytes": Key(size(1), write=size_text),
         "host_kv_memory_bytes": Key(size(), write=size_text),

@@ -1,4 +1,4 @@
-"""Marked lines: JSON lines with a chain of digests, the format of recorded plans and routes.
+"""Marked lines: writes JSON lines with a chain of digests, the format of recorded plans and routes.
 
 A `Mark` is a line of its own that follows some lines. It contains their BLAKE2b-64 digest, including newlines, keyed
 with the previous mark; the first mark of a file has no key. Any changed, missing or added line is therefore detected.

@@ -1,4 +1,5 @@
-"""Live cluster state: models, replicas, sessions, and the events of their transitions."""
+"""Live cluster state: holds the models, replicas and sessions of a cluster, and emits the events of their
+transitions."""
 
 from __future__ import annotations
 

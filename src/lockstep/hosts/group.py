@@ -1,5 +1,4 @@
-"""Replica groups: the replicas of one artifact on several workers, with a balancer that chooses a replica for each
-request.
+"""Replica groups: sends each request to one of an artifact's replicas on several workers, chosen by a balancer.
 
 If a request's replica is lost before the first token, the request is sent once to another replica. If it is lost later,
 the request ends with the error. Each state change of a replica is logged on one line with the names of its model and
