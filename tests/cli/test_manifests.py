@@ -128,7 +128,7 @@ def test_hosts_are_printed_with_the_replicas_of_each_model(check: Check) -> None
 
 def test_different_replica_counts_for_one_artifact_give_a_warning(check: Check) -> None:
     _, _, err = check(HOSTED, "--backend", "pocket")
-    assert "warning: router: has 3 replicas, not 2, as models of one artifact share them" in err
+    assert "warning: router: has 3 replicas, not 2, because models of one artifact share them" in err
 
 
 def test_what_is_not_on_this_machine_is_not_fetched(check: Check) -> None:
@@ -258,7 +258,7 @@ models:
     assert code == 0
     assert err.splitlines() == [
         "lockstep: warning: b: co_activation has no effect, as a remote model is never loaded",
-        "lockstep: warning: disk_kv_budget has an effect with --kv-dir DIR, where KV is kept on disk",
+        "lockstep: warning: disk_kv_budget has no effect without --kv-dir DIR, the directory for KV files",
     ]
 
 

@@ -61,7 +61,7 @@ def test_what_cannot_be_recorded_is_a_warning_and_the_server_is_ready_all_the_sa
         health = client.get("/health")
         assert (health.status_code, health.json()["status"]) == (200, "degraded")
         (warning,) = health.json()["warnings"]
-        assert warning == "nothing is recorded now: Not a directory; requests are answered all the same"
+        assert warning == "recording has stopped: Not a directory; requests are still served"
         assert 'lockstep:trace_recording{engine="0",model_name="router"} 0.0' in client.get("/metrics").text
         assert invoke(["ps", "--base-url", server.base_url]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"warning: {warning}"

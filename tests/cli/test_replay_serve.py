@@ -148,7 +148,7 @@ def test_an_unrecorded_prompt_returns_not_recorded_with_the_number_of_recorded_p
     with client_of(again) as client, pytest.raises(openai.NotFoundError) as refused:
         client.chat.completions.create(**asked("what nobody asked"))
     assert refused.value.code == "not_recorded"
-    assert "no recorded request of pocket has this prompt, or a beginning of it" in refused.value.message
+    assert "no recorded request of pocket has this prompt or a prefix of it" in refused.value.message
     assert "9 prompts of" in refused.value.message
     with client_of(again) as client, pytest.raises(openai.NotFoundError) as refused:
         client.chat.completions.create(**{**BODIES[0], "model": "other"})

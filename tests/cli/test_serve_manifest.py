@@ -145,7 +145,7 @@ def test_budgets_beyond_the_machine_are_cut_with_one_warning_each(tmp_path: Path
     with serve("--manifest", str(written(tmp_path, text)), *IN_THREAD) as server:
         lines = [line for line in server.stderr.splitlines() if "is cut from" in line]
     assert len(lines) == 2
-    assert all("WARNING" in line and line.endswith("which this machine can give") for line in lines)
+    assert all("WARNING" in line and line.endswith("as this machine has no more memory") for line in lines)
 
 
 def test_every_fault_of_a_manifest_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,7 @@ SHAPE: dict[str, Case] = {
         "rollouts:\n  - model: billing\nrouting:\n",
         19,
         "rollouts",
-        ["nothing that was started reads it"],
+        ["is not supported by this command"],
     ),
 }
 
@@ -105,7 +105,7 @@ VALUES: dict[str, Case] = {
         "size: 18G",
         8,
         "models.router.size",
-        ["GB (powers of 1000)", "GiB"],
+        ["GB (decimal)", "GiB"],
     ),
     "size in the wrong case": ("tier: resident", "size: 18gb", 8, "models.router.size", ["did you mean GB?"]),
     "budget in NRT's MiB": (
@@ -115,7 +115,7 @@ VALUES: dict[str, Case] = {
         "resources.gpu_budget",
         ["'18432'", "without a unit", "18432MiB", "NRT", "18432B for bytes"],
     ),
-    "negative budget": ("18GB", "-18GB", 3, "resources.gpu_budget", ["'-18GB'", "never negative"]),
+    "negative budget": ("18GB", "-18GB", 3, "resources.gpu_budget", ["'-18GB'", "cannot be negative"]),
     "no budget": ("18GB", "0GB", 3, "resources.gpu_budget", ["is 0"]),
     "half a byte": ("18GB", "0.5B", 3, "resources.gpu_budget", ["whole number of bytes"]),
     "more than there is": ("18GB", "9000000TB", 3, "resources.gpu_budget", ["at most"]),
@@ -147,7 +147,7 @@ VALUES: dict[str, Case] = {
         "models.router.keep_alive",
         ["30s", "without a unit"],
     ),
-    "negative duration": ("tier: resident", "keep_alive: -5m", 8, "models.router.keep_alive", ["never negative"]),
+    "negative duration": ("tier: resident", "keep_alive: -5m", 8, "models.router.keep_alive", ["cannot be negative"]),
     "unknown duration unit": (
         "tier: resident",
         "keep_alive: 3weeks",

@@ -69,6 +69,6 @@ HOSTS: dict[str, Case] = {
         "  replicas:\n    legal: {num: 2}\n    tax: {num: 3}",
         20,
         "hosts.replicas.tax",
-        ["other replicas than 'legal' on line 19", "write the same"],
+        ["differs from 'legal' on line 19", "write equal values"],
     ),
 }

@@ -123,14 +123,14 @@ NAMES: dict[str, Case] = {
         f"{RULE}\n  literal: legal=billing",
         22,
         "routing.literal",
-        ["takes the word 'legal'"],
+        ["takes the value 'legal'"],
     ),
     "a specialist called none": (
         "id: legal",
         "id: none",
         13,
         "models.specialists[1].id",
-        ["the word for no specialist"],
+        ["the value for no matching specialist"],
     ),
     "the entry among its targets": (
         "  entry: router\n  dispatch_rule: router.",

@@ -99,19 +99,19 @@ class TestCheck:
     def test_the_example_of_fifty_models_needs_what_it_should(self) -> None:
         needs = [stub(f"m{i}", Tier.RESIDENT if i < 26 else Tier.STANDBY) for i in range(51)]
         table = check(needs, bounds(24 * GB, 64 * GB))
-        assert table.is_kept
+        assert table.is_within_budget
         assert (table.budgets.gpu.needed_bytes, table.budgets.ram.needed_bytes) == (20_800 * MB, 20_000 * MB)
 
     def test_models_of_one_artifact_are_counted_once_and_resident_when_one_of_them_is(self) -> None:
         needs = [stub("a", Tier.STANDBY, "shared"), stub("b", Tier.RESIDENT, "shared")]
         table = check(needs, bounds(DECLARED_BYTES, 0))
-        assert table.is_kept
+        assert table.is_within_budget
         assert table.rows[0].gpu_bytes == DECLARED_BYTES
         assert table.rows[1] == Row("b", Tier.RESIDENT, Verdict.FITS, "a", origin=Origin.DECLARED)
 
     def test_kv_on_the_host_counts_against_ram_for_resident_models_too(self) -> None:
         need = Need("a", Tier.RESIDENT, "a", predict(None, 0, 0, host_bytes=2))
-        assert not check([need], bounds(None, 1)).is_kept
+        assert not check([need], bounds(None, 1)).is_within_budget
 
     @pytest.mark.parametrize(
         ("tier", "gpu", "ram"), [(Tier.RESIDENT, 1_000 * MB, None), (Tier.STANDBY, None, 1_000 * MB)]
@@ -119,12 +119,12 @@ class TestCheck:
     def test_the_first_that_does_not_fit_is_named(self, tier: Tier, gpu: int | None, ram: int | None) -> None:
         table = check([stub("a", tier), stub("b", tier)], bounds(gpu, ram))
         assert [row.verdict for row in table.rows] == [Verdict.FITS, Verdict.EXCEEDS]
-        assert not table.is_kept
+        assert not table.is_within_budget
 
     def test_a_standby_model_that_could_never_be_promoted_is_named_and_refuses_nothing(self) -> None:
         table = check([stub("a", Tier.RESIDENT), stub("b", Tier.STANDBY)], bounds(1_000 * MB, None))
         assert [row.verdict for row in table.rows] == [Verdict.FITS, Verdict.NEVER_FITS]
-        assert table.is_kept
+        assert table.is_within_budget
 
     @given(st.lists(st.tuples(st.sampled_from(list(Tier)), st.integers(0, 9), st.integers(0, 9)), max_size=8))
     def test_a_table_is_kept_exactly_when_the_sums_are(self, models: list[tuple[Tier, int, int]]) -> None:
@@ -133,8 +133,8 @@ class TestCheck:
             for i, (tier, size, host) in enumerate(models)
         ]
         table = check(needs, bounds(12, 12))
-        assert table.is_kept == (table.budgets.gpu.needed_bytes <= 12 and table.budgets.ram.needed_bytes <= 12)
-        assert table.is_kept == (refusal(table) == "")
+        assert table.is_within_budget == (table.budgets.gpu.needed_bytes <= 12 and table.budgets.ram.needed_bytes <= 12)
+        assert table.is_within_budget == (refusal(table) == "")
 
 
 class TestText:

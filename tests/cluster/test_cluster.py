@@ -195,6 +195,6 @@ models:
 routing: {entry: router, dispatch_rule: 'router.output.intent -> specialists.{intent}'}
 """
     async with clustered(text) as cluster:
-        with pytest.raises(PromptTooLongError, match=r"router cannot read what it is to route: .* holds 64"):
+        with pytest.raises(PromptTooLongError, match=r"too long for routing by router: .* holds 64"):
             await say(cluster, "hello " * 20)
         assert (await say(cluster, "hello " * 20, "billing")).model == "billing"

@@ -75,11 +75,11 @@ def test_a_replica_that_leaves_goes_on_leaving() -> None:
 def test_a_replica_that_a_host_has_room_for_is_starting_for_a_while() -> None:
     """On a Ray cluster that was just started a process takes its time; that is no lack of room."""
     group = ControlledGroup(Demand("k", "stub://a", LoadOptions(), resources={"CPU": 1.0}), numbers=[0])
-    group.wait(0, 100.0)
+    group.mark_waiting(0, 100.0)
     roomy, full = [host("a", 1.0)], [host("a", 0.5)]
-    assert group.shown(0, roomy, 100.0).state is STARTING
-    assert group.shown(0, roomy, 100.0 + START_LIMIT_S).state is ReplicaPhase.WAITING
-    assert group.shown(0, full, 100.0).state is ReplicaPhase.WAITING
+    assert group.published(0, roomy, 100.0).state is STARTING
+    assert group.published(0, roomy, 100.0 + START_LIMIT_S).state is ReplicaPhase.WAITING
+    assert group.published(0, full, 100.0).state is ReplicaPhase.WAITING
 
 
 def host(name: str, cpus: float) -> Host:
@@ -91,5 +91,5 @@ def test_a_drain_is_refused_where_a_replica_has_no_other_host() -> None:
     groups = [(demand, tuple(places(n0=("b", READY), n1=("b", READY)).values()))]
     assert why_not_drained("b", [host("a", 2.0), host("b", 0.0)], (), groups) == ""
     assert "billing#1 would have no other host" in why_not_drained("b", [host("a", 1.0), host("b", 0.0)], (), groups)
-    assert "no host is there that takes replicas" in why_not_drained("b", [host("b", 0.0)], (), groups)
+    assert "no available host accepts replicas" in why_not_drained("b", [host("b", 0.0)], (), groups)
     assert why_not_drained("b", [host("a", 2.0), host("b", 0.0)], ("a",), groups), "a is drained itself"

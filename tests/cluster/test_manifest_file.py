@@ -249,9 +249,7 @@ def test_the_environment_is_what_was_passed_in_and_nothing_else(monkeypatch: pyt
 
 
 def test_a_manifest_over_http_that_names_a_variable_is_rejected() -> None:
-    with pytest.raises(
-        ManifestError, match=r"names \$\{HOST\}, but a manifest that comes over HTTP reads no variables"
-    ):
+    with pytest.raises(ManifestError, match=r"names \$\{HOST\}, but a manifest sent over HTTP cannot read"):
         parse(FULL, environment=None)
 
 

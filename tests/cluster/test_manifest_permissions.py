@@ -29,7 +29,7 @@ from lockstep.cluster.remote_exchange import NotPublicError, PublicTransport, is
 from lockstep.cluster.state import ClusterOptions
 from lockstep.errors import ArtifactError, ManifestError, RequestFailedError
 from lockstep.pocket import pocket_path
-from lockstep.server.admission import powers_of
+from lockstep.server.admission import permissions_of
 from lockstep.server.options import ServerOptions
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.remotes import call, crooked, events_of, says, whole
@@ -40,7 +40,7 @@ FIRST = """\
 cluster: first
 models:
   stub: {{source: 'stub://a'}}
-  vouched: {{source: '{vouched}', tier: standby}}
+  declared: {{source: '{declared}', tier: standby}}
 fallback: {{remote: {{base_url: 'http://127.0.0.1:9/v1'}}}}
 """
 
@@ -72,7 +72,7 @@ def machine(root: Path, options: ServerOptions) -> Iterator[Machine]:
         shutil.copy(pocket_path(), each / "model.gguf")
     (folder / "link.gguf").symlink_to(outside / "model.gguf")
     (folder / "away").symlink_to(outside)
-    text = FIRST.format(vouched=outside / "model.gguf")
+    text = FIRST.format(declared=outside / "model.gguf")
     placed = ClusterOptions(worker=WorkerOptions("thread"), folder=folder)
     with living_cluster(Cluster(parse(text), placed), options) as server:
         yield Machine(server, folder, outside)
@@ -128,11 +128,11 @@ def test_all_that_a_key_may_not_name_is_one_refusal_whether_it_is_there_or_not(k
     assert "secret" not in str(body) + told
 
 
-def test_a_key_may_name_what_lies_in_the_folder_or_is_vouched_for(keyed: Machine) -> None:
+def test_a_key_may_name_what_lies_in_the_folder_or_is_declared(keyed: Machine) -> None:
     free = [str(keyed.folder / "model.gguf"), str(keyed.outside / "model.gguf"), "stub://b", "pocket://"]
     for source in free:
         assert keyed.put_source(source).status_code == 200, source
-    assert keyed.put(FIRST.format(vouched=keyed.outside / "model.gguf"), "key").status_code == 200
+    assert keyed.put(FIRST.format(declared=keyed.outside / "model.gguf"), "key").status_code == 200
 
 
 def test_key_may_not_name_a_file_of_scripted_answers(keyed: Machine) -> None:
@@ -192,28 +192,32 @@ def test_a_permitted_key_gets_detailed_errors_and_private_remotes(
 
 
 def test_permissions_are_for_admins_or_for_every_caller_of_a_server_without_remote_access() -> None:
-    def powers(tenant: str, **options: Any) -> tuple[bool, bool]:
-        found = powers_of(tenant, ServerOptions(**options))
+    def permissions(tenant: str, **options: Any) -> tuple[bool, bool]:
+        found = permissions_of(tenant, ServerOptions(**options))
         return found.any_source, found.private_remotes
 
-    assert powers("") == (True, True)
-    assert powers("", allow_unauthenticated=True) == (False, False), "whoever can reach it is not its operator"
-    assert powers("key-1", api_keys=("k",)) == powers("key-1", api_keys=("k",), admin_keys=("a",)) == (False, False)
-    assert powers("admin-1", api_keys=("k",), admin_keys=("a",)) == (True, True)
-    assert powers("key-1", api_keys=("k",), allow_any_source=True) == (True, False)
-    assert powers("key-1", api_keys=("k",), allow_private_remotes=True) == (False, True)
+    assert permissions("") == (True, True)
+    assert permissions("", allow_unauthenticated=True) == (False, False), "whoever can reach it is not its operator"
+    assert (
+        permissions("key-1", api_keys=("k",))
+        == permissions("key-1", api_keys=("k",), admin_keys=("a",))
+        == (False, False)
+    )
+    assert permissions("admin-1", api_keys=("k",), admin_keys=("a",)) == (True, True)
+    assert permissions("key-1", api_keys=("k",), allow_any_source=True) == (True, False)
+    assert permissions("key-1", api_keys=("k",), allow_private_remotes=True) == (False, True)
 
 
 def test_a_model_that_turns_out_to_be_none_was_never_there() -> None:
-    vouchers = OperatorNames(Manifest("c", ()), Path.cwd(), lambda path: None, opens_sources=True)
-    vetting = vouchers.vetting(NONE)
+    names = OperatorNames(Manifest("c", ()), Path.cwd(), lambda path: None, opens_sources=True)
+    check = names.check_for(NONE)
     source = str(Path.cwd() / "m.gguf")
-    parse(f"cluster: c\nmodels:\n  m:\n    source: '{source}'\n", vet=vetting)
-    told = vetting.veiled(ArtifactError("the tensor x.weight is not finite", path=source))
+    parse(f"cluster: c\nmodels:\n  m:\n    source: '{source}'\n", author_check=check)
+    told = check.redacted(ArtifactError("the tensor x.weight is not finite", path=source))
     assert isinstance(told, ManifestError)
     assert [(p.line, p.where, p.message) for p in told.problems] == [(4, "models.m.source", SOURCE_REFUSED)]
     other = ArtifactError("is no model", path="another.gguf")
-    assert vetting.veiled(other) is other
+    assert check.redacted(other) is other
 
 
 @pytest.mark.parametrize(
@@ -233,20 +237,22 @@ def test_a_model_that_turns_out_to_be_none_was_never_there() -> None:
 def test_links_between_hosts_are_rejected_over_http_with_any_permission(
     served: Hosts | None, block: str, line: int, where: str
 ) -> None:
-    vouchers = OperatorNames(Manifest("c", (), hosts=served), None, lambda path: None, opens_sources=True)
+    names = OperatorNames(Manifest("c", (), hosts=served), None, lambda path: None, opens_sources=True)
     with pytest.raises(ManifestError) as caught:
-        parse(f"cluster: c\nmodels: {{m: {{source: 'stub://a'}}}}\n{block}\n", vet=vouchers.vetting(ALL, served))
+        parse(
+            f"cluster: c\nmodels: {{m: {{source: 'stub://a'}}}}\n{block}\n", author_check=names.check_for(ALL, served)
+        )
     assert [(p.line, p.where, p.message) for p in caught.value.problems] == [(line, where, HOSTS_REFUSED)]
 
 
 def test_replica_counts_may_be_set_over_http() -> None:
     served = Hosts(secret="/etc/secret", tls_ca="/a", tls_cert="/c", allows_plain=True)
-    vouchers = OperatorNames(Manifest("c", (), hosts=served), None, lambda path: None, opens_sources=True)
+    names = OperatorNames(Manifest("c", (), hosts=served), None, lambda path: None, opens_sources=True)
     text = (
         "cluster: c\nmodels: {m: {source: 'stub://a'}}\nhosts: {replicas: {m: {num: 3}}, routing: session, "
         "max_imbalance: 9, secret: /etc/secret, tls: {ca: /a, cert: /c}, allow_plain: true}\n"
     )
-    hosts = parse(text, vet=vouchers.vetting(NONE, served)).hosts
+    hosts = parse(text, author_check=names.check_for(NONE, served)).hosts
     assert hosts is not None
     assert (hosts.replicas["m"].num, hosts.max_imbalance) == (3, 9)
 
@@ -311,7 +317,7 @@ async def test_a_guarded_server_is_not_even_connected_to(monkeypatch: pytest.Mon
             leads_to(monkeypatch, name, "127.0.0.1" if name.startswith("re") else None)
             remote = Remote(f"http://{name}:{port}/v1", only_public=True)
             model = RemoteModel(Entry("cloud", remote.base_url, remote=remote))
-            with pytest.raises(RequestFailedError, match="is at no public address"):
+            with pytest.raises(RequestFailedError, match="has no public address"):
                 await events_of(model, call())
             await model.close()
         assert other.requests == []

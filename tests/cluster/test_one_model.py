@@ -200,13 +200,13 @@ async def test_a_deadline_is_an_error_and_not_a_short_answer() -> None:
 @shares_a_model
 async def test_deadlines_count_while_a_prompt_waits_to_be_tokenised(stub: Cluster) -> None:
     may_end, asked = threading.Event(), call("word " * 100_000)
-    other = asyncio.create_task(stub._handler._prompts._bench.do(may_end.wait, LONG_BYTES + 1))
+    other = asyncio.create_task(stub._handler._prompts._threads.do(may_end.wait, LONG_BYTES + 1))
     await asyncio.sleep(0)  # it has the one place
     try:
         async with asyncio.timeout(HANG_S):
-            with pytest.raises(QueueDeadlineError, match="could not take the request within"):
+            with pytest.raises(QueueDeadlineError, match="could not start the request within"):
                 await answer(stub, structs.replace(asked, queue_deadline_s=0.05, deadline_s=HANG_S))
-            with pytest.raises(DeadlineError, match="could not take the request within"):
+            with pytest.raises(DeadlineError, match="could not start the request within"):
                 await answer(stub, structs.replace(asked, deadline_s=0.05))
     finally:
         may_end.set()

@@ -140,7 +140,7 @@ class TestLoading:
 class TestNeverFits:
     def test_what_is_larger_than_the_budget_is_refused_with_the_reason(self) -> None:
         (action,) = planned(wanted("a", 50_000_000), budget=40_000_000)
-        reason = "it needs 50 MB; of the budget of 40 MB, models that are declared resident keep 0 B"
+        reason = "it needs 50 MB; of the budget of 40 MB, the models declared resident take 0 B"
         assert action == Refuse("a", reason)
 
     def test_what_does_not_fit_beside_those_declared_resident_is_refused(self) -> None:

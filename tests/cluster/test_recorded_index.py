@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from lockstep.cluster.recorded_index import RecordedAnswer, RecordedIndex, RecordedSequence, Wish
+from lockstep.cluster.recorded_index import AnswerQuery, RecordedAnswer, RecordedIndex, RecordedSequence
 from lockstep.core.request import FinishReason
 
 SEEDS = range(40)
@@ -31,19 +31,19 @@ def index_of(known: Known) -> RecordedIndex:
     return index
 
 
-def searched(known: Known, given: dict[str, int], wish: Wish, *, is_strict: bool) -> str | None:
+def searched(known: Known, given: dict[str, int], query: AnswerQuery, *, is_strict: bool) -> str | None:
     """The name of the answer that the rules choose, one after the other; ``given`` counts."""
-    asked = tuple(wish.prompt_ids)
+    asked = tuple(query.prompt_ids)
     left = [(prompt, answer) for prompt, answer in known if asked[: len(prompt)] == prompt]
-    left = [(prompt, answer) for prompt, answer in left if len(answer.sequences) >= wish.n]
+    left = [(prompt, answer) for prompt, answer in left if len(answer.sequences) >= query.n]
     if is_strict:
         left = [
             (prompt, answer)
             for prompt, answer in left
             if prompt == asked
-            and answer.parameters == wish.parameters
-            and len(answer.sequences) == wish.n
-            and wish.seed in (None, answer.seed)
+            and answer.parameters == query.parameters
+            and len(answer.sequences) == query.n
+            and query.seed in (None, answer.seed)
         ]
     if not left:
         return None
@@ -51,9 +51,9 @@ def searched(known: Known, given: dict[str, int], wish: Wish, *, is_strict: bool
     answers = [answer for prompt, answer in left if len(prompt) == longest]
     for better in (
         lambda answer: answer.is_whole,
-        lambda answer: answer.parameters == wish.parameters,
-        lambda answer: len(answer.sequences) == wish.n,
-        lambda answer: wish.seed in (None, answer.seed),
+        lambda answer: answer.parameters == query.parameters,
+        lambda answer: len(answer.sequences) == query.n,
+        lambda answer: query.seed in (None, answer.seed),
         lambda answer: given.get(answer.name, 0) == min(given.get(each.name, 0) for each in answers),  # noqa: B023
     ):
         answers = [answer for answer in answers if better(answer)] or answers
@@ -84,26 +84,26 @@ def test_every_request_gets_what_the_rules_choose_one_after_the_other(seed: int)
     ]
     index, given = index_of(known), dict[str, int]()
     for _ in range(60):
-        wish = Wish(prompt(), draw.choice((b"a", b"b")), draw.choice((1, 1, 2)), draw.choice((None, 0, 1, 2)))
+        query = AnswerQuery(prompt(), draw.choice((b"a", b"b")), draw.choice((1, 1, 2)), draw.choice((None, 0, 1, 2)))
         is_strict = draw.random() < 0.3
-        match = index.find(wish, is_strict=is_strict)
-        expected = searched(known, given, wish, is_strict=is_strict)
-        assert (match.answer.name if match else None) == expected, f"seed {seed}: {wish}"
+        match = index.find(query, is_strict=is_strict)
+        expected = searched(known, given, query, is_strict=is_strict)
+        assert (match.answer.name if match else None) == expected, f"seed {seed}: {query}"
         if match is not None:
             recorded = next(prompt for prompt, answer in known if answer is match.answer)
-            assert (match.num_prompt_tokens, match.is_exact) == (len(recorded), recorded == tuple(wish.prompt_ids))
+            assert (match.num_prompt_tokens, match.is_exact) == (len(recorded), recorded == tuple(query.prompt_ids))
 
 
 def test_a_prompt_that_came_again_gets_its_answers_in_turn_and_then_from_the_first_on() -> None:
     index = index_of([((1, 2), answer_of(name)) for name in "abc"])
-    given = [index.find(Wish((1, 2), b"")) for _ in range(4)]
+    given = [index.find(AnswerQuery((1, 2), b"")) for _ in range(4)]
     assert [match.answer.name for match in given if match] == ["a", "b", "c", "a"]
 
 
 def test_an_answer_of_two_completions_serves_a_request_for_one_and_never_the_other_way_round() -> None:
     index = index_of([((1,), answer_of("two", n=2)), ((2,), answer_of("one"))])
-    assert index.find(Wish((1,), b"", n=1)) is not None
-    assert index.find(Wish((2,), b"", n=2)) is None
+    assert index.find(AnswerQuery((1,), b"", n=1)) is not None
+    assert index.find(AnswerQuery((2,), b"", n=2)) is None
 
 
 def test_what_is_known_of_the_prompts_is_their_number_and_lengths() -> None:

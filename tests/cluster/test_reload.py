@@ -160,7 +160,7 @@ async def test_a_manifest_over_http_cannot_name_another_key_variable_or_send_it_
         assert (await cluster.replace(cluster.manifest_text())).changed == ()
         for stolen in (text.replace("CLOUD_KEY", "HOME"), text.replace("127.0.0.1:9", "127.0.0.2:9")):
             with pytest.raises(ManifestError, match="does not name for this base_url") as refused:
-                await cluster.replace(stolen, powers=ALL)
+                await cluster.replace(stolen, permissions=ALL)
             [problem] = refused.value.problems
             assert (problem.line, problem.where) == (12, "fallback.remote.api_key_env")
             assert (await cluster.replace(stolen, environment={})).changed == ("fallback",), (

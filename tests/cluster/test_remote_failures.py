@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.cluster.breaker import BreakerState
 from lockstep.cluster.completion_chunks import MAX_REASON_CHARS
-from lockstep.cluster.remote_exchange import Patience
+from lockstep.cluster.remote_exchange import CallDeadlines
 from lockstep.core.request import FinishReason
 from lockstep.errors import (
     DeadlineError,
@@ -54,16 +54,16 @@ FAILURES: dict[str, tuple[Reply, type[LockstepError], str]] = {
     "redirect": (refuses(307, None, "Location: http://example.com/"), RemoteFailedError, "redirect"),
     "nothing": (says(), RemoteFailedError, "broke the connection"),
     "not HTTP": (says(b"220 mail.example.com ESMTP\r\n"), RemoteFailedError, "broke the connection"),
-    "no event": (says(HEAD), RemoteFailedError, "before its answer"),
-    "cut": (says(BEGUN), RemoteFailedError, "broke off"),
-    "cut in an event": (says(BEGUN + b'data: {"choi'), RemoteFailedError, "broke off"),
-    "cut in the body": (says(CUT_HEAD + chunk({"content": "a"})), RemoteFailedError, "broke off"),
-    "early [DONE]": (says(BEGUN + event(b"[DONE]")), RemoteFailedError, "broke off"),
-    "no JSON": (says(BEGUN + event(b"{nonsense")), RemoteFailedError, "no completion chunk"),
-    "another JSON": (says(BEGUN + event({"choices": 7})), RemoteFailedError, "no completion chunk"),
+    "no event": (says(HEAD), RemoteFailedError, "before it answered"),
+    "cut": (says(BEGUN), RemoteFailedError, "in the middle of its answer"),
+    "cut in an event": (says(BEGUN + b'data: {"choi'), RemoteFailedError, "in the middle of its answer"),
+    "cut in the body": (says(CUT_HEAD + chunk({"content": "a"})), RemoteFailedError, "in the middle of its answer"),
+    "early [DONE]": (says(BEGUN + event(b"[DONE]")), RemoteFailedError, "in the middle of its answer"),
+    "no JSON": (says(BEGUN + event(b"{nonsense")), RemoteFailedError, "not a completion chunk"),
+    "another JSON": (says(BEGUN + event({"choices": 7})), RemoteFailedError, "not a completion chunk"),
     "an endless event": (says(HEAD + b"data: " + b"x" * 2_000_000), RemoteFailedError, "cannot be read"),
-    "choice 7": (says(BEGUN + chunk({"content": "a"}, index=7)), RemoteFailedError, "choice 7 of 1"),
-    "a call": (says(BEGUN + chunk({"tool_calls": [{"index": 0}]})), RemoteFailedError, "a call of a function"),
+    "choice 7": (says(BEGUN + chunk({"content": "a"}, index=7)), RemoteFailedError, "choice index 7"),
+    "a call": (says(BEGUN + chunk({"tool_calls": [{"index": 0}]})), RemoteFailedError, "a tool call"),
     "content type": (says(PLAIN), RemoteFailedError, "text/html"),
     "error frame": (
         says(BEGUN + event({"error": {"message": "boom"}})),
@@ -74,10 +74,10 @@ FAILURES: dict[str, tuple[Reply, type[LockstepError], str]] = {
     "ending": (says(BEGUN + chunk({}, "abort")), RemoteFailedError, "'abort'"),
 }
 SILENCES = {
-    "slow first byte": (says(HANG_S), "did not begin"),
-    "slow first event": (says(HEAD, HANG_S), "did not begin"),
-    "pings and no event": (says(HEAD, *PINGS), "did not begin"),
-    "silence in the middle": (says(BEGUN, HANG_S), "was silent|did not begin"),  # where even the beginning is slow
+    "slow first byte": (says(HANG_S), "did not start"),
+    "slow first event": (says(HEAD, HANG_S), "did not start"),
+    "pings and no event": (says(HEAD, *PINGS), "did not start"),
+    "silence in the middle": (says(BEGUN, HANG_S), "sent nothing|did not start"),  # where even the beginning is slow
 }
 
 
@@ -161,18 +161,18 @@ async def test_text_of_a_failure_is_cut_in_the_log(caplog: pytest.LogCaptureFixt
 async def test_text_of_a_refused_request_goes_to_the_client(status: int) -> None:
     error = {"message": "top_p: too high", "param": "top_p"}
     async with crooked(refuses(status, {"error": error})) as server, remote(server.url) as model:
-        with pytest.raises(InvalidParameterError, match=rf"refused the request \({status}\): top_p: too high"):
+        with pytest.raises(InvalidParameterError, match=rf"rejected the request \({status}\): top_p: too high"):
             await events_of(model)
 
 
 async def test_a_call_whose_time_is_up_may_be_ended_in_the_same_moment() -> None:
     """As when the server closes: whoever ends all calls gets to the end of them."""
     loop = asyncio.get_running_loop()
-    patience = Patience(call(), loop.time())
-    waiting = asyncio.create_task(patience.wait(asyncio.Event().wait, loop.time(), DeadlineError("late")))
+    deadlines = CallDeadlines(call(), loop.time())
+    waiting = asyncio.create_task(deadlines.wait(asyncio.Event().wait, loop.time(), DeadlineError("late")))
     await asyncio.sleep(0)  # it waits, and its timer is the next to be called
     await asyncio.sleep(0)  # that was called, and the call is not awake yet
-    patience.end(UnavailableError("closing"))
+    deadlines.end(UnavailableError("closing"))
     with pytest.raises(UnavailableError, match="closing"):
         await waiting
 
@@ -223,7 +223,7 @@ async def test_the_breaker_opens_and_one_call_closes_it_again(caplog: pytest.Log
         for _ in range(2):
             with pytest.raises(RemoteFailedError):
                 await events_of(model)
-        with pytest.raises(UnavailableError, match="left alone") as caught:
+        with pytest.raises(UnavailableError, match="gets no requests now") as caught:
             await events_of(model)
         assert caught.value.retry_after_s >= 1.0
         assert not model.health().ready
@@ -232,7 +232,7 @@ async def test_the_breaker_opens_and_one_call_closes_it_again(caplog: pytest.Log
         assert model.health().ready
         trial = asyncio.create_task(events_of(model))
         await eventually(lambda: len(server.requests) == 3)
-        with pytest.raises(UnavailableError, match="left alone"):
+        with pytest.raises(UnavailableError, match="gets no requests now"):
             await events_of(model)
         goes_on.set()
         assert answer_of(await trial).text == "Once"
@@ -331,7 +331,7 @@ async def test_an_endless_answer_is_cut_at_max_tokens(caplog: pytest.LogCaptureF
         (" upon" * 4, FinishReason.LENGTH),
     ]
     assert answer.num_output_tokens == 8, "nobody said how many, and no piece was less than one"
-    assert "sent more than was requested, and was cut" in caplog.text
+    assert "sent more than was requested; the answer was cut off" in caplog.text
 
 
 async def test_who_ends_at_the_limit_is_not_cut(caplog: pytest.LogCaptureFixture) -> None:
@@ -353,7 +353,7 @@ async def test_what_never_ends_and_had_no_limit_is_cut_at_ours(monkeypatch: pyte
 async def test_events_without_end_that_bring_nothing_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.cluster.remote_messages.MAX_EMPTY_EVENTS", 100)
     async with crooked(endless(chunk({}), event({"choices": []}))) as server, remote(server.url) as model:
-        with pytest.raises(RemoteFailedError, match="that bring nothing"):
+        with pytest.raises(RemoteFailedError, match="empty events in a row"):
             await events_of(model)
 
 

@@ -146,5 +146,5 @@ async def test_a_stream_that_is_cut_ends_with_an_error_frame() -> None:
     async with client_of(says(HEAD + chunk({"content": "Once"}))) as (client, _):
         answer = await client.post("/v1/chat/completions", json=body(stream=True))
     *_, failure, done = answer.text.strip().split("\n\n")
-    assert "broke off" in json.loads(failure.removeprefix("data: "))["error"]["message"]
+    assert "closed the connection" in json.loads(failure.removeprefix("data: "))["error"]["message"]
     assert done == "data: [DONE]"

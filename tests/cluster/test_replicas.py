@@ -13,7 +13,7 @@ import pytest
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.planner import Phase
-from lockstep.cluster.replica_state import MAX_BACKOFF_S, MAX_LOST_LOADS, WARM_WISH_S, ReplicaSpec, ReplicaState
+from lockstep.cluster.replica_state import MAX_BACKOFF_S, MAX_LOST_LOADS, WARM_TIME_S, ReplicaSpec, ReplicaState
 from lockstep.cluster.replicas import MAX_WAITING_CALLS, Replicas
 from lockstep.cluster.resolve import open_manifest
 from lockstep.engine.options import LoadOptions
@@ -80,7 +80,7 @@ async def test_what_takes_less_than_was_predicted_leaves_room_for_others() -> No
         replicas.release(other)
 
 
-@pytest.mark.parametrize(("waited_s", "is_loaded"), [(WARM_WISH_S - 1, True), (WARM_WISH_S + 1, False)])
+@pytest.mark.parametrize(("waited_s", "is_loaded"), [(WARM_TIME_S - 1, True), (WARM_TIME_S + 1, False)])
 async def test_what_is_probable_now_takes_room_that_becomes_free_soon_and_not_much_later(
     waited_s: float, is_loaded: bool
 ) -> None:
@@ -165,10 +165,10 @@ async def test_a_load_that_was_lost_with_its_worker_is_the_models_own_failure_on
             assert not held.lost(WorkerLostError("it waited for its turn"))
         for _ in range(MAX_LOST_LOADS):
             assert not held.lost(WorkerLostError("it was being loaded", is_suspect=True))
-            assert held.is_missed
+            assert held.must_reload
         assert held.refusal(0.0) is None
         assert held.lost(WorkerLostError("once more", is_suspect=True))
-        assert not held.is_missed
+        assert not held.must_reload
         assert held.failed(WorkerLostError("once more"), 0.0) == MAX_BACKOFF_S, "each try takes all others down"
 
 

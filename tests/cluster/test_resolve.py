@@ -10,7 +10,7 @@ import pytest
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.resolve import DEFAULT_KV_BYTES, STUB_BLOCKS, Opened, here, open_manifest
+from lockstep.cluster.resolve import DEFAULT_KV_BYTES, STUB_BLOCKS, Opened, local_part, open_manifest
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.pocket import pocket_path
@@ -58,7 +58,7 @@ def test_what_must_be_fetched_is_left_for_later(tmp_path: Path, monkeypatch: pyt
     sources = ("hf://org/name", "org/name", "pocket://", "stub://s", "no/such.gguf", "~nobody-at-all/m", "a" * 5000)
     models = "".join(f"  m{number}: {{source: '{source}'}}\n" for number, source in enumerate(sources))
     manifest = parse(f"cluster: c\nmodels:\n{models}fallback: {{remote: {{base_url: 'http://a.example'}}}}\n")
-    assert [entry.source for entry in here(manifest).entries] == [*sources[2:], "http://a.example"]
+    assert [entry.source for entry in local_part(manifest).entries] == [*sources[2:], "http://a.example"]
 
 
 async def test_a_cluster_that_must_fetch_makes_sure_of_the_rest(

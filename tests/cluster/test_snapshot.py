@@ -36,8 +36,8 @@ def test_a_host_counts_the_replicas_that_are_on_it_whatever_their_state() -> Non
 def test_a_replica_shows_its_place_and_what_this_gateway_counted() -> None:
     use = ReplicaUse(num_retried=1)
     use.routed[Why.SESSION] = 3
-    use.came(0.0)
-    use.went(10.0)
+    use.mark_available(0.0)
+    use.mark_unavailable(10.0)
     place = ReplicaStatus(
         "router-q8", 1, ReplicaPhase.STARTING, "its worker was lost", "a", "id-a", "10.0.0.1", 5077, 99, 98, 2
     )

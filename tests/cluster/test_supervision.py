@@ -136,7 +136,7 @@ async def test_a_session_cannot_be_ended_while_its_stored_kv_is_unknown(monkeypa
         await cluster.locate_sessions()
         [session] = cluster.sessions()
         assert (session.place, session.num_stored_tokens, session.state) == (None, None, "idle")
-        with pytest.raises(UnavailableError, match="what is kept of the session is not known yet; try again"):
+        with pytest.raises(UnavailableError, match="the session's stored KV is not known yet; try again"):
             await cluster.end_session("s")
         assert len(cluster.sessions()) == 1
     finally:

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from lockstep.cluster.threads import LONG_BYTES, Workbench, give_back_memory, in_thread
+from lockstep.cluster.threads import LONG_BYTES, WorkerThreads, in_thread, release_memory
 from lockstep.errors import ConfigError, QueueFullError
 from tests.waiting import HANG_S
 
@@ -65,7 +65,7 @@ async def test_a_raised_error_is_freed_without_garbage_collection(benched: bool)
 
     async def leave() -> None:
         with contextlib.suppress(_BookError):
-            await (Workbench(LONG_BYTES).do(work, 10) if benched else in_thread(work))
+            await (WorkerThreads(LONG_BYTES).do(work, 10) if benched else in_thread(work))
 
     gc.disable()
     try:
@@ -101,7 +101,7 @@ async def _turns() -> None:
 
 
 async def test_long_work_is_done_one_by_one_and_short_work_beside_it() -> None:
-    bench, first, second = Workbench(10 * LONG_BYTES), _Held(), _Held()
+    bench, first, second = WorkerThreads(10 * LONG_BYTES), _Held(), _Held()
     long = [asyncio.create_task(bench.do(work, LONG_BYTES + 1)) for work in (first, second)]
     assert await bench.do(lambda: "short", 10) == "short"
     assert first.has_begun.wait(HANG_S)
@@ -114,7 +114,7 @@ async def test_long_work_is_done_one_by_one_and_short_work_beside_it() -> None:
 
 
 async def test_what_waits_is_bounded_in_bytes() -> None:
-    bench, running = Workbench(5 * LONG_BYTES), _Held()
+    bench, running = WorkerThreads(5 * LONG_BYTES), _Held()
     tasks = [asyncio.create_task(bench.do(running, 2 * LONG_BYTES)) for _ in range(3)]
     await _turns()
     with pytest.raises(QueueFullError, match="try again later"):
@@ -128,7 +128,7 @@ async def test_what_waits_is_bounded_in_bytes() -> None:
 
 
 async def test_who_leaves_keeps_the_place_until_the_work_ends_and_who_left_before_takes_none() -> None:
-    bench, abandoned, unborn, next_ = Workbench(10 * LONG_BYTES), _Held(), _Held(), _Held()
+    bench, abandoned, unborn, next_ = WorkerThreads(10 * LONG_BYTES), _Held(), _Held(), _Held()
     tasks = [asyncio.create_task(bench.do(work, LONG_BYTES + 1)) for work in (abandoned, unborn, next_)]
     assert await asyncio.to_thread(abandoned.has_begun.wait, HANG_S)
     for task in tasks[:2]:
@@ -142,7 +142,7 @@ async def test_who_leaves_keeps_the_place_until_the_work_ends_and_who_left_befor
 
 
 async def test_an_error_of_the_work_is_raised_and_its_slot_released() -> None:
-    bench = Workbench(LONG_BYTES)
+    bench = WorkerThreads(LONG_BYTES)
     for _ in range(3):
         with pytest.raises(ConfigError, match="wrong"):
             await bench.do(_faulty, 2 * LONG_BYTES)
@@ -157,7 +157,7 @@ async def test_a_panic_of_the_work_is_raised_and_its_slot_released() -> None:
     def panic() -> None:
         raise PanicException("index out of bounds")
 
-    bench = Workbench(LONG_BYTES)
+    bench = WorkerThreads(LONG_BYTES)
     async with asyncio.timeout(HANG_S):
         for _ in range(3):
             with pytest.raises(RuntimeError, match="index out of bounds"):
@@ -165,7 +165,7 @@ async def test_a_panic_of_the_work_is_raised_and_its_slot_released() -> None:
 
 
 async def test_an_error_of_cancelled_work_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    bench, may_end = Workbench(LONG_BYTES), threading.Event()
+    bench, may_end = WorkerThreads(LONG_BYTES), threading.Event()
 
     def work() -> None:
         assert may_end.wait(HANG_S)
@@ -183,4 +183,4 @@ async def test_an_error_of_cancelled_work_is_not_logged(caplog: pytest.LogCaptur
 
 
 def test_memory_is_given_back_where_the_system_supports_it() -> None:
-    give_back_memory()
+    release_memory()

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from lockstep.hosts.replica_actor import Here, ReplicaHost
+from lockstep.hosts.replica_actor import LocalHost, ReplicaHost
 from lockstep.hosts.values import Demand, Host, LinkOptions, ReplicaName, ReplicaStatus
 from lockstep.worker.link import WorkerOptions
 
@@ -88,7 +88,7 @@ class LocalRuntime:
                 continue
             for host in sorted(await self.hosts(), key=lambda each: -each.free["CPU"] if demand.spread else 0):
                 if host.is_there and host.node_id not in avoid and host.free["CPU"] >= demand.resources.get("CPU", 0.0):
-                    here = Here(host.name, host.node_id, host.address)
+                    here = LocalHost(host.name, host.node_id, host.address)
                     replica = ReplicaHost(demand, name.number, self._worker, self._link, here, self.tell)
                     self._running[name] = replica
                     await replica.start()

@@ -264,7 +264,7 @@ async def test_another_process_finds_what_is_placed_and_one_with_another_token_n
     found, errors = await asyncio.to_thread(join(nodes, runtime.cluster).communicate, timeout=HANG_S)
     assert (found, errors) == ("with#mark#0 with#mark#1\n", "")
     refused, _ = await asyncio.to_thread(stranger.communicate, timeout=HANG_S)
-    assert refused.startswith(f"Ray at {nodes.address} does not let us in; its token must be the same here")
+    assert refused.startswith(f"Ray at {nodes.address} rejects the connection; each host needs the same token")
     assert str(token) in refused
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.hosts import replica_actor
-from lockstep.hosts.replica_actor import Here, ReplicaHost
+from lockstep.hosts.replica_actor import LocalHost, ReplicaHost
 from lockstep.hosts.values import Demand, LinkOptions, ReplicaPhase, ReplicaStatus
 from lockstep.worker.link import WorkerOptions
 from tests.hosts.support import answer, demand, gateway, write_secret
@@ -25,7 +25,7 @@ from tests.waiting import eventually
 async def replica(
     demand: Demand, secret: str, tell: Callable[[ReplicaStatus], None], store: KVStoreOptions | None = None
 ) -> AsyncIterator[ReplicaHost]:
-    here = Here("a_host", "0123", "127.0.0.1")
+    here = LocalHost("a_host", "0123", "127.0.0.1")
     host = ReplicaHost(demand, 2, WorkerOptions(), LinkOptions(secret), here, tell, store)
     await host.start()
     try:
@@ -101,8 +101,8 @@ async def test_a_model_that_cannot_be_loaded_is_tried_again(tmp_path: Path, monk
 async def test_the_newest_status_is_reported_again_until_it_is_received(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_actor, "FIRST_TELL_AGAIN_S", 0.01)
-    monkeypatch.setattr(replica_actor, "MAX_TELL_AGAIN_S", 0.01)
+    monkeypatch.setattr(replica_actor, "FIRST_RESEND_S", 0.01)
+    monkeypatch.setattr(replica_actor, "MAX_RESEND_S", 0.01)
     is_deaf, told = True, []
 
     def tell(place: ReplicaStatus) -> None:
@@ -153,7 +153,7 @@ async def test_one_store_is_opened_and_it_is_closed_off_the_event_loop(
             super().close()
 
     monkeypatch.setattr(replica_actor, "HostStore", Watched)
-    here = Here("host", "id", "127.0.0.1")
+    here = LocalHost("host", "id", "127.0.0.1")
     host = ReplicaHost(
         demand(), 0, WorkerOptions("process"), LinkOptions(write_secret(tmp_path)), here, lambda place: None
     )

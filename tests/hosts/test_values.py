@@ -21,15 +21,15 @@ def test_every_reason_is_counted_from_the_start() -> None:
 
 def test_seconds_without_it_are_those_between_going_and_coming() -> None:
     use = ReplicaUse()
-    use.came(5.0)
+    use.mark_available(5.0)
     assert use.away_s(9.0) == 0.0
-    use.went(10.0)
+    use.mark_unavailable(10.0)
     assert use.away_s(12.0) == 2.0
-    use.went(12.0)  # told again
-    use.came(13.0)
-    use.came(14.0)
+    use.mark_unavailable(12.0)  # told again
+    use.mark_available(13.0)
+    use.mark_available(14.0)
     assert use.away_s(20.0) == 3.0
-    use.went(20.0)
+    use.mark_unavailable(20.0)
     assert use.away_s(20.5) == 3.5
     assert use.num_away == 2
 
@@ -74,5 +74,5 @@ def test_why_a_replica_waits_names_what_each_host_has_or_who_has_room() -> None:
     why = why_waiting(demand, [*full, *gone])
     assert why == ("no host has 2 CPU, 1 GB of memory free: a has 1 CPU, 4 GB of memory; b has 4 CPU, 0.5 GB of memory")
     why = why_waiting(demand, [*full, host("e", 2.0, 1e9), *gone])
-    assert why == "its process is not started yet, though e can take it"
-    assert why_waiting(demand, gone) == "no host is there that takes replicas"
+    assert why == "its process has not started yet, although e has room"
+    assert why_waiting(demand, gone) == "no available host accepts replicas"

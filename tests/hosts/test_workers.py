@@ -90,7 +90,7 @@ class Gateway:
         request = tokenised(Tokenizer(parts), self.loaded.config.max_model_len, call)
         outputs: list[TokenOutput] = []
         async with asyncio.timeout(HANG_S):
-            with self.workers.asked(KEY, request) as mailbox:
+            with self.workers.open_mailbox(KEY, request) as mailbox:
                 while not outputs or outputs[-1].request is None:
                     outputs += await mailbox.take()
                     self.num_outputs += 1
@@ -247,7 +247,7 @@ async def test_without_a_token_yet_a_request_is_answered_by_another_replica(secr
         assert gateway.num_there == 1
         assert group.balancer.load(0) == 0
         assert (group.members[0].use.num_retried, group.members[0].use.num_away) == (2, 1)
-        assert group.trouble(group.members[0]).startswith("there is no link to its worker")
+        assert group.trouble(group.members[0]).startswith("not connected to its worker")
 
 
 async def test_after_the_first_token_a_lost_worker_is_an_error(secret: str) -> None:
@@ -259,7 +259,7 @@ async def test_after_the_first_token_a_lost_worker_is_an_error(secret: str) -> N
         with pytest.raises(WorkerLostError, match="send the request again"):
             await asked
         await eventually(lambda: GroupLost(KEY) in gateway.notices)
-        with pytest.raises(WorkerLostError, match="no replica of m is there"):
+        with pytest.raises(WorkerLostError, match="no replica of m is available"):
             await gateway.ask("another")
 
 
@@ -346,7 +346,7 @@ async def test_a_lost_replica_is_two_lines_in_the_log_however_often_it_is_tried(
         lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
         assert [line.partition(":")[0].partition(" after")[0] for line in lines] == [
             "m#0 on host_a is lost",
-            "m#0 on host_a is there again",
+            "m#0 on host_a is available again",
         ]
 
 
@@ -396,7 +396,7 @@ async def test_a_replica_of_another_artifact_gets_no_requests_and_reports_the_re
         await eventually(lambda: any(member.fault for member in group.members))
         faults = [group.trouble(member) for member in group.members if member.fault]
         assert len(faults) == 1
-        assert "another artifact than the first replica" in faults[0]
+        assert "artifact differs from the first replica's" in faults[0]
 
 
 async def test_a_link_that_is_cut_again_and_again_loses_nothing_before_its_first_token(secret: str) -> None:
@@ -455,7 +455,7 @@ async def test_a_gateway_with_another_secret_is_rejected_and_reports_the_reason(
         await eventually(lambda: KEY in gateway.workers.groups and bool(gateway.workers.groups[KEY].members[0].fault))
         group = gateway.workers.groups[KEY]
         assert "secret" in group.trouble(group.members[0])
-        gateway.workers.give_up(KEY)
-        with pytest.raises(WorkerLostError, match="taken away"):
+        gateway.workers.cancel_load(KEY)
+        with pytest.raises(WorkerLostError, match="the model was removed"):
             await loading
         await gateway.workers.close()

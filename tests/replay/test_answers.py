@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cluster.recorded_index import RecordedAnswer, Wish
+from lockstep.cluster.recorded_index import AnswerQuery, RecordedAnswer
 from lockstep.core.request import FinishReason
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.outputs import RequestOutput
@@ -48,8 +48,8 @@ def answer_to(found: RecordedAnswers, request: GenerationRequest) -> RecordedAns
     assert request.model is not None
     if request.model not in found.by_name:
         return None
-    wish = Wish(request.prompt, parameters_as_bytes(request), request.params.n)  # type: ignore[arg-type]  # token ids
-    match = found.by_name[request.model].index.find(wish, is_strict=True)
+    query = AnswerQuery(request.prompt, parameters_as_bytes(request), request.params.n)  # type: ignore[arg-type]  # token ids
+    match = found.by_name[request.model].index.find(query, is_strict=True)
     return None if match is None else match.answer
 
 

@@ -74,7 +74,7 @@ class Managed(Cluster):
         return plain
 
     async def replace(
-        self, text: str, environment: Mapping[str, str] | None = None, powers: Permissions = NONE
+        self, text: str, environment: Mapping[str, str] | None = None, permissions: Permissions = NONE
     ) -> Replaced:
         self.environments.append(environment)
         if "bad" in text:

@@ -103,9 +103,9 @@ def test_a_host_that_came_back_under_its_name_is_one_host() -> None:
 def test_a_replica_has_one_state_and_its_counts() -> None:
     use = ReplicaUse(num_retried=2)
     use.routed[Why.PREFIX] = 5
-    use.came(0.0)
-    use.went(1.0)
-    use.came(3.5)
+    use.mark_available(0.0)
+    use.mark_unavailable(1.0)
+    use.mark_available(3.5)
     told = hosts_page((), (PlaceSnapshot.of(READY, ["router"], use, num_running=4, num_cached_blocks=9),))
     states = {key: value for key, value in told.items() if "replica_state" in key}
     assert [key for key, value in states.items() if value] == [

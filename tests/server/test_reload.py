@@ -27,12 +27,12 @@ class Unlucky(Managed):
         self.num_tries = 0
 
     async def replace(
-        self, text: str, environment: Mapping[str, str] | None = None, powers: Permissions = NONE
+        self, text: str, environment: Mapping[str, str] | None = None, permissions: Permissions = NONE
     ) -> Replaced:
         self.num_tries += 1
         if self.num_tries <= self.num_failures:
             raise UnavailableError("the device worker ended", retry_after_s=0.001)
-        return await super().replace(text, environment, powers)
+        return await super().replace(text, environment, permissions)
 
 
 @contextlib.asynccontextmanager

@@ -1,1 +1,1 @@
-"""Cluster: models behind one narrow interface."""
+"""Cluster: serves the models of a manifest behind one narrow interface."""

@@ -1,4 +1,4 @@
-"""Backends of a manifest's models: their own sources, stubs, the embedded model, or any other one. Pure."""
+"""Backends of a manifest's models: replaces their sources by stubs, the embedded model or another one. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ POCKET = "pocket://"
 
 
 class Backend(StrEnum):
-    """Source of all answers."""
+    """Backend that serves all models."""
 
     AUTO = "auto"
-    """Every model by its source."""
+    """Each model is served from its own source."""
     STUB = "stub"
-    """Every model a fake without files, the remote ones too."""
+    """Each model, including remote ones, is replaced by a stub without files."""
     POCKET = "pocket"
-    """Every model the embedded one with its persona, the remote ones too."""
+    """Each model, including remote ones, is replaced by the embedded model with a persona."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneModel:
-    """A backend of one model behind every name, the remote ones too; their personas are the manifest's."""
+    """Backend that serves one model under every name, including remote ones; personas come from the manifest."""
 
     source: str
 
@@ -37,10 +37,11 @@ class OneModel:
 
 
 def served_by(manifest: Manifest, backend: Backend | OneModel | RecordedBackend) -> Manifest:
-    """The manifest with sources that the backend has.
+    """Return the manifest with the backend's sources.
 
-    A remote model becomes one that is loaded when it is needed; under ``auto`` only where its source is a stub, which
-    stands for its server. A stub in the entry's place knows the words of the rule, wherever it comes from.
+    A remote model becomes a standby model. Under ``auto`` this applies only if its source is a stub, which stands in
+    for its server. A stub in place of the entry model is configured with the words of the rule, wherever its source
+    comes from.
     """
 
     def served(entry: Entry) -> Entry:
@@ -50,7 +51,7 @@ def served_by(manifest: Manifest, backend: Backend | OneModel | RecordedBackend)
             return replace(_local(entry), source=backend.source)
         if backend is Backend.POCKET:
             return _pocket(manifest, _local(entry))
-        if entry.source.startswith(STUB):  # is one already, and keeps its options
+        if entry.source.startswith(STUB):  # a stub already; keep its options
             return _local(entry) if backend is Backend.STUB or entry.remote is None else entry
         return replace(_local(entry), source=STUB + quote(entry.id, safe="")) if backend is Backend.STUB else entry
 
@@ -62,7 +63,8 @@ def _local(entry: Entry) -> Entry:
 
 
 def _routing_stub(manifest: Manifest, entry: Entry) -> Entry:
-    """Give a stub that routes its possible answers, unless its source has them; other entries stay as they are."""
+    """Add the possible answers to a stub that is the entry model, unless its source has them; other entries stay as
+    they are."""
     routing = manifest.routing
     if routing is None or routing.entry != entry.id or entry.tier is Tier.REMOTE or not entry.source.startswith(STUB):
         return entry
@@ -78,7 +80,8 @@ def _routing_stub(manifest: Manifest, entry: Entry) -> Entry:
 
 
 def _pocket(manifest: Manifest, entry: Entry) -> Entry:
-    """A persona that the manifest writes stands; the embedded ones were trained to follow the conversation."""
+    """Replace an entry by the embedded model. A persona of the manifest is kept; the embedded personas were trained to
+    follow the conversation."""
     if entry.system_prompt is not None:
         return replace(entry, source=POCKET)
     is_router = manifest.routing is not None and manifest.routing.entry == entry.id

@@ -1,9 +1,9 @@
-"""Answers of a cluster as events, and its models and its health as clients are shown them.
+"""Cluster types: defines the events of an answer, and the description of models and health for clients.
 
-A request is answered with batches of events: first `Accepted`, alone, then a `TokenOutput` for what each step brought
-to each of the ``n`` completions; the very last one carries the whole answer. Before `Accepted` comes `Routed`, alone,
-where the request was routed to one who cannot begin at once. A non-streaming answer is the collected stream, and
-leaving the stream is the abort.
+An answer is a stream of batches of events: first `Accepted`, alone, then a `TokenOutput` for the result of each step
+for each of the ``n`` completions. The last one carries the whole answer. If the request is routed to a model that
+cannot start at once, `Routed` comes alone before `Accepted`. A non-streaming answer collects the stream; closing the
+stream aborts the request.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lockstep.engine.outputs import TokenOutput
 
 
 class Hop(msgspec.Struct, frozen=True):
-    """A model's finished part of a routed request."""
+    """Completed part of a routed request by one model."""
 
     model: str
     completion: str
-    """Its answer."""
+    """Answer of the model."""
     intent: str | None
-    """The value that the rule read from it; None: its answer is none of the rule's values."""
+    """Value that the rule read from the answer; None: the answer matches none of the rule's values."""
     target: str | None
-    """The model that answers next, as ``set.id`` or an id; None: the hop's own answer stands."""
+    """Model that answers next, as ``set.id`` or an id; None: the hop's own answer is returned."""
     latency_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -33,59 +33,59 @@ class Hop(msgspec.Struct, frozen=True):
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """Target of a routed call that cannot begin at once: a model to be loaded, or another server. The call may still be
-    refused."""
+    """Routed call whose target cannot start at once, because it has to be loaded or is remote. The call may still be
+    rejected."""
 
     model: str
-    """The served name of who answers."""
+    """Served name of the target model."""
     hops: tuple[Hop, ...]
-    """As in `Accepted`."""
+    """Hops as in `Accepted`."""
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """The call can be served and has its place in the queue."""
+    """The call can be served and is in the queue."""
 
     model: str
-    """The served name of who answers."""
+    """Served name of the answering model."""
     prompt_token_ids: tuple[int, ...]
     hops: tuple[Hop, ...] = ()
-    """What others did before, in order, where the request was routed."""
+    """Earlier hops of a routed request, in order."""
     recorded: str = ""
-    """Which recorded request answers and how it was matched, where nothing is computed; empty: a model answers."""
+    """Recorded request that is replayed, and how it was matched; empty: a model answers."""
 
 
 Event = Routed | Accepted | TokenOutput
 ShownChunk = tuple[int, int, int]
-"""Completion of ``n``, its tokens that are new, and microseconds since the chunk before."""
+"""Index of the completion, number of its new tokens, and microseconds since the previous chunk."""
 EventStream = AsyncGenerator[Sequence[Event], None]
-"""All that has come since the last turn, in order, and never nothing."""
+"""Batches of events: all that arrived since the last iteration, in order; a batch is never empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """Facts on a served model."""
+    """Description of a served model."""
 
     name: str
-    """The name in requests."""
+    """Name to use in requests."""
     aliases: tuple[str, ...]
     root: str
-    """Where it came from."""
+    """Source of the model."""
     created_s: int
-    """Unix time of its loading."""
+    """Unix time at which the server was created."""
     tier: str
-    """``resident`` when it can answer at once; ``loading``, ``failed`` otherwise."""
+    """``resident`` if the model can answer at once, otherwise e.g. ``loading`` or ``failed``."""
     max_model_len: int | None
-    """None until it is loaded; so are the following."""
+    """Context length; None, like the following fields, until the model is loaded."""
     has_chat_template: bool | None
     parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Readiness to answer requests. Known without asking the engine's thread."""
+    """Readiness to serve requests. It is available without a query to the engine's thread."""
 
     ready: bool
     reason: str
-    """Why not, in one sentence; empty when ready."""
+    """Reason why requests cannot be served, in one sentence; empty if ready."""
     warnings: tuple[str, ...] = ()
-    """Warnings for the operator while requests are answered, a sentence each."""
+    """Warnings for the operator that do not affect readiness, one sentence each."""

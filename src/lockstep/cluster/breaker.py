@@ -1,7 +1,7 @@
-"""Circuit breaker: leaves another server alone that fails. Pure: times come in, decisions go out.
+"""Circuit breaker: blocks requests to a server that keeps failing. Pure: times are passed in.
 
-After some failures in a row no one asks for a while; then one request tries, and its first byte lets the others in
-again. Failures of requests that were let in before the state last changed say nothing of now, and are not counted.
+After several consecutive failures no requests are sent for a while. Then one trial request is sent, and its first byte
+lets the others through again. Failures of requests admitted before the last change of state are not counted.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from lockstep.worker.health import backoff_s
 
 
 class BreakerState(StrEnum):
-    """States of a breaker, by who is let in."""
+    """State of a breaker, by the requests that it admits."""
 
     CLOSED = "closed"
-    """Everybody."""
+    """All requests are admitted."""
     OPEN = "open"
-    """No request, until its rest is over."""
+    """No request is admitted until the pause is over."""
     HALF_OPEN = "half_open"
-    """One request, which tries."""
+    """One trial request is admitted."""
 
 
 _MOVES: Mapping[BreakerState, tuple[BreakerState, ...]] = {
@@ -29,18 +29,19 @@ _MOVES: Mapping[BreakerState, tuple[BreakerState, ...]] = {
     BreakerState.OPEN: (BreakerState.HALF_OPEN,),
     BreakerState.HALF_OPEN: (BreakerState.CLOSED, BreakerState.OPEN),
 }
-"""Every change there is: as many failures in a row as are borne; its rest is over and somebody asks; the request that
-tries has its first byte, or never will have, or its client left before anything was known."""
+"""Allowed transitions. Closed to open: the limit of consecutive failures is reached. Open to half-open: the pause is
+over and a request arrives. Half-open to closed: the trial request received its first byte. Half-open to open: it
+failed, or its client disconnected first."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerOptions:
-    """Bounds of a breaker: the number of failures in a row, and the rest of the server after them."""
+    """Limits of a breaker: the number of consecutive failures, and the pause after them."""
 
     num_failures: int = 5
-    """In a row, until it opens."""
+    """Number of consecutive failures after which the breaker opens."""
     rest_s: float = 2.0
-    """Of the first opening; each that follows without a whole answer in between doubles it."""
+    """Pause in seconds after the first opening; it doubles with each further one until an answer is complete."""
     max_rest_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -50,15 +51,15 @@ class BreakerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Admission of one request; its ending is noted with this."""
+    """Admission of one request; its result is reported with this."""
 
     era: int
-    """How often the breaker had changed."""
+    """Number of earlier changes of state."""
 
 
 class Breaker:
-    """The breaker of one server. `admit` every request; then call `began` at its first byte, and one of the three
-    endings."""
+    """Breaker of one server. Call `admit` for every request, `began` at its first byte, and one of `succeeded`,
+    `failed` and `left` at its end."""
 
     def __init__(self, options: BreakerOptions) -> None:
         self._options = options
@@ -66,7 +67,7 @@ class Breaker:
         self._era = 0
         self._num_failures = 0
         self._num_openings = 0
-        """Since the last whole answer."""
+        """Number of openings since the last complete answer."""
         self._until_s = 0.0
 
     @property
@@ -74,13 +75,13 @@ class Breaker:
         return self._state
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds after which it is worth asking; at least one retry's worth while another request tries."""
+        """Seconds until a request may be admitted; a full pause while the trial request is pending."""
         if self._state is BreakerState.CLOSED:
             return 0.0
         return self._options.rest_s if self._state is BreakerState.HALF_OPEN else max(0.0, self._until_s - now_s)
 
     def admit(self, now_s: float) -> Admission | None:
-        """Let a request in; None: not now, see `wait_s`."""
+        """Admit a request; None: it is not admitted now, see `wait_s`."""
         if self._state is BreakerState.OPEN and now_s >= self._until_s:
             self._change(BreakerState.HALF_OPEN)
         elif self._state is not BreakerState.CLOSED:
@@ -88,7 +89,8 @@ class Breaker:
         return Admission(self._era)
 
     def began(self, admission: Admission) -> Admission:
-        """Note a first byte; returns the admission for its ending. One failure more would open the breaker again."""
+        """Record a first byte; returns the admission for the request's end. After a trial request, one more failure
+        opens the breaker again."""
         if admission.era != self._era or self._state is not BreakerState.HALF_OPEN:
             return admission
         self._num_failures = self._options.num_failures - 1
@@ -96,13 +98,13 @@ class Breaker:
         return Admission(self._era)
 
     def succeeded(self, admission: Admission) -> None:
-        """Note a request that was answered as it should be, be it with a refusal."""
+        """Record a request that was answered properly, possibly with a rejection."""
         admission = self.began(admission)
         if admission.era == self._era:
             self._num_failures = self._num_openings = 0
 
     def failed(self, admission: Admission, now_s: float) -> None:
-        """Note a request that was not answered, or not to the end."""
+        """Record a request that was not answered, or not completely."""
         if admission.era != self._era:
             return
         if self._state is BreakerState.HALF_OPEN:
@@ -113,7 +115,7 @@ class Breaker:
             self._open(now_s)
 
     def left(self, admission: Admission) -> None:
-        """Note a request that no one waits for any more, and of which nothing is known: the next one may try."""
+        """Record a request whose client disconnected before its result was known; another trial may follow."""
         if admission.era == self._era and self._state is BreakerState.HALF_OPEN:
             self._change(BreakerState.OPEN)
 
@@ -124,6 +126,6 @@ class Breaker:
         self._change(BreakerState.OPEN)
 
     def _change(self, state: BreakerState) -> None:
-        assert state in _MOVES[self._state], f"a breaker does not go from {self._state} to {state}"
+        assert state in _MOVES[self._state], f"invalid transition of a breaker from {self._state} to {state}"
         self._state = state
         self._era += 1

@@ -1,4 +1,5 @@
-"""Budgets in bytes, and what each model needs of them. Closed: sizes of files and of the machine enter as numbers."""
+"""Memory budgets: compares what each model needs with the budgets, in bytes. Pure: sizes of files and of the machine
+are passed in as numbers."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from lockstep.cluster.manifest import Resources, Tier
 from lockstep.shown import size
 
 WEIGHTS_FACTOR = 1.03
-"""What loaded weights take at most, in parts of their files: Q4_K as it is packed."""
+"""Upper bound of the size of loaded weights, relative to their files; the maximum is reached by Q4_K after packing."""
 COLUMNS = ("resident", "in memory", "size", "verdict")
-"""Of a table, after who it is about."""
+"""Columns of the table, after the model's name and tier."""
 GPU_BUDGET = "gpu_budget"
 RAM_BUDGET = "ram_budget"
 NO_LIMIT = "no limit set"
 
 
 class Origin(StrEnum):
-    """Source of a size."""
+    """Origin of a size."""
 
     DECLARED = "declared"
     PREDICTED = "predicted"
@@ -29,14 +30,14 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory that one replica takes."""
+    """Memory that one replica needs."""
 
     resident_bytes: int
-    """Under `gpu_budget`, while it is resident: weights and KV pool."""
+    """Counts against `gpu_budget` while the replica is resident: weights and KV pool."""
     standby_bytes: int = 0
-    """Under `ram_budget`, while it is not: weights that are kept ready."""
+    """Counts against `ram_budget` while the replica is not resident: weights that are kept ready."""
     host_bytes: int = 0
-    """Under `ram_budget`, always: KV on the host."""
+    """Counts against `ram_budget` at all times: KV in host memory."""
     origin: Origin = Origin.PREDICTED
 
 
@@ -47,14 +48,13 @@ def predict(
     host_bytes: int = 0,
     factor: float = WEIGHTS_FACTOR,
 ) -> Footprint:
-    """Predict what a replica will take, before it was ever loaded.
+    """Predict the memory of a replica before it is first loaded.
 
     Args:
-        declared_bytes: what the manifest says that it needs, KV pool included; a stub declares its weights, and has no
-            KV.
-        file_bytes: of the artifact's weights.
-        kv_bytes: of the KV pool on the device.
-        host_bytes: of the KV on the host.
+        declared_bytes: need declared by the manifest, including the KV pool; a stub declares its weights and has no KV.
+        file_bytes: size of the artifact's weight files.
+        kv_bytes: size of the KV pool on the device.
+        host_bytes: size of the KV pool in host memory.
     """
     if declared_bytes is not None:
         return Footprint(declared_bytes, declared_bytes, host_bytes, Origin.DECLARED)
@@ -64,29 +64,29 @@ def predict(
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Memory that there is to share."""
+    """Memory that the models of a machine share."""
 
     memory_bytes: int
-    """That this process may still take. Loading takes no more at its height than the loaded model at its end."""
+    """Memory that this process may still use. Loading never needs more than the loaded model does."""
     accelerator_bytes: int | None = None
-    """None: there is no accelerator, and resident models live in memory as well."""
+    """Memory of the accelerator; None: there is no accelerator, and resident models use main memory as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One ceiling, and what models need under it."""
+    """One budget, and what models need of it."""
 
     name: str
     declared_bytes: int | None
-    """None: the manifest sets none."""
+    """Budget in the manifest; None: it sets none."""
     effective_bytes: int | None
-    """What holds; None: nothing bounds it."""
+    """Budget that is enforced; None: there is no limit."""
     needed_bytes: int = 0
-    """By the models that were counted."""
+    """Total need of the models that were counted."""
 
     @property
     def is_cut(self) -> bool:
-        """True if the machine has less than the manifest declares."""
+        """True if the machine has less memory than the manifest declares."""
         return None not in (self.declared_bytes, self.effective_bytes) and self.declared_bytes != self.effective_bytes
 
     @property
@@ -94,11 +94,11 @@ class Budget:
         return 0 if self.effective_bytes is None else max(0, self.needed_bytes - self.effective_bytes)
 
     def adding(self, num_bytes: int) -> Budget:
-        """The same ceiling with a further need."""
+        """Return a copy with an additional need."""
         return replace(self, needed_bytes=self.needed_bytes + num_bytes)
 
     def __str__(self) -> str:
-        """One line: what is needed of it, and whether the machine has it."""
+        """One line: how much is needed, and whether the machine has it."""
         needed = f"{self.name}: {size(self.needed_bytes)} needed"
         if self.effective_bytes is None:
             return f"{memory_of(self.name)}: {size(self.needed_bytes)} needed, {NO_LIMIT}"
@@ -109,25 +109,25 @@ class Budget:
 
 
 def memory_of(name: str) -> str:
-    """The memory that a budget would limit, in words; for budgets that are not set, also where there is no GPU."""
+    """Description of the memory that a budget limits; used for budgets that are not set, also without a GPU."""
     return {GPU_BUDGET: "memory for models", RAM_BUDGET: "memory for standby models"}.get(name, name)
 
 
 class Budgets(NamedTuple):
-    """Both ceilings of a manifest."""
+    """Both budgets of a manifest."""
 
     gpu: Budget
     ram: Budget
 
 
 def effective_budgets(resources: Resources, machine: Machine | None) -> Budgets:
-    """Budgets that the machine can keep.
+    """Budgets that the machine can provide.
 
-    What is declared is cut in proportion where both together exceed the memory that they share; what is not declared is
-    what the others leave.
+    If the declared budgets together exceed the memory that they share, they are reduced in proportion. A budget that is
+    not declared gets what the others leave.
 
     Args:
-        machine: None: sizes are fictitious (stubs), and nothing is cut.
+        machine: memory of the machine; None: sizes are fictitious (stubs), and budgets are not reduced.
     """
     gpu, ram = resources.gpu_budget_bytes, resources.ram_budget_bytes
     effective: Sequence[int | None] = (gpu, ram)
@@ -139,7 +139,7 @@ def effective_budgets(resources: Resources, machine: Machine | None) -> Budgets:
 
 
 def _share(declared: Sequence[int | None], available: int) -> list[int]:
-    """Shares of one memory; together never more than there is."""
+    """Divide one memory among budgets; the shares together never exceed it."""
     total = sum(each or 0 for each in declared)
     left = max(0, available - total) // max(1, sum(each is None for each in declared))
     return [left if each is None else each if total <= available else each * available // total for each in declared]
@@ -147,60 +147,60 @@ def _share(declared: Sequence[int | None], available: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One model of a manifest."""
+    """Memory need of one model of a manifest."""
 
     model: str
     tier: Tier
     replica: str | None = None
-    """Key of its replica, which other models may share; None: it is remote."""
+    """Key of its replica, which other models may share; None: the model is remote."""
     footprint: Footprint | None = None
-    """Of the replica; None: it is remote."""
+    """Footprint of the replica; None: the model is remote."""
 
 
 class Verdict(StrEnum):
-    """Verdict on the room that a model needs."""
+    """Verdict on the memory that a model needs."""
 
     FITS = "fits"
     EXCEEDS = "over budget"
-    """With those before it, it needs more than the budget."""
+    """Together with the models before it, the model exceeds the budget."""
     NEVER_FITS = "can never be loaded"
-    """Beside the models that are declared resident; it would be refused whenever it is requested."""
+    """The model does not fit beside the models that are declared resident, so every request to it would be rejected."""
     REMOTE = "remote"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Need and verdict of one model."""
+    """Memory need and verdict of one model."""
 
     model: str
     tier: Tier
     verdict: Verdict
     shares_with: str | None = None
-    """Not None: it is the artifact of this model, and adds nothing."""
+    """Model with the same replica, which already counts its memory; None: there is none."""
     gpu_bytes: int = 0
     ram_bytes: int = 0
     origin: Origin | None = None
-    """None: it is remote."""
+    """Origin of the size; None: the model is remote."""
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetTable:
-    """Placement table: the need of each model, and whether all fit."""
+    """Memory needs of all models, and whether they fit the budgets."""
 
     rows: tuple[Row, ...]
-    """In order of definition."""
+    """Rows in order of definition."""
     budgets: Budgets
 
     @property
-    def is_kept(self) -> bool:
-        """True where the manifest can be booted."""
+    def is_within_budget(self) -> bool:
+        """True if the cluster can start with the manifest."""
         return all(row.verdict is not Verdict.EXCEEDS for row in self.rows)
 
 
 def check(needs: Sequence[Need], ceilings: Budgets) -> BudgetTable:
-    """The placement of a manifest at boot, its needs counted anew.
+    """Check the needs of a manifest's models against its budgets.
 
-    A replica is resident when one of its models is, and counts where the first of its models stands.
+    A replica is resident if one of its models is. Its memory is counted in the row of its first model.
     """
     resident = {need.replica for need in needs if need.tier is Tier.RESIDENT}
     footprints = {need.replica: need.footprint for need in needs if need.footprint is not None}
@@ -233,13 +233,13 @@ def _row(need: Need, footprint: Footprint, is_resident: bool, owner: str | None)
 
 
 def table_text(table: BudgetTable) -> str:
-    """The table as a refused boot tells it: a line a model, then a line a budget."""
+    """Text of the table for the error at startup: a line for each model, then a line for each budget."""
     models = [("model", "tier", *COLUMNS), *((row.model, row.tier, *cells_of(row)) for row in table.rows)]
     return "\n".join([*aligned(models), *map(str, table.budgets)])
 
 
 def cells_of(row: Row) -> tuple[str, str, str, str]:
-    """A model's cells under `COLUMNS`."""
+    """Cells of a model under `COLUMNS`."""
     if row.origin is None:
         return "-", "-", "-", row.verdict
     if row.shares_with is not None:
@@ -249,24 +249,25 @@ def cells_of(row: Row) -> tuple[str, str, str, str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, their columns under each other."""
+    """Format rows as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def cut_texts(budgets: Budgets) -> list[str]:
-    """A sentence for each budget of which the machine has less than the manifest declares."""
+    """One sentence for each budget that the machine cannot provide in full."""
     return [
         f"{budget.name} is cut from {size(budget.declared_bytes or 0)} to "
-        f"{size(budget.effective_bytes or 0)}, which this machine can give"
+        f"{size(budget.effective_bytes or 0)}, as this machine has no more memory"
         for budget in budgets
         if budget.is_cut
     ]
 
 
 def refusal(table: BudgetTable) -> str:
-    """Refusal of a boot over budget: which budgets, by how much, and what would help; empty: nothing is exceeded."""
-    if table.is_kept:
+    """Error message for models that exceed the budgets: which budgets, by how much, and what to do; empty: nothing is
+    exceeded."""
+    if table.is_within_budget:
         return ""
     over = [budget for budget in table.budgets if budget.excess_bytes]
     parts = [f"{each.name} ({size(each.needed_bytes)} of {size(each.effective_bytes or 0)})" for each in over]
@@ -278,17 +279,18 @@ def refusal(table: BudgetTable) -> str:
 
 
 class Ledger:
-    """Bytes of one budget while a plan is made: free, becoming free, and for whom. Depends on no replica.
+    """Bytes of one budget during planning: free bytes, and bytes that become free for a certain replica or for any.
 
     Args:
-        room: free bytes; negative when more is taken than the budget allows.
-        coming: bytes that become free, each with the key of whom they were freed for; None: whoever needs them.
-        claims: who may claim, and how much; what was freed for others, or is more, is for whoever needs it.
+        room: free bytes; negative if the budget is exceeded.
+        coming: bytes that become free, each with the key of the replica for which they were freed; None: for any.
+        claims: bytes that each replica may claim, by key. Bytes freed for other replicas, or beyond a claim, are for
+            any replica.
     """
 
     def __init__(self, room: int, coming: Iterable[tuple[str | None, int]], claims: Mapping[str, int]) -> None:
         self.room = max(0, room)
-        """Free and not claimed yet."""
+        """Bytes that are free and unclaimed."""
         self.missing = max(0, -room)
         """Bytes by which the budget is exceeded."""
         self._spare = 0
@@ -307,17 +309,19 @@ class Ledger:
             self._spare += num_bytes
 
     def lacking(self, key: str, num_bytes: int) -> int:
-        """Bytes that a claim lacks when all has become free that it may take; at most 0: it needs only wait."""
+        """Bytes that a claim lacks even after all bytes that it may take have become free; 0 or less: it only has to
+        wait."""
         return num_bytes - self._own[key] - self._spare - self.room
 
     def spend(self, key: str, num_bytes: int) -> None:
-        """Take free bytes now; what was to become free for this claim is available to others."""
+        """Take free bytes now; the bytes that were to become free for this claim are then for any replica."""
         assert num_bytes <= self.room, f"{num_bytes} bytes for {key!r} are more than the {self.room} that are free"
         self.room -= num_bytes
         self._spare += self._own.pop(key, 0)
 
     def reserve(self, key: str, num_bytes: int, expected: int = 0) -> None:
-        """Claim what was freed for this key, then what it expects from others, then what becomes free, then room."""
+        """Reserve bytes for a claim: first those freed for its key, then the expected ones, then others that become
+        free, then free ones."""
         own = self._own.pop(key)
         self._spare += max(0, own - num_bytes)
         rest = max(0, num_bytes - own - expected)

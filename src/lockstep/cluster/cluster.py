@@ -1,5 +1,4 @@
-"""Cluster of a manifest, the only interface of the server to its models: one or many on one device worker, and some of
-other servers."""
+"""Cluster of a manifest: serves requests by local and remote models; the server's only interface to them."""
 
 from __future__ import annotations
 
@@ -46,18 +45,18 @@ from lockstep.worker.supervised import SupervisedWorker
 log = logging.getLogger(__name__)
 
 STEPS_PER_S = 4.0
-"""Of each replica, reported while steps are watched."""
+"""Step reports per second and replica while steps are watched."""
 
 Validators = Mapping[str, Validator]
 
 
 class Cluster:
-    """Server of requests by one model or many. Used from one event loop.
+    """Server of requests to the models of a manifest. Used from one event loop.
 
     Args:
-        manifest: what is served at first.
-        validators: of other rooms' blocks, for manifests that replace it.
-        progress: called with the stages of the first loading.
+        manifest: the first manifest to serve.
+        validators: validators of the blocks that other packages own, for manifests that replace the first one.
+        progress: called with the stages of the first loads.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Cluster:
         self._history = History()
         self._sweeping: asyncio.Task[None] | None = None
         self._reloads = Reloads(state, self._read)
-        self._vouchers = OperatorNames(
+        self._operator_names = OperatorNames(
             manifest,
             state.options.folder,
             lambda path: open_artifact(path, cache_dir=state.options.load.cache_dir),
@@ -87,32 +86,33 @@ class Cluster:
 
     @property
     def events(self) -> EventLog:
-        """Its transitions, hops and steps, as they happen."""
+        """Log of its transitions, hops and steps."""
         return self._state.events
 
     @property
     def recording(self) -> str | None:
-        """Directory of the recordings of its steps; None: nothing is recorded."""
+        """Directory of the step recordings; None: nothing is recorded."""
         trace = self._state.options.worker.trace
         return None if trace is None else trace.directory
 
     @property
     def worker_pid(self) -> int | None:
-        """Id of the device worker's process; None: it is a thread, or lost."""
+        """Process id of the device worker; None: it runs as a thread, or is lost."""
         return self._state.worker.pid
 
     # -- models and their answers ---------------------------------------------------------------------------------
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Every model that is served, in order of definition."""
+        """Cards of all served models, in order of definition."""
         return tuple(map(self._card, self._state.models.by_id.values()))
 
     def card(self, name: str | None) -> ModelCard:
-        """The model of a name or alias; ModelNotFoundError when there is none."""
+        """Card of the model with a name or alias; ModelNotFoundError: there is none."""
         return self._card(self._state.models.find(name))
 
     def tokenizer(self, name: str | None) -> Tokenizer:
-        """A model's tokenizer and template; ModelNotFoundError, or UnavailableError until it is loaded."""
+        """Tokenizer and template of a model; ModelNotFoundError: no such model; UnavailableError: it is not loaded
+        yet."""
         model = self._state.find(name)
         if model.remote is not None:
             return model.remote.tokenizer
@@ -122,39 +122,39 @@ class Cluster:
         return model.replica.tokenizer
 
     def stream(self, request: GenerationRequest, progress: CallProgress | None = None) -> EventStream:
-        """Answer a request. Leaving the stream early aborts it within one step.
+        """Answer a request. Closing the stream early aborts the request within one step.
 
         Args:
-            progress: records the stations of the call, and what it waits for.
+            progress: records the stations of the call, and its wait reasons.
 
-        Raises (from the first ``anext``, as far as it is known by then):
-            ModelNotFoundError, InvalidParameterError, PromptTooLongError, ChatTemplateError: it can never be served.
-            QueueFullError, UnavailableError: not now.
-            QueueDeadlineError, DeadlineError, RequestFailedError, WorkerLostError: accepted, then ended.
+        Raises (on the first ``anext`` if known by then):
+            ModelNotFoundError, InvalidParameterError, PromptTooLongError, ChatTemplateError: the request is invalid.
+            QueueFullError, UnavailableError: the request cannot be served now.
+            QueueDeadlineError, DeadlineError, RequestFailedError, WorkerLostError: the request was accepted and then
+            ended.
         """
         return self._handler.stream(request, progress or CallProgress())
 
     @property
     def keeps_chunks(self) -> bool:
-        """True if each batch of a stream's events is to be shown by itself, however slow its reader is."""
+        """True if each batch of stream events is delivered separately, however slow the reader is."""
         return isinstance(self._state.options.backend, RecordedBackend)
 
     @property
     def records_chunks(self) -> bool:
-        """True if `shown` is worth a word: content is recorded, and on this machine."""
+        """True if `shown` is needed: content is recorded, on this machine."""
         trace = self._state.options.worker.trace
         return trace is not None and trace.has_content and self._state.hosts is None
 
     def shown(self, progress: CallProgress, chunks: Sequence[ShownChunk]) -> None:
-        """Record in which chunks the answer to a request of one call was streamed, so that a replay can repeat them."""
+        """Record the chunks in which an answer was streamed, so that a replay can repeat them."""
         worker = self._state.worker
         if chunks and progress.places and isinstance(worker, SupervisedWorker):
-            place = progress.places[-1]  # an entry model's part comes before
+            place = progress.places[-1]  # an entry model's part comes first
             worker.shown(AnswerShown(place.replica, place.seq_id, tuple(chunks)))
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
-        """Metrics of each replica under its first model, since others that share it are counted with it; read also
-        while a step is running."""
+        """Metrics of each replica, under the first of the models that share it. Can be read while a step runs."""
         by_replica = await self._state.worker.metrics()
         found = {}
         for replica in self._state.replicas.all():
@@ -170,11 +170,11 @@ class Cluster:
 
     @property
     def kv_tiers(self) -> Mapping[str, TierStats]:
-        """Tiers of the KV store, host and disk, as of the last metrics; empty: there is none."""
+        """Tiers of the KV store, host and disk, as of the last metrics; empty: there is no store."""
         return self._state.worker.kv_tiers
 
     def health(self) -> Health:
-        """Ready while every model that is declared resident can answer."""
+        """Health of the cluster: ready while every model that is declared resident can answer."""
         reason = self._trouble()
         return Health(not reason, reason, self._state.warnings())
 
@@ -191,36 +191,37 @@ class Cluster:
         return ""
 
     async def check(self) -> str:
-        """The invariant of the KV blocks that does not hold, looked at between two steps; empty when all do."""
+        """Check the invariants of the KV blocks between two steps. Returns the violated one; empty: all hold."""
         checked = await self._state.worker.check()
         return "the worker does not answer" if checked is None else checked.fault
 
     async def reset_prefix_cache(self) -> int:
-        """Forget what is cached and not in use; returns how many blocks that were."""
+        """Drop cached blocks that are not in use; returns their number."""
         return await self._state.worker.reset_prefix_cache()
 
     @property
     def num_gateways(self) -> int:
-        """Servers that answer for this cluster, and hold its callers' limits together; 1 without ``hosts:``."""
+        """Number of gateways that serve this cluster and share its rate limits; 1 without ``hosts:``."""
         return 1 if self._state.hosts is None else self._state.hosts.state.num_gateways
 
     @property
     def num_open(self) -> int:
-        """Calls that are being answered."""
+        """Number of calls in progress."""
         return self._handler.num_open
 
     async def prepare(self) -> None:
-        """Open and weigh what is on this machine; nothing is fetched or loaded. LockstepError: `start` would be in
-        vain."""
+        """Open the local models and check their sizes; nothing is downloaded or loaded. LockstepError: `start` would
+        fail."""
         opened = await self._state.open(self._manifest, self._progress, fetches=False)
         if len(opened.needs) == len(self._manifest.entries):
             self._prepared = opened
 
     async def start(self) -> None:
-        """Load what is to be served; returns when it can answer. LockstepError: it cannot be loaded."""
+        """Start the worker and load the models; returns when requests can be served. LockstepError: a model cannot be
+        loaded."""
         state = self._state
         try:
-            await state.worker.start()  # first: a process has its imports to do, while the sources are opened
+            await state.worker.start()  # first, as the process imports its modules while the sources are opened
             if state.hosts is not None:
                 await self._join(state.hosts)
             opened = self._prepared or await state.open(self._manifest, self._progress)
@@ -240,12 +241,14 @@ class Cluster:
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def _join(self, hosts: MultiHostBackend) -> None:
-        """Join a cluster on several hosts; where gateways are there already, their manifest holds."""
+        """Join a cluster on several hosts. If it already has gateways, their manifest applies."""
         own, text = dump(self._manifest), await hosts.start()
         if text != own:
-            log.warning("others serve %s already; their manifest holds, and not this one", self._manifest.cluster)
+            log.warning(
+                "other gateways already serve %s; their manifest applies instead of this one", self._manifest.cluster
+            )
             self._manifest, self._prepared = await asyncio.to_thread(self._read, text), None
-            self._state.meant(self._manifest)
+            self._state.declare(self._manifest)
         self._state.on_manifest = self._reloads.follow
 
     def abort_all(self, error: LockstepError) -> None:
@@ -258,7 +261,7 @@ class Cluster:
                 model.remote.abort_all(error)
 
     async def close(self) -> None:
-        """End what is open, free the models and end the processes that were started."""
+        """End open calls, unload the models, and end the processes that were started."""
         self.abort_all(UnavailableError("the server is closing"))
         tasks = [task for task in (self._sweeping, *self._reloads.tasks) if task is not None]
         for task in tasks:
@@ -274,54 +277,59 @@ class Cluster:
 
     @property
     def is_fixed(self) -> bool:
-        """True where no request may change what is served: it was made of a command line, and has no manifest to show.
-        What follows of manifests, loading and unloading is for others."""
+        """True if HTTP requests cannot change what is served, because it was built from a command line. Such a cluster
+        has no manifest to show, and does not offer the operations below on manifests, loading and unloading."""
         return self._state.options.is_fixed
 
     def snapshot(self) -> ClusterSnapshot:
-        """The whole cluster at this moment; UnavailableError until its models have been opened."""
+        """Snapshot of the whole cluster; UnavailableError: its models have not been opened yet."""
         self._state.check_opened()
         return self._state.snapshot(self._reloads.is_replacing)
 
     def manifest_text(self) -> str:
-        """The effective manifest as YAML; `replace` takes it."""
+        """Effective manifest as YAML, in a form that `replace` accepts."""
         return dump(self._declared)
 
     def manifest_plain(self) -> Mapping[str, Any]:
-        """The same as maps, lists and scalars; `replace` takes it as JSON."""
+        """Effective manifest as maps, lists and scalars, in a form that `replace` accepts as JSON."""
         return plain(self._declared)
 
     async def replace(
-        self, text: str, environment: Mapping[str, str] | None = None, powers: Permissions = NONE
+        self, text: str, environment: Mapping[str, str] | None = None, permissions: Permissions = NONE
     ) -> Replaced:
-        """Bring a new manifest in, as one unit; see `lockstep.cluster.reload`. Goes on when the caller leaves.
+        """Replace the manifest as a whole; see `lockstep.cluster.reload`. Continues if the caller disconnects.
 
         Args:
-            environment: what the text may refer to; None: to nothing, as it came from the network.
-            powers: of who sent it over the network; the operator's own text has all.
+            environment: environment variables that the text may use; None: none, as the text came over the network.
+            permissions: permissions of the sender of a text that came over the network; the operator's own text has
+                all.
 
         Raises:
-            ManifestError: the text is no manifest; every fault is named.
-            UnavailableError: another one is being brought in, or the first one's models are being loaded.
-            LockstepError: it cannot be served; what was served still is.
+            ManifestError: the text is not a valid manifest; the error lists every problem.
+            UnavailableError: another manifest is being applied, or the first models are still loading.
+            LockstepError: the manifest cannot be served; the previous one stays in effect.
         """
-        vetting = None if environment is not None else self._vouchers.vetting(powers, self._state.models.declared.hosts)
+        permission_check = (
+            None
+            if environment is not None
+            else self._operator_names.check_for(permissions, self._state.models.declared.hosts)
+        )
         manifest = await asyncio.to_thread(
-            parse, text, validators=self._validators, environment=environment, vet=vetting
+            parse, text, validators=self._validators, environment=environment, author_check=permission_check
         )
         self._check_booted()
         self._reloads.check(manifest)
         if environment is not None:
-            self._vouchers.vouch(manifest)
-        return await self._reloads.replace(manifest, vetting)
+            self._operator_names.add(manifest)
+        return await self._reloads.replace(manifest, permission_check)
 
     async def load_model(self, id_: str) -> None:
-        """Promote a model; returns when it can answer at once.
+        """Load a model; returns when it can answer at once.
 
         Raises:
-            ModelNotFoundError: there is none of that id or alias.
-            InvalidParameterError: it is remote.
-            LockstepError: it cannot be loaded.
+            ModelNotFoundError: no model has this id or alias.
+            InvalidParameterError: the model is remote.
+            LockstepError: the model cannot be loaded.
         """
         replica = self._replica(id_)
         replica.is_dismissed = False
@@ -329,8 +337,8 @@ class Cluster:
         await self._state.bring_up(replica)
 
     async def unload_model(self, id_: str) -> None:
-        """Take a model, and those that share its replica, off the device; the next request brings it back. Returns when
-        its calls have ended and its memory is free.
+        """Unload a model, and the models that share its replica. The next request loads it again. Returns when its
+        calls have ended and its memory is free.
 
         Raises:
             ModelNotFoundError, InvalidParameterError: as in `load_model`.
@@ -343,14 +351,14 @@ class Cluster:
             await self._state.hosts.client.dismiss(replica.key)
 
     async def drain_host(self, name: str, is_drained: bool) -> str:
-        """Have a host's replicas leave it, its requests and sessions going elsewhere, or let it have replicas again.
-        Returns the host's name as soon as that is decided; its replicas answer what they have begun.
+        """Drain a host, so that its replicas, requests and sessions move to other hosts, or make it available again.
+        Returns the host's name as soon as the controller has accepted; replicas finish their open requests first.
 
         Args:
-            name: or an address that only one host has.
+            name: name of the host, or an address that only one host has.
 
         Raises:
-            HostNotFoundError: there is none of that name or address, or the manifest has no ``hosts:``.
+            HostNotFoundError: no host has this name or address, or the manifest has no ``hosts:``.
         """
         hosts = self._state.hosts
         if hosts is None:
@@ -362,11 +370,11 @@ class Cluster:
         return found
 
     async def locate_sessions(self, limit_s: float | None = None) -> None:
-        """Ask the worker where sessions are, so that what follows tells it; what is remembered stays where it does not
-        answer in time.
+        """Query the worker for the locations of sessions. If it does not answer in time, the last known locations are
+        kept.
 
         Args:
-            limit_s: as long is waited; None: until it has answered, or gives no answer.
+            limit_s: time limit in seconds; None: waits until the worker answers or fails.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
@@ -377,14 +385,14 @@ class Cluster:
         return self._state.sessions.snapshot(self._state.now_s())
 
     async def end_session(self, id_: str, caller: str | None = None) -> None:
-        """Give up a session's KV and forget it.
+        """Evict a session's KV and forget the session.
 
         Args:
-            caller: whose session, by the name of the key; None: that of everybody who called it so.
+            caller: key name of the session's caller; None: the sessions of all callers that have this id.
 
         Raises:
-            SessionNotFoundError: there is none.
-            UnavailableError: a worker that began anew does not have its store yet, in which the session would stay.
+            SessionNotFoundError: there is no such session.
+            UnavailableError: a restarted worker has not opened its KV store yet, so the stored KV cannot be deleted.
         """
         await self.locate_sessions()
         known = self._state.sessions.by_id
@@ -393,9 +401,7 @@ class Cluster:
         if not keys:
             raise SessionNotFoundError(f"No session with id '{id_}'.", param="session_id")
         if not all(known[key].is_stored_known for key in keys):
-            raise UnavailableError(
-                "what is kept of the session is not known yet; try again in a moment", retry_after_s=1.0
-            )
+            raise UnavailableError("the session's stored KV is not known yet; try again in a moment", retry_after_s=1.0)
         for key in keys:
             self._state.sessions.forget(key)
         for key, model in itertools.product(keys, tuple(self._state.models.by_id.values())):
@@ -406,7 +412,7 @@ class Cluster:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _read(self, text: str) -> Manifest:
-        """A manifest that another gateway of this cluster brought in; it may refer to this server's environment."""
+        """Parse a manifest from another gateway of this cluster; it may use this server's environment."""
         return parse(text, validators=self._validators, environment=self._state.options.environment)
 
     @property
@@ -421,30 +427,30 @@ class Cluster:
             await asyncio.sleep(self._state.models.declared.sessions.sweep_interval_s)
             try:
                 await self._state.sweep_idle(self._state.now_s())
-            except Exception:  # a defect of ours; sessions are swept as long as the server lives
-                log.exception("a defect over the sweeping of sessions")
+            except Exception:  # an internal error must not stop the eviction of sessions
+                log.exception("internal error while evicting idle sessions")
             is_watched = self.events.num_watchers > 0
             if is_watched != was_watched:
                 self._state.worker.watch_steps(STEPS_PER_S if is_watched else 0.0)
                 was_watched = is_watched
 
     def _report_load(self, replica: ReplicaState, stage: str, fraction: float) -> None:
-        """Report a stage of the first loads, under the first of the models that each is for."""
+        """Report the stage of a first load, under the first of the models that share the replica."""
         models = self._state.models_on(replica)
         if self._progress is not None and models:
             self._progress(models[0].id, stage, fraction)
 
     def _check_booted(self) -> None:
-        """Refuse what would make the boot fail: taking models away while the first ones are loaded."""
+        """Reject what would make startup fail: removing models while the first ones are loading."""
         if not self._state.is_booted:
-            raise UnavailableError("the models are being loaded for the first time; try again when they are there")
+            raise UnavailableError("the models are being loaded for the first time; try again when they are loaded")
 
     def _replica(self, id_: str) -> ReplicaState:
         self._state.check_opened()
         replica = self._state.models.find(id_).replica
         self._check_booted()
         if replica is None:
-            raise InvalidParameterError(f"{id_} is remote: there is nothing to load here", param="model")
+            raise InvalidParameterError(f"{id_} is remote; it cannot be loaded or unloaded here", param="model")
         return replica
 
     def _card(self, model: Model) -> ModelCard:

@@ -1,7 +1,7 @@
-"""Stats of a cluster: rates and times of the last seconds by engine, and the tiers of stored KV.
+"""Cluster stats: computes each engine's rates and latencies over the last seconds, and reports the KV store tiers.
 
-Counters and histograms count from the start, so the present is the difference of two moments. Moments are recorded
-here, once for all readers, when stats are read.
+Counters and histograms count from the start, so rates are differences between two moments. A moment is recorded when
+stats are read, and all readers share the recorded moments.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from lockstep.engine.metrics import MetricsSnapshot
 DEFAULT_WINDOW_S = 30.0
 MAX_WINDOW_S = 3_600.0
 MAX_MOMENTS = 64
-"""Moments that are kept; of 26 engines one takes some 20 kB."""
+"""Number of recorded moments; one takes about 20 kB with 26 engines."""
 MIN_SPACING_S = 1.0
-"""Between two that are kept, however many watchers ask."""
+"""Minimum interval in seconds between two recorded moments, however often stats are read."""
 TTFT = "time_to_first_token_seconds"
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """An engine now, and its rates over the window. What is null is not known, or did not happen."""
+    """One engine's current state, and its rates over the window. Null values are unknown, or have no data."""
 
     model: str
-    """Id of the first model on it; others that share it are counted with this one."""
+    """Id of the engine's first model; models that share the engine are included."""
     tokens_per_s: float | None = None
     prompt_tokens_per_s: float | None = None
-    """Cached ones included."""
+    """Rate of prompt tokens, including cached ones."""
     ttft_p50_s: float | None = None
     ttft_p95_s: float | None = None
     hit_share: float | None = None
-    """Of the prompt tokens that were looked up in the prefix cache."""
+    """Share of the looked-up prompt tokens that were found in the prefix cache."""
     kv_share: float | None = None
-    """Of the pool's blocks that are in use."""
+    """Share of the KV pool's blocks that are in use."""
     num_blocks: int | None = None
     num_waiting: int = 0
-    """Requests that wait for their first step, or to be resumed."""
+    """Number of requests that wait for their first step, or to be resumed."""
 
 
 class StoreTier(msgspec.Struct, frozen=True):
-    """A tier of the store of KV outside of the device. Blocks that came back and so on are counted from the start."""
+    """One tier of the KV store outside of the device. Counters count from the start."""
 
     name: str
     num_blocks: int
@@ -58,15 +58,15 @@ class StoreTier(msgspec.Struct, frozen=True):
 
 
 class ClusterStats(msgspec.Struct, frozen=True):
-    """All engines at one moment."""
+    """Stats of all engines at one moment."""
 
     window_s: float | None
-    """Seconds that rates are over; null: the first reading."""
+    """Window of the rates in seconds; null: this is the first reading."""
     uptime_s: float | None
     requests_per_s: float | None
     engines: tuple[EngineStats, ...]
     tiers: tuple[StoreTier, ...]
-    """Empty where nothing is kept outside of the device."""
+    """Tiers of the KV store; empty if KV is not stored outside of the device."""
 
 
 class Counts(NamedTuple):
@@ -77,7 +77,7 @@ class Counts(NamedTuple):
     queries: int = 0
     hits: int = 0
     ttft: tuple[int, ...] = ()
-    """By bucket."""
+    """Counts of the time-to-first-token histogram, by bucket."""
 
 
 class Moment(NamedTuple):
@@ -89,7 +89,7 @@ class Moment(NamedTuple):
 
 
 class History:
-    """Moments of the recent past, oldest first. Event loop only."""
+    """Recorded moments, oldest first. Event loop only."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self.now_s = now_s
@@ -97,8 +97,8 @@ class History:
         self._kept: deque[Moment] = deque(maxlen=MAX_MOMENTS)
 
     def before(self, moment: Moment, window_s: float) -> Moment | None:
-        """The moment from which rates are counted: the oldest in the window, else the last before it unless that is so
-        old that they would be of another time. Keeps the new one."""
+        """Moment against which rates are computed: the oldest one in the window, else the last one before it, unless it
+        is too old. Records the new moment."""
         inside = (each for each in self._kept if moment.at_s - each.at_s <= window_s)
         found = next(inside, self._kept[-1] if self._kept else None)
         if not self._kept or moment.at_s - self._kept[-1].at_s >= MIN_SPACING_S:
@@ -114,7 +114,7 @@ def stats_of(
     num_requests: int,
     window_s: float,
 ) -> ClusterStats:
-    """Stats of now, with rates over at most about ``window_s``."""
+    """Compute the current stats, with rates over at most about ``window_s``."""
     counts = {model: _counts(snapshot) for model, snapshot in metrics.items()}
     after = Moment(history.now_s(), num_requests, counts)
     before = history.before(after, window_s)
@@ -140,7 +140,7 @@ def _counts(snapshot: MetricsSnapshot) -> Counts:
 
 
 def _engine(model: str, snapshot: MetricsSnapshot, then: Counts, now: Counts, elapsed_s: float | None) -> EngineStats:
-    """One engine; counters that are lower than before were started anew with it, and all of them was counted since."""
+    """Stats of one engine. If its counters are lower than before, the engine was restarted, and all of them count."""
     kv_share = snapshot.gauges.get("kv_cache_usage_perc")
     num_blocks = snapshot.info.get("cache_config_info", {}).get("num_gpu_blocks")
     blocks = None if num_blocks is None else int(num_blocks)
@@ -148,8 +148,8 @@ def _engine(model: str, snapshot: MetricsSnapshot, then: Counts, now: Counts, el
     if elapsed_s is None:
         return EngineStats(model, kv_share=kv_share, num_blocks=blocks, num_waiting=num_waiting)
     ttft_then = then.ttft or (0,) * len(now.ttft)
-    is_anew = now.tokens < then.tokens or any(a < b for a, b in zip(now.ttft, ttft_then, strict=True))
-    if is_anew:
+    is_restarted = now.tokens < then.tokens or any(a < b for a, b in zip(now.ttft, ttft_then, strict=True))
+    if is_restarted:
         then, ttft_then = Counts(), (0,) * len(now.ttft)
     queries, hits = now.queries - then.queries, now.hits - then.hits
     bounds = snapshot.histograms[TTFT].bounds if now.ttft else ()
@@ -168,14 +168,15 @@ def _engine(model: str, snapshot: MetricsSnapshot, then: Counts, now: Counts, el
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """Value below which this share of a histogram lies, as Prometheus' ``histogram_quantile`` estimates it.
+    """Quantile of a histogram, as estimated by ``histogram_quantile`` of Prometheus.
 
     Args:
-        bounds: upper ones of the buckets, ascending; the last bucket has none.
-        counts: of the values in each bucket.
+        bounds: upper bounds of the buckets, ascending; the last bucket has none.
+        counts: number of values in each bucket.
+        share: share of the values that lie below the quantile.
 
     Returns:
-        None without values; the last bound where it lies above that.
+        The quantile; the last bound if the quantile lies above it; None if there are no values.
     """
     rank = share * sum(counts)
     if rank <= 0:

@@ -1,5 +1,5 @@
-"""Chunks of streamed completions as clients read them from any OpenAI-compatible server: what is not known is passed
-over, and what may lack is None. Pure."""
+"""Completion chunks: defines the streamed chunks of any OpenAI-compatible server. Unknown fields are ignored, missing
+ones are None. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import msgspec
 DONE = "[DONE]"
 """Data of the event that ends a stream."""
 MAX_REASON_CHARS = 300
-"""Of a server's own words."""
+"""Maximum characters of a server's error message."""
 
 
 class FunctionPart(msgspec.Struct):
-    """Part of a called function: its name in the first one, then pieces of its arguments."""
+    """Part of a tool call's function: the name in the first part, then pieces of its arguments."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class CallDelta(msgspec.Struct):
-    """Addition to one call of an answer."""
+    """Addition to one tool call of an answer."""
 
     index: int = 0
     id: str | None = None
@@ -29,7 +29,7 @@ class CallDelta(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """Addition of a chat chunk."""
+    """Addition to a chat message."""
 
     content: str | None = None
     refusal: str | None = None
@@ -39,7 +39,7 @@ class Delta(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """One of the ``n`` answers; ``text`` of completions, ``delta`` of chats."""
+    """One of the ``n`` choices, with ``text`` for completions and ``delta`` for chats."""
 
     index: int = 0
     delta: Delta | None = None
@@ -57,19 +57,19 @@ class Choice(msgspec.Struct):
 
     @property
     def brings_tokens(self) -> bool:
-        """True for text, thoughts or a part of a tool call; not for a role alone, nor an end alone."""
+        """True for text, reasoning or a part of a tool call; False for a role or an end alone."""
         calls = None if self.delta is None else self.delta.tool_calls
         return bool(self.content or self.thoughts or calls)
 
 
 class CachedTokens(msgspec.Struct):
-    """Details of a prompt's tokens."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int | None = None
 
 
 class Usage(msgspec.Struct):
-    """Tokens as the server counts them."""
+    """Token counts reported by the server."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -85,7 +85,7 @@ class Chunk(msgspec.Struct):
 
 
 def error_message(value: Any) -> str:
-    """The sentence in an error body of OpenAI's shape, or of any other."""
+    """Extract the message of an error body in OpenAI's form or any other."""
     error = value.get("error", value) if isinstance(value, dict) else value
     message = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(message).split())[:MAX_REASON_CHARS]

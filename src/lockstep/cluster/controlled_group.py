@@ -1,8 +1,8 @@
-"""Group of replicas as the controller has it, and its relocation from drained hosts: successors first, then each old
-replica as soon as a successor is ready.
+"""Controlled group: tracks a group's replicas, and moves them off drained hosts, replacing each replica before it
+leaves.
 
-Pure. A successor is a further replica of its group under a free number, so that for a while there are more than were
-requested; nothing of a group becomes less on the way.
+Pure. A replacement is an additional replica of the group with a free number, so for a while the group has more replicas
+than demanded and never fewer.
 """
 
 from __future__ import annotations
@@ -27,47 +27,48 @@ from lockstep.hosts.values import (
 )
 
 MAX_SILENT = 5
-"""Questions in a row that an actor may leave unanswered; gateways see by themselves whether a worker is there."""
+"""Number of consecutive status requests that an actor may leave unanswered; gateways detect lost workers themselves."""
 MAX_SILENT_READY = 60
-"""The same where it was ready: some two minutes."""
+"""The same limit for a replica that was ready: about two minutes."""
 LINK_LIMIT_S = 10.0
-"""For all gateways to have a link to a replica that is ready."""
+"""Time in seconds for all gateways to connect to a ready replica."""
 START_LIMIT_S = 60.0
-"""For the process of a replica that a host has room for; on a Ray cluster that was just started it takes its time."""
+"""Time in seconds for a replica's process to start on a host with room; it may be slow on a new Ray cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A replica that leaves its host as soon as its requests have ended."""
+    """Replica that leaves its host as soon as its requests have ended."""
 
     until_s: float
-    """It goes then, whatever it has to do."""
+    """Time at which it is ended even if requests are still open."""
     version: int
-    """Version of the first state that has it: a gateway with an earlier one may send it requests."""
+    """Version of the first state that shows it as leaving: a gateway with an earlier state may still send it
+    requests."""
 
 
 @dataclass(slots=True, eq=False)
 class ControlledGroup:
-    """The replicas of one artifact: what was ordered, and what became of it."""
+    """Replicas of one artifact: their demand, and the state of each."""
 
     demand: Demand
     state: GroupPhase = ABSENT
     numbers: list[int] = field(default_factory=list)
-    """Of its replicas: as many as are demanded, and those that leave a drained host or are to take their place."""
+    """Numbers of its replicas: the demanded ones, those that leave a drained host, and their replacements."""
     places: dict[int, ReplicaStatus] = field(default_factory=dict)
-    """By number: where each replica is, by the last report of its actor; those of which there was none are left out."""
+    """Last status of each replica, by number; replicas whose actor has not reported yet are absent."""
     ending: set[int] = field(default_factory=set)
     """Numbers whose actors are being removed."""
     silent: dict[int, int] = field(default_factory=dict)
-    """Questions in a row that a replica's actor has not answered."""
+    """Number of consecutive unanswered status requests, by number."""
     waiting_s: dict[int, float] = field(default_factory=dict)
     """When replicas were last placed, by number."""
     ready_s: dict[int, float] = field(default_factory=dict)
-    """When replicas that are ready became so, by number."""
+    """When ready replicas became ready, by number."""
     leaving: dict[int, Leaving] = field(default_factory=dict)
     """Replicas that leave their host, by number."""
     began_s: float = 0.0
-    """When it was placed."""
+    """When the group started to load."""
     removing: asyncio.Task[None] | None = None
 
     @property
@@ -75,19 +76,19 @@ class ControlledGroup:
         return sum(place.state is ReplicaPhase.READY for place in self.places.values())
 
     def adopt(self, found: Sequence[int]) -> list[int]:
-        """Take over replicas that were placed before; the numbers of those that are to be placed besides."""
+        """Take over replicas that an earlier controller placed; returns the numbers of those still to be placed."""
         known = [number for number in found if number < self.demand.num * SLOTS_PER_REPLICA]
         missing = [number for number in range(self.demand.num) if number not in known]
         self.numbers = [*known, *missing[: max(0, self.demand.num - len(known))]]
         return self.numbers[len(known) :]
 
-    def wait(self, number: int, now_s: float) -> None:
-        """Note that a replica is placed, and waits for room or for its process."""
+    def mark_waiting(self, number: int, now_s: float) -> None:
+        """Record that a replica was placed and waits for room or for its process."""
         self.places[number] = ReplicaStatus(self.demand.key, number, ReplicaPhase.WAITING)
         self.waiting_s[number] = now_s
 
     def relocation(self, drained: Collection[str], reports: Sequence[GatewayReport], now_s: float) -> Relocation:
-        """The next steps away from drained hosts. A successor counts when all gateways have a link to it, or after
+        """Next steps away from drained hosts. A replacement counts when all gateways are connected to it, or after
         `LINK_LIMIT_S`."""
         ready = [number for number, place in self.places.items() if place.state is ReplicaPhase.READY]
         self.ready_s = {number: self.ready_s.get(number, now_s) for number in ready}
@@ -99,8 +100,9 @@ class ControlledGroup:
         return relocation(self.demand.num, places, drained, self.leaving, self.ending)
 
     def is_lost(self, number: int, hosts: Sequence[Host]) -> bool:
-        """True where a replica is to be placed anew, as its host is gone, or its actor silent for long. One that waits
-        for room says nothing; one that was ready may well answer requests, whatever keeps its actor from speaking."""
+        """True if a replica has to be placed again, because its host is lost or its actor has not answered for too
+        long. A replica that waits for room never answers. A ready replica gets a higher limit, because its worker may
+        still serve requests."""
         place, num_silent = self.places[number], self.silent.get(number, 0)
         if place.state is ReplicaPhase.WAITING:
             return False
@@ -108,16 +110,16 @@ class ControlledGroup:
         most = MAX_SILENT_READY if place.state in (ReplicaPhase.READY, ReplicaPhase.LEAVING) else MAX_SILENT
         return (bool(place.node_id) and not is_host_there) or num_silent > most
 
-    def shown(self, number: int, hosts: Sequence[Host], now_s: float) -> ReplicaStatus:
-        """Place of a replica as gateways get it: with what is decided of it, and why it waits.
+    def published(self, number: int, hosts: Sequence[Host], now_s: float) -> ReplicaStatus:
+        """Status of a replica as published to gateways: including whether it leaves, and why it waits.
 
         Args:
-            hosts: all, and whether they are drained.
+            hosts: all hosts with their drain status.
         """
         place = self.places.get(number) or ReplicaStatus(self.demand.key, number, ReplicaPhase.WAITING)
         if place.state is ReplicaPhase.READY and number in self.leaving:
             is_drained = any(host.is_drained and host.node_id == place.node_id for host in hosts)
-            why = f"{place.host} is being drained" if is_drained else "the group has one replica more than it needs"
+            why = f"{place.host} is being drained" if is_drained else "the group has more replicas than demanded"
             return msgspec.structs.replace(place, state=ReplicaPhase.LEAVING, reason=why)
         if place.state is ReplicaPhase.WAITING:
             is_recent = now_s - self.waiting_s.get(number, now_s) < START_LIMIT_S
@@ -132,9 +134,9 @@ class Relocation:
     """Next steps of one group."""
 
     placed: tuple[int, ...] = ()
-    """Numbers of replicas that are to be placed now."""
+    """Numbers of replicas to place now."""
     leaving: tuple[int, ...] = ()
-    """Replicas that get no new requests, and go when those that they have have ended."""
+    """Numbers of replicas that get no new requests and end when their open requests have ended."""
 
 
 def relocation(
@@ -144,12 +146,12 @@ def relocation(
     leaving: Collection[int] = (),
     taken: Collection[int] = (),
 ) -> Relocation:
-    """The next steps by which a group of `num` replicas comes to be on hosts that are not drained.
+    """Next steps that move a group of `num` replicas to hosts that are not drained.
 
     Args:
-        places: of all its replicas, by number.
-        drained: node ids of hosts that are to have none.
-        leaving: replicas that leave already; they go on leaving as long as others may take their place.
+        places: statuses of all its replicas, by number.
+        drained: node ids of drained hosts.
+        leaving: replicas that are leaving already; they keep leaving as long as others can replace them.
         taken: further numbers that cannot be used now.
     """
 
@@ -173,11 +175,11 @@ def why_not_drained(
     drained: Collection[str],
     groups: Sequence[tuple[Demand, Sequence[ReplicaStatus]]],
 ) -> str:
-    """The reason why the replicas of a host would have no other host, in one sentence; empty: each would have one.
+    """Reason why a replica of a host could not move to another host, in one sentence; empty: all can move.
 
     Args:
-        drained: node ids of hosts that are to have none, besides this one.
-        groups: demands, and where the replicas of each are.
+        drained: node ids of the hosts drained already.
+        groups: demand and replica statuses of each group.
     """
     avoid = [*drained, node_id]
     left = [host for host in hosts if host.is_there and host.node_id not in avoid]
@@ -196,6 +198,6 @@ def why_not_drained(
 
 
 def is_older(place: ReplicaStatus, known: ReplicaStatus | None) -> bool:
-    """True if the same actor has reported since then."""
+    """True if the same actor has sent a newer report."""
     is_same = known is not None and (place.node_id, place.actor_pid) == (known.node_id, known.actor_pid)
     return known is not None and is_same and place.version < known.version

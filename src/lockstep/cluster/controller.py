@@ -1,8 +1,10 @@
-"""Controller of a cluster on several hosts: its manifest, its one plan, and the location of each group's replicas.
+"""Controller of a cluster on several hosts: keeps its manifest, plans its replicas, and publishes their location to all
+gateways.
 
-Gateways report their demand and use. The controller plans as one machine does, lets the runtime place replicas, and
-sends the result to all gateways. They serve requests without it: when no controller runs, placed replicas go on
-answering. It runs on one event loop in its own process, and starts from the replicas that it finds placed.
+Gateways report their demand and use. The controller plans with the planner of a single machine, lets the runtime place
+replicas, and sends the result to all gateways. Gateways serve requests without it: when no controller runs, the placed
+replicas keep answering. The controller runs on one event loop in its own process. A new controller starts from the
+replicas that are already placed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from lockstep.cluster.controlled_group import ControlledGroup, Leaving, is_older
 from lockstep.cluster.controller_state import ControllerState, GatewayReport, GroupPhase, is_held, merged_view, unwanted
 from lockstep.cluster.plan_recorder import PlanRecorder
 from lockstep.cluster.planner import Drain, Load, Phase, Refuse, Unload, plan
-from lockstep.cluster.sessions import SessionNews
+from lockstep.cluster.sessions import SessionUpdate
 from lockstep.errors import (
     HostNotDrainableError,
     HostNotFoundError,
@@ -39,39 +41,41 @@ from lockstep.worker.flight.options import TraceOptions
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-"""Between two plans where nothing happens."""
+"""Interval in seconds between two plans while nothing happens."""
 LOOK_S = 2.0
-"""Between two looks at all hosts, and at replicas that say nothing by themselves."""
+"""Interval in seconds at which hosts and replicas are polled."""
 POLL_S = 1.0
-"""Longest wait of a gateway for news; after it the same state is returned."""
+"""Longest time in seconds that a gateway waits for a new state; after it the unchanged state is returned."""
 LEASE_S = 5.0
-"""A gateway that reports nothing for so long is gone; its requests are its clients' loss, and no reason to wait."""
+"""A gateway that sends no report for this time, in seconds, is removed. The requests that it had open no longer delay a
+drain or an unload."""
 ABANDONED_S = 600.0
-"""After this time without a gateway everything is removed; a gateway that starts again finds it until then."""
+"""Time in seconds without any gateway after which all replicas are removed. A gateway that restarts earlier reuses
+them."""
 DRAIN_S = 60.0
-"""For requests on a host that is drained; then they are cut."""
+"""Time in seconds that requests on a drained host get to finish; after it they are aborted."""
 MAX_UNSENT = 1 << 14
-"""News of sessions that wait for one gateway's next report."""
+"""Maximum number of session updates queued for one gateway's next report."""
 MAX_GATEWAYS = 64
-"""A worker takes no more links (`lockstep.worker.remote_clients.MAX_GUESTS`)."""
+"""Maximum number of gateways, as a worker accepts no more (`lockstep.worker.remote_clients.MAX_CLIENTS`)."""
 
 
 @dataclass(slots=True, eq=False)
 class GatewayLink:
-    """One gateway: its last report, and when that came."""
+    """One gateway: its last report, and when it last made contact."""
 
     report: GatewayReport | None
     contact_s: float
-    unsent: deque[SessionNews] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT))
-    """Of others' sessions; beyond the bound the oldest are dropped."""
+    unsent: deque[SessionUpdate] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT))
+    """Updates of sessions on other gateways; beyond the limit the oldest are dropped."""
 
 
 class Controller:
-    """The one who plans. Methods are called by gateways and by replicas' actors.
+    """Planner and coordinator of the cluster. Gateways and replica actors call its methods.
 
     Args:
-        runtime: places replicas.
-        trace: where plans are recorded; None: they are not.
+        runtime: places and removes replicas.
+        trace: where plans are recorded; None: plans are not recorded.
     """
 
     def __init__(
@@ -83,32 +87,32 @@ class Controller:
         self._gateways: dict[str, GatewayLink] = {}
         self._groups: dict[str, ControlledGroup] = {}
         self._found: dict[str, list[int]] = {}
-        """Replicas that an earlier controller placed, and that no gateway has requested yet."""
+        """Numbers of the replicas that an earlier controller placed and no gateway has requested yet, by group."""
         self._hosts: Sequence[Host] = ()
         self._fault = ""
-        """Why hosts cannot be looked at now, in one sentence; empty: they can."""
+        """Reason why hosts cannot be listed now, in one sentence; empty: they can."""
         self._drained: dict[str, str] = {}
-        """Hosts that get no replicas: their names, by Ray's ids."""
+        """Drained hosts, which get no replicas: their names by Ray node id."""
         self._drains: Mapping[str, str] = {}
         self._refusals: dict[str, str] = {}
         self._manifest, self._manifest_version = "", 0
         self._replacing = ""
-        """The gateway that brings a manifest in; empty: none does."""
+        """Gateway that is applying a manifest; empty: none."""
         self._state = ControllerState(0)
-        self._alone_since_s = clock()
-        """When the last gateway went."""
+        self._no_gateway_since_s = clock()
+        """When the last gateway left."""
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Find what is placed, and plan from now on."""
+        """Find the placed replicas and start planning."""
         for name in await self._runtime.found():
             self._found.setdefault(name.key, []).append(name.number)
         self._hosts = await self._runtime.hosts()
-        self._run(self._turn())
+        self._run(self._plan_loop())
 
     async def close(self) -> None:
-        """Plan no more; what is placed stays."""
+        """Stop planning; placed replicas stay."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -120,46 +124,49 @@ class Controller:
     async def join(
         self, gateway: str, version: str, manifest: str, link: LinkOptions, drained: Mapping[str, str] | None = None
     ) -> ControllerState:
-        """Let a gateway in; the state names the manifest that applies: the first one's, or what replaced it.
+        """Add a gateway. The returned state names the manifest that applies: the first gateway's, or the one that
+        replaced it.
 
         Args:
-            link: how it is linked with workers; that of the first gateway holds for replicas, as its manifest does.
-            drained: names of the hosts that were drained by the last report that a gateway got before it lost its
-                controller, by Ray's ids; a new controller takes them over. None: the gateway has just started.
+            link: how gateways connect to workers. As with the manifest, the first gateway's options apply to all
+                replicas.
+            drained: hosts that were drained according to the gateway's last state before it lost its controller: names
+                by Ray node id. A new controller takes them over. None: the gateway has just started.
 
         Raises:
-            UsageError: it is of another version.
-            UnavailableError: there are too many.
+            UsageError: the gateway runs another version.
+            UnavailableError: there are too many gateways.
         """
         if version != __version__:
             raise UsageError(f"this is Lockstep {version}, and the cluster runs {__version__}; upgrade the older one")
         if len(self._gateways) >= MAX_GATEWAYS and gateway not in self._gateways:
-            raise UnavailableError(f"{MAX_GATEWAYS} gateways are there already", retry_after_s=LEASE_S)
+            raise UnavailableError(f"the cluster already has {MAX_GATEWAYS} gateways", retry_after_s=LEASE_S)
         if not self._manifest:
             self._drained = dict(drained or {})
         if self._gateways.keys() <= {gateway}:
-            self._begin_anew(link, is_new=drained is None)
+            self._use_link_options(link, is_new=drained is None)
         if not self._manifest or not self._gateways:
             self._manifest, self._manifest_version = manifest, self._manifest_version + 1
         self._gateways[gateway] = GatewayLink(None, self._clock())
         self._publish()
         return self._state
 
-    def _begin_anew(self, link: LinkOptions, *, is_new: bool) -> None:
-        """Take the options of the only gateway over; nothing that failed under those before is left.
+    def _use_link_options(self, link: LinkOptions, *, is_new: bool) -> None:
+        """Use the link options of the only gateway, and place again the replicas that failed under earlier options.
 
         Args:
-            is_new: whether the gateway has just started; else replicas are there which have its options already.
+            is_new: whether the gateway has just started. Otherwise the existing replicas already have its options.
         """
         is_other = self._runtime.use(link)
         for key, group in self._groups.items() if is_new else ():
             for number, place in tuple(group.places.items()):
                 if is_other or place.state is ReplicaPhase.FAILED:
-                    self._move(group, number, "it is placed with other options")
-            self._settle(key, group)
+                    self._place_again(group, number, "it is placed with other options")
+            self._update_phase(key, group)
 
     async def follow(self, gateway: str, seen: int) -> ControllerState | None:
-        """The state, once it differs from the one seen, or after a while; None: the gateway has to join again."""
+        """Return the state as soon as its version differs from the one seen, or after `POLL_S`; None: the gateway has
+        to join again."""
         if (known := self._gateways.get(gateway)) is None:
             return None
         known.contact_s = self._clock()
@@ -171,8 +178,8 @@ class Controller:
         known.contact_s = self._clock()
         return self._state
 
-    async def report(self, gateway: str, report: GatewayReport) -> tuple[SessionNews, ...]:
-        """Record a gateway's demand and use; returns what others have reported of sessions since its last report."""
+    async def report(self, gateway: str, report: GatewayReport) -> tuple[SessionUpdate, ...]:
+        """Record a gateway's demand and use. Returns the session updates of other gateways since its last report."""
         if (known := self._gateways.get(gateway)) is None:
             return ()
         known.report, known.contact_s = report, self._clock()
@@ -185,18 +192,18 @@ class Controller:
         return unsent
 
     async def leave(self, gateway: str) -> None:
-        """Let a gateway go."""
+        """Remove a gateway."""
         self._gateways.pop(gateway, None)
         self._publish()
 
     async def begin_replace(self, gateway: str) -> None:
-        """Let one gateway bring a manifest in; UnavailableError: another one does."""
+        """Let one gateway apply a manifest; UnavailableError: another gateway is applying one."""
         if self._replacing in self._gateways and self._replacing != gateway:
-            raise UnavailableError("another manifest is being brought in; try again when that is done")
+            raise UnavailableError("another manifest is being applied; try again when that is done")
         self._replacing = gateway
 
     async def end_replace(self, gateway: str, manifest: str | None) -> int:
-        """Have all gateways take a manifest over; None: it could not be served. Returns its version."""
+        """Publish a manifest to all gateways and return its version; None: the manifest could not be served."""
         if self._replacing == gateway:
             self._replacing = ""
         if manifest is not None:
@@ -205,17 +212,17 @@ class Controller:
         return self._manifest_version
 
     async def dismiss(self, key: str) -> None:
-        """Begin to unload a group by hand; the state shows when it is gone."""
+        """Start to unload a group on an operator's request; the published state shows when it is gone."""
         if (group := self._groups.get(key)) is not None:
             self._unload(key, group, None)
             self._publish()
 
     async def drain(self, name: str, is_drained: bool) -> None:
-        """Have a host give its replicas to others, and take none; or let it have some again.
+        """Drain a host, so that its replicas move to other hosts and it gets no new ones, or make it available again.
 
         Raises:
             HostNotFoundError: no host has this name.
-            HostNotDrainableError: its replicas would have no other one.
+            HostNotDrainableError: no other host can take its replicas.
         """
         host = next((host for host in self._hosts if host.name == name), None)
         if host is None:
@@ -227,25 +234,25 @@ class Controller:
                 raise HostNotDrainableError(f"{host.name} cannot be drained: {why}", param="name")
             self._drained[host.node_id] = host.name
         elif not is_drained and self._drained.pop(host.node_id, None) is not None:
-            for group in self._groups.values():  # who waits for room was placed where this host is avoided
+            for group in self._groups.values():  # replicas that wait for room were placed with this host excluded
                 for number in [number for number, place in group.places.items() if place.state is ReplicaPhase.WAITING]:
-                    self._move(group, number, f"{host.name} may have it again")
+                    self._place_again(group, number, f"{host.name} is available again")
         self._plan()
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     async def placed(self, place: ReplicaStatus) -> None:
-        """Record the location and state of a replica, as its actor reports them."""
+        """Record the location and state of a replica, as reported by its actor."""
         group = self._groups.get(place.key)
         if group is None or place.number not in group.numbers or place.number in group.ending:
             return
         if not is_older(place, group.places.get(place.number)):
             group.places[place.number] = place
-            self._settle(place.key, group)
+            self._update_phase(place.key, group)
             self._plan()
 
-    def _settle(self, key: str, group: ControlledGroup) -> None:
-        """Move a group to the phase that its replicas have brought about."""
+    def _update_phase(self, key: str, group: ControlledGroup) -> None:
+        """Set a group's phase from the states of its replicas."""
         now_s, phase = self._clock(), group.state.phase
         if phase is Phase.LOADING and group.num_ready:
             group.state = GroupPhase(Phase.RESIDENT, now_s, now_s - group.began_s)
@@ -256,11 +263,11 @@ class Controller:
             group.state = replace(group.state, phase=Phase.LOADING, since_s=now_s, makes_room_for=None)
             group.began_s = now_s
         if group.state.phase is Phase.LOADING:
-            self._judge(key, group)
+            self._update_refusal(key, group)
 
-    def _judge(self, key: str, group: ControlledGroup) -> None:
-        """Note why a group cannot be had, if each of its replicas failed to load. How long calls wait for a replica
-        that has not failed is bounded by each gateway, which needs no controller for it."""
+    def _update_refusal(self, key: str, group: ControlledGroup) -> None:
+        """Record why a group cannot be loaded, if each of its replicas has failed to load. Each gateway itself limits
+        how long calls wait for a replica that has not failed."""
         failed = [place for place in group.places.values() if place.state is ReplicaPhase.FAILED]
         if failed and len(failed) >= group.demand.num:
             self._refusals[key] = failed[0].reason
@@ -269,30 +276,32 @@ class Controller:
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
-    async def _turn(self) -> None:
+    async def _plan_loop(self) -> None:
         look_at_s = 0.0
         while True:
             try:
                 now_s = self._clock()
                 if now_s >= look_at_s:
                     look_at_s = now_s + LOOK_S
-                    await self._look()
+                    await self._poll()
                 self._plan()
-            except Exception:  # whatever it is, nothing else would ever plan
-                log.exception("a defect over the cluster's plan")
+            except Exception:  # without this loop nothing plans, whatever the error
+                log.exception("internal error in the plan loop; planning continues")
             await asyncio.sleep(TICK_S)
 
-    async def _look(self) -> None:
-        """See which hosts there are, and ask replicas how they are."""
+    async def _poll(self) -> None:
+        """List the hosts, and request the status of each replica."""
         try:
             self._hosts = await self._runtime.hosts()
         except PlacingError as error:
             if not self._fault:
-                log.warning("%s; replicas go on answering, and nothing is placed", error)
+                log.warning(
+                    "%s; existing replicas keep answering, but no replica is placed until hosts can be listed", error
+                )
             self._fault = str(error)
             return
         if self._fault:
-            log.warning("hosts are seen again")
+            log.warning("hosts can be listed again")
         self._fault = ""
         names = [ReplicaName(key, n) for key, group in self._groups.items() for n in group.numbers]
         answers = await asyncio.gather(*(self._runtime.ask(name) for name in names))
@@ -307,19 +316,19 @@ class Controller:
                 group.places[name.number] = answer if before is None or not is_older(answer, before) else before
             elif before is not None and group.is_lost(name.number, self._hosts):
                 group.silent[name.number] = 0
-                self._move(group, name.number, f"it was lost on {before.host}" if before.host else before.reason)
-            self._settle(name.key, group)
+                self._place_again(group, name.number, f"it was lost on {before.host}" if before.host else before.reason)
+            self._update_phase(name.key, group)
 
     def _plan(self) -> None:
-        """Plan, and carry it out."""
+        """Compute a plan and carry it out."""
         now_s = self._clock()
         for name in [name for name, each in self._gateways.items() if now_s - each.contact_s > LEASE_S]:
             log.warning("gateway %s has stopped reporting", name)
             del self._gateways[name]
         if self._gateways:
-            self._alone_since_s = now_s
-        elif now_s - self._alone_since_s > ABANDONED_S:
-            self._abandon()
+            self._no_gateway_since_s = now_s
+        elif now_s - self._no_gateway_since_s > ABANDONED_S:
+            self._remove_all()
         reports = [each.report for each in self._gateways.values() if each.report is not None]
         for key in unwanted(self._groups, reports):
             self._unload(key, self._groups[key], None)
@@ -331,8 +340,8 @@ class Controller:
             self._carry_out(reports, now_s)
         self._publish()
 
-    def _abandon(self) -> None:
-        """No gateway has come back: remove everything."""
+    def _remove_all(self) -> None:
+        """Remove all replicas, as no gateway has come back."""
         for key, group in self._groups.items():
             self._unload(key, group, None)
         for key, numbers in self._found.items():
@@ -368,7 +377,7 @@ class Controller:
         self._refusals = kept | refused
 
     def _adopt(self, demands: Mapping[str, Demand], now_s: float) -> None:
-        """Adopt what was placed before this controller began; what no gateway wants any more is removed."""
+        """Adopt the replicas that an earlier controller placed, and remove those that no gateway demands."""
         ordered = {key: self._found[key] for key in demands if key in self._found} | self._found
         for key, numbers in ordered.items():
             if key in demands and key not in self._groups:
@@ -388,9 +397,9 @@ class Controller:
             self._place(group, number)
 
     def _place(self, group: ControlledGroup, number: int) -> None:
-        """Have one more replica of a group placed, on a host that is not drained."""
+        """Place one more replica of a group, on a host that is not drained."""
         group.numbers.append(number)
-        group.wait(number, self._clock())
+        group.mark_waiting(number, self._clock())
         self._run(self._runtime.place(group.demand, number, tuple(self._drained)))
 
     def _unload(self, key: str, group: ControlledGroup, makes_room_for: str | None) -> None:
@@ -407,7 +416,8 @@ class Controller:
         self._plan()
 
     def _relocate(self, reports: Sequence[GatewayReport], now_s: float) -> None:
-        """Have replicas of drained hosts replaced, and end each that leaves as soon as its requests have ended."""
+        """Place replacements for the replicas on drained hosts, and end each leaving replica once its requests have
+        ended."""
         for key, group in self._groups.items():
             is_known = all(number in group.places for number in group.numbers)
             if not is_known or group.state.phase not in (Phase.LOADING, Phase.RESIDENT):
@@ -425,14 +435,14 @@ class Controller:
                     self._end(group, number)
 
     def _end(self, group: ControlledGroup, number: int) -> None:
-        """End a replica of which the group has another one."""
+        """Remove a replica for which the group has a replacement."""
         group.numbers.remove(number)
         for known in (group.places, group.leaving, group.silent):
             known.pop(number, None)
         self._run(self._remove_actor(group, ReplicaName(group.demand.key, number)))
 
-    def _move(self, group: ControlledGroup, number: int, reason: str) -> None:
-        """Have a replica placed again under its number; what its actor has reported so far counts no more."""
+    def _place_again(self, group: ControlledGroup, number: int, reason: str) -> None:
+        """Place a replica again under the same number; earlier reports of its actor are discarded."""
         group.leaving.pop(number, None)
         group.places[number] = ReplicaStatus(group.demand.key, number, ReplicaPhase.STARTING, reason)
         self._run(self._replace(group, ReplicaName(group.demand.key, number)))
@@ -441,7 +451,7 @@ class Controller:
         await self._remove_actor(group, name)
         is_wanted = self._groups.get(name.key) is group and name.number in group.numbers
         if is_wanted and group.state.phase is not Phase.UNLOADING:
-            group.wait(name.number, self._clock())
+            group.mark_waiting(name.number, self._clock())
             await self._runtime.place(group.demand, name.number, tuple(self._drained))
 
     async def _remove_actor(self, group: ControlledGroup, name: ReplicaName) -> None:
@@ -454,7 +464,7 @@ class Controller:
     # -- the state ----------------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Tell all gateways, if anything is other than what they know."""
+        """Publish a new state to all gateways if anything has changed."""
         hosts, now_s = self._known_hosts, self._clock()
         state = replace(
             self._state,
@@ -464,7 +474,9 @@ class Controller:
             drains=dict(self._drains),
             refusals=dict(self._refusals),
             places=tuple(
-                group.shown(number, hosts, now_s) for group in self._groups.values() for number in sorted(group.numbers)
+                group.published(number, hosts, now_s)
+                for group in self._groups.values()
+                for number in sorted(group.numbers)
             ),
             hosts=hosts,
             num_gateways=max(1, len(self._gateways)),
@@ -477,7 +489,7 @@ class Controller:
 
     @property
     def _known_hosts(self) -> tuple[Host, ...]:
-        """Hosts as the runtime has seen them last, and whether they are drained."""
+        """Hosts from the last poll, each with its drain status."""
         return tuple(msgspec.structs.replace(each, is_drained=each.node_id in self._drained) for each in self._hosts)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -487,9 +499,9 @@ class Controller:
         return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        """Whatever failed, the plan goes on, and what is missing is seen."""
+        """Log the failure of a task. Planning continues, and the next poll finds a missing replica."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             defect = None if isinstance(error, LockstepError) else error
-            log.error("a replica is not placed: %s", error, exc_info=defect)
+            log.error("could not place a replica: %s", error, exc_info=defect)

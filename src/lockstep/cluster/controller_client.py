@@ -1,7 +1,7 @@
-"""A gateway's client of the controller: it reports what the gateway sees and applies the state that comes back.
+"""Controller client of a gateway: reports the gateway's demand and applies the controller's state.
 
-Requests never wait for the controller: its state names the replicas, and the gateway holds the links to them. When no
-controller runs, the last state applies.
+Requests never wait for the controller. Its state names the replicas, and the gateway keeps the connections to them.
+When no controller runs, the last state applies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from lockstep.cluster.controller_state import ControllerState, GatewayReport, actions_for
 from lockstep.cluster.planner import Action, Observed, Phase, PlanPolicy
-from lockstep.cluster.sessions import SessionNews
+from lockstep.cluster.sessions import SessionUpdate
 from lockstep.errors import PlacingError, UnavailableError
 from lockstep.hosts.values import LinkOptions
 from lockstep.hosts.workers import HostedWorkers
@@ -25,18 +25,18 @@ from lockstep.version import __version__
 log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
-"""Between two reports where nothing changes."""
+"""Interval in seconds between two reports while nothing changes."""
 MIN_REPORT_S = 0.02
-"""Between two reports, whatever changes."""
-AGAIN_S = 0.5
-"""Time until a controller that does not answer is called again."""
+"""Minimum interval in seconds between two reports."""
+RETRY_S = 0.5
+"""Delay in seconds before a controller that does not answer is called again."""
 DISMISS_LIMIT_S = 120.0
-"""For other gateways' requests to end, and for the replicas to go."""
+"""Time in seconds for other gateways' requests to end and for the replicas to be unloaded."""
 LEAVE_LIMIT_S = 1.0
 
 
 class ControllerLink(Protocol):
-    """`lockstep.cluster.controller.Controller`, here or elsewhere.
+    """Interface of `lockstep.cluster.controller.Controller`, in this process or another one.
 
     Raises (each method):
         PlacingError: the controller does not answer.
@@ -46,7 +46,7 @@ class ControllerLink(Protocol):
         self, gateway: str, version: str, manifest: str, link: LinkOptions, drained: Mapping[str, str] | None = None
     ) -> ControllerState: ...
     async def follow(self, gateway: str, seen: int) -> ControllerState | None: ...
-    async def report(self, gateway: str, report: GatewayReport) -> Sequence[SessionNews]: ...
+    async def report(self, gateway: str, report: GatewayReport) -> Sequence[SessionUpdate]: ...
     async def leave(self, gateway: str) -> None: ...
     async def begin_replace(self, gateway: str) -> None: ...
     async def end_replace(self, gateway: str, manifest: str | None) -> int: ...
@@ -55,13 +55,13 @@ class ControllerLink(Protocol):
 
 
 class ControllerClient:
-    """One gateway's connection to the controller. Event loop only.
+    """Connection of one gateway to the controller. Event loop only.
 
     Args:
         workers: receives the locations of replicas.
         on_state: called with every new state, after it was applied.
-        report: what this gateway sees now.
-        on_sessions: called with what other gateways tell of sessions.
+        report: returns this gateway's current report.
+        on_sessions: called with the session updates of other gateways.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class ControllerClient:
         workers: HostedWorkers,
         report: Callable[[], GatewayReport],
         on_state: Callable[[ControllerState], None],
-        on_sessions: Callable[[Sequence[SessionNews]], None],
+        on_sessions: Callable[[Sequence[SessionUpdate]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._now_s = clock
         self.gateway = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(3).hex()}"
         self.state = ControllerState(-1)
         self.contact_s = self._now_s()
-        """When the controller last reported."""
+        """Time of the controller's last report."""
         self.fault = ""
-        """Why the controller does not report, in one sentence; empty: it does."""
+        """Reason why the controller does not report, in one sentence; empty: it reports."""
         self._controller = controller
         self._workers = workers
         self._report = report
@@ -91,20 +91,23 @@ class ControllerClient:
         self._reported: tuple[object, ...] = ()
 
     async def start(self, manifest: str) -> str:
-        """Join with a manifest; the one that holds, which is another one's where gateways are there already.
+        """Join with a manifest. Returns the manifest that applies: if the cluster already has gateways, it is theirs.
 
         Raises:
-            UsageError: the cluster is of another version.
-            PlacingError, UnavailableError: the controller does not answer, or takes no more gateways.
+            UsageError: the cluster runs another version.
+            PlacingError, UnavailableError: the controller does not answer, or accepts no more gateways.
         """
         self._manifest = manifest
         self._apply(await self._controller.join(self.gateway, __version__, manifest, self._workers.link))
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._forever(self._follow)), loop.create_task(self._forever(self._tell))]
+        self._tasks = [
+            loop.create_task(self._forever(self._follow)),
+            loop.create_task(self._forever(self._send_reports)),
+        ]
         return self.state.manifest
 
     async def close(self) -> None:
-        """Follow no more, and say so."""
+        """Stop following the controller, and leave the cluster."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -113,10 +116,11 @@ class ControllerClient:
                 async with asyncio.timeout(LEAVE_LIMIT_S):
                     await self._controller.leave(self.gateway)
             except (TimeoutError, PlacingError, UnavailableError):
-                pass  # it will see that nothing comes any more
+                pass  # the controller will notice that reports have stopped
 
     def decide(self, observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, ...]:
-        """Actions from the controller's state, as `lockstep.cluster.planner.plan` decides them without one."""
+        """Actions that follow from the controller's state; replaces `lockstep.cluster.planner.plan` with several
+        hosts."""
         seen = tuple(
             (each.key, each.phase, each.num_busy > 0, each.num_waiting, each.is_pinned) for each in observed.replicas
         )
@@ -125,74 +129,76 @@ class ControllerClient:
             self._is_changed.set()
         return actions_for(self.state, observed)
 
-    def manifest_holds(self, manifest: str) -> None:
-        """Note that this gateway serves a manifest now."""
+    def manifest_applied(self, manifest: str) -> None:
+        """Record that this gateway now serves a manifest."""
         self._manifest = manifest
 
     @property
     def newer_manifest(self) -> str:
-        """The manifest that holds where this gateway serves another one; empty: it serves what holds."""
+        """Manifest that applies if this gateway serves another one; empty: it serves the one that applies."""
         return self.state.manifest if self.state.manifest not in ("", self._manifest) else ""
 
     async def begin_replace(self) -> None:
-        """Have the right to bring a manifest in; UnavailableError: another gateway does."""
+        """Acquire the right to replace the manifest; UnavailableError: another gateway has it."""
         await self._controller.begin_replace(self.gateway)
 
     async def end_replace(self, manifest: str | None) -> None:
-        """Have all gateways take a manifest over; None: it could not be served."""
+        """Publish a manifest to all gateways; None: it could not be served."""
         if manifest is not None:
             self._manifest = manifest
         await self._controller.end_replace(self.gateway, manifest)
 
     async def dismiss(self, key: str) -> None:
-        """Have a group unloaded on all hosts; returns when it is gone."""
-        self._is_changed.set()  # this gateway holds it no more
+        """Unload a group on all hosts; returns when it is unloaded."""
+        self._is_changed.set()  # this gateway no longer holds it
         await self._controller.dismiss(key)
         try:
             async with asyncio.timeout(DISMISS_LIMIT_S):
                 while self.state.phases.get(key) in (Phase.RESIDENT, Phase.UNLOADING):
                     await asyncio.sleep(MIN_REPORT_S)
         except TimeoutError:
-            raise UnavailableError("other gateways still use the model; it goes when they have ended") from None
+            raise UnavailableError(
+                "other gateways still use the model; it is unloaded when their requests have ended"
+            ) from None
 
     async def drain(self, name: str, is_drained: bool) -> None:
-        """Have a host give its replicas to others; HostNotFoundError: there is none of that name."""
+        """Drain a host or make it available again; HostNotFoundError: no host has this name."""
         await self._controller.drain(name, is_drained)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    async def _forever(self, turn: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _forever(self, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             try:
-                await turn()
-                self._note_contact()
+                await step()
+                self._record_contact()
             except (PlacingError, UnavailableError) as error:
                 if not self.fault:
-                    log.warning("the cluster's controller does not report; replicas go on answering: %s", error)
+                    log.warning("the cluster's controller does not report; replicas keep answering: %s", error)
                 self.fault = str(error)
                 self._workers.fault = f"the cluster's controller does not report: {error}"
-                await asyncio.sleep(AGAIN_S)
-            except Exception:  # whatever it is, nothing else would ever follow
-                log.exception("a defect while reading the state of the cluster's controller")
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
+            except Exception:  # without this loop the gateway would not follow the controller
+                log.exception("internal error while following the cluster's controller")
+                await asyncio.sleep(RETRY_S)
 
-    def _note_contact(self) -> None:
+    def _record_contact(self) -> None:
         now_s = self._now_s()
         if self.fault:
             log.warning("the cluster's controller reports again after %.1f s", now_s - self.contact_s)
         self.contact_s, self.fault, self._workers.fault = now_s, "", self.state.fault
-        self._workers.note_contact(is_current=not self.state.fault)
+        self._workers.record_contact(is_current=not self.state.fault)
 
     async def _follow(self) -> None:
         state = await self._controller.follow(self.gateway, self.state.version)
-        if state is None:  # it is another controller, or has thought us gone
+        if state is None:  # it is a new controller, or has removed this gateway
             drained = {host.node_id: host.name for host in self.state.hosts if host.is_drained}
             state = await self._controller.join(self.gateway, __version__, self._manifest, self._workers.link, drained)
             self._is_changed.set()
         if state != self.state or self.newer_manifest:
             self._apply(state)
 
-    async def _tell(self) -> None:
+    async def _send_reports(self) -> None:
         if news := await self._controller.report(self.gateway, self._report()):
             self._on_sessions(news)
         await asyncio.sleep(MIN_REPORT_S)
@@ -209,5 +215,5 @@ class ControllerClient:
         self._workers.apply(state.places)
         for key in tuple(self._workers.groups):
             if state.phases.get(key, Phase.ABSENT) in (Phase.ABSENT, Phase.UNLOADING):
-                self._workers.give_up(key)
+                self._workers.cancel_load(key)
         self._on_state(state)

@@ -1,6 +1,6 @@
-"""One plan for several gateways: the demand that each reports, the state that all receive, and the actions from it.
+"""Controller state: defines the reports of gateways, the state published to them, and the actions that follow from it.
 
-Pure. The clocks of hosts differ, so reports hold ages, and each side counts them on its own clock.
+Pure. As the clocks of hosts differ, reports contain ages, and each side converts them to its own clock.
 """
 
 from __future__ import annotations
@@ -21,65 +21,64 @@ from lockstep.cluster.planner import (
     Unload,
     UnloadReason,
 )
-from lockstep.cluster.sessions import SessionNews
+from lockstep.cluster.sessions import SessionUpdate
 from lockstep.hosts.values import Demand, Host, ReplicaStatus
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayDemand:
-    """A group of replicas as one gateway wants and uses it."""
+    """Demand of one gateway for a group of replicas, and its use of it."""
 
     demand: Demand
     seen: Replica
-    """As its own shell sees it; times on the reporter's clock."""
+    """Replica as observed by the gateway, with times on the gateway's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayReport:
-    """Demand of one gateway at one moment."""
+    """Report of one gateway at one moment."""
 
     now_s: float
-    """On its own clock."""
+    """Time of the report on the gateway's clock."""
     demands: tuple[GatewayDemand, ...]
-    """In order of definition."""
+    """Demands in order of definition."""
     budget_bytes: int | None
     policy: PlanPolicy
     num_open: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """Requests that are open at each replica to which this gateway sends requests, or has sent some, by its group and
-    number."""
-    sessions: tuple[SessionNews, ...] = ()
-    """Changes since the report before."""
+    """Number of open requests at each replica that this gateway uses or has used, by group key and number."""
+    sessions: tuple[SessionUpdate, ...] = ()
+    """Session updates since the previous report."""
     seen: int = -1
-    """Version of the last state that it has applied."""
+    """Version of the last state that the gateway has applied."""
 
     def demand_for(self, key: str) -> GatewayDemand | None:
-        """Its demand for a group; None: it has none."""
+        """Demand for a group; None: there is none."""
         return next((wanted for wanted in self.demands if wanted.demand.key == key), None)
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """State that all gateways receive: locations of replicas, phases of groups, and the manifest that applies."""
+    """State published to all gateways: statuses of replicas, phases of groups, and the manifest that applies."""
 
     version: int
     manifest: str = ""
     manifest_version: int = 0
     phases: Mapping[str, Phase] = field(default_factory=dict)
-    """Of groups, by key; those that are not named are absent."""
+    """Phases of groups, by key; a missing group is absent."""
     drains: Mapping[str, str] = field(default_factory=dict)
-    """Groups that take no new calls, and for whose room."""
+    """Draining groups, each with the key of the replica that it makes room for."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """Groups that cannot be had now, and why, in one sentence."""
+    """Groups that cannot be loaded now, each with the reason in one sentence."""
     places: tuple[ReplicaStatus, ...] = ()
     hosts: tuple[Host, ...] = ()
     num_gateways: int = 1
     fault: str = ""
-    """Why hosts and places are those of an earlier moment, in one sentence; empty: they are those of now."""
+    """Reason why hosts and statuses are outdated, in one sentence; empty: they are current."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPhase:
-    """A group as the controller has it; times on the controller's clock."""
+    """Phase of a group at the controller, with times on the controller's clock."""
 
     phase: Phase
     since_s: float
@@ -92,12 +91,13 @@ ABSENT = GroupPhase(Phase.ABSENT, 0.0)
 
 
 def merged_view(groups: Mapping[str, GroupPhase], reports: Sequence[GatewayReport], now_s: float) -> Observed:
-    """All that the planner sees: groups in the order of the first report that names them, used as by all gateways.
+    """Merge the reports of all gateways into the planner's input. Groups are in the order of the first report that
+    contains them.
 
     Args:
-        groups: the controller's groups, by key; any other group is absent.
-        reports: of gateways that are there, in the order in which they came.
-        now_s: on the controller's clock.
+        groups: phases of the controller's groups, by key; any other group is absent.
+        reports: reports of the current gateways, in the order in which the gateways joined.
+        now_s: current time on the controller's clock.
     """
     demands: dict[str, list[tuple[GatewayReport, GatewayDemand]]] = {}
     for report in reports:
@@ -136,20 +136,20 @@ def _replica(
 
 
 def unwanted(groups: Iterable[str], reports: Sequence[GatewayReport]) -> list[str]:
-    """Groups that no gateway has in its manifest any more; without a gateway, everything stays as it is."""
+    """Groups that no gateway demands any more; none if there are no gateways."""
     wanted = {wanted.demand.key for report in reports for wanted in report.demands}
     return [key for key in groups if key not in wanted] if reports else []
 
 
 def is_held(key: str, reports: Iterable[GatewayReport]) -> bool:
-    """True while a gateway has not left a group, or may have sent it requests."""
+    """True while a gateway still uses a group, or may have sent it requests."""
     return any(
         (wanted := report.demand_for(key)) is not None and wanted.seen.phase is not Phase.ABSENT for report in reports
     )
 
 
 def is_linked(key: str, number: int, reports: Iterable[GatewayReport]) -> bool:
-    """True if each gateway that uses a group sends requests to this replica of it, or has sent some."""
+    """True if each gateway that uses a group sends requests to this replica, or has done so."""
     using = [
         each for each in reports if (wanted := each.demand_for(key)) is not None and wanted.seen.phase is Phase.RESIDENT
     ]
@@ -157,10 +157,10 @@ def is_linked(key: str, number: int, reports: Iterable[GatewayReport]) -> bool:
 
 
 def actions_for(state: ControllerState, observed: Observed) -> tuple[Action, ...]:
-    """Actions by which a gateway applies the controller's state, in the place of a plan of its own.
+    """Actions by which a gateway follows the controller's state instead of its own plan.
 
     Args:
-        observed: as the gateway's own shell sees its groups; loading them is reaching them.
+        observed: groups as the gateway observes them; to load a group means to connect to its replicas.
     """
     actions: list[Action] = []
     for replica in observed.replicas:

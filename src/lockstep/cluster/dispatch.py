@@ -1,8 +1,8 @@
-"""Dispatch rule: from the entry model's answer to the model that answers the request. Closed: values in, values out.
+"""Dispatch rule: maps the entry model's answer to the model that answers the request. Pure.
 
-A rule is written ``<entry>.output.<field> -> <set>.{<field>}``: the field's value is the id of who answers; or
-``<entry>.output.<field> -> <set>.<id>``: one model answers whatever is not `NONE_OF_THESE`. A map of literal values
-renames: ``refund=billing`` means that the entry says ``refund`` where ``billing`` is to answer.
+A rule has one of two forms. In ``<entry>.output.<field> -> <set>.{<field>}`` the field's value is the id of the
+answering model. In ``<entry>.output.<field> -> <set>.<id>`` one model answers unless the value is `NONE_OF_THESE`. A
+map of literal values renames: with ``refund=billing``, the entry's answer ``refund`` selects ``billing``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from lockstep.errors import ConfigError
 
 NONE_OF_THESE = "none"
-"""The answer of an entry model when no specialist fits; no model of a set may have this id."""
+"""Answer of an entry model when no specialist fits; no model of a set may have this id."""
 RULE_SHAPE = "<entry>.output.<field> -> <set>.{<field>} or <entry>.output.<field> -> <set>.<id>"
 MAX_ANSWER_CHARS = 4096
-"""Of an entry's answer that is looked at: a word was requested."""
+"""Number of characters of an entry's answer that are examined; a single word is expected."""
 _ID = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _RULE = re.compile(
     rf"(?P<entry>{_ID})\.output\.(?P<field>[A-Za-z_]\w*)\s*->\s*"
@@ -30,28 +30,29 @@ _AROUND_A_WORD = " \t\r\n\"'`.,;:!"
 
 @dataclass(frozen=True, slots=True)
 class DispatchRule:
-    """Rule by which an entry's answer names the model that answers next."""
+    """Rule by which an entry's answer selects the model that answers next."""
 
     entry: str
     field_name: str
-    """What of the entry's output decides, e.g. ``intent``."""
+    """Field of the entry's output that decides, e.g. ``intent``."""
     set: str
-    """The list that targets stand in."""
+    """List that contains the target models."""
     target: str | None = None
-    """A fixed id; None: the field's value is the id."""
+    """Fixed target id; None: the field's value is the id."""
     literal: Mapping[str, str] = field(default_factory=dict)
-    """Values of the field that mean another id."""
+    """Target ids by value of the field, for values that differ from the id."""
 
     def __str__(self) -> str:
-        """The rule as `parse_rule` reads it, without the literal map."""
+        """Text of the rule as `parse_rule` reads it, without the literal map."""
         target = f"{{{self.field_name}}}" if self.target is None else self.target
         return f"{self.entry}.output.{self.field_name} -> {self.set}.{target}"
 
     def constraint_words(self, ids: Sequence[str]) -> tuple[str, ...]:
-        """Words that the entry may say: those that lead to one of these ids, in their order, then `NONE_OF_THESE`.
+        """Words to which the entry's answer is constrained: those that select one of these ids, in their order, then
+        `NONE_OF_THESE`.
 
         Args:
-            ids: of the models in `set`, in order of definition.
+            ids: ids of the models in `set`, in order of definition.
         """
         if self.target is not None:
             return (self.target, NONE_OF_THESE)
@@ -61,10 +62,10 @@ class DispatchRule:
         return (*words, NONE_OF_THESE)
 
     def read(self, answer: str) -> str | None:
-        """The field's value in an entry's answer; None if the answer does not have the field.
+        """Extract the field's value from an entry's answer; None: the answer does not contain the field.
 
-        Understood are a JSON object that has the field, ``field=value`` or ``field: value`` on the first line that is
-        not empty, and that line alone where it is one word. Quotes and punctuation around a value fall away.
+        Accepted are a JSON object with the field, ``field=value`` or ``field: value`` on the first line that is not
+        empty, and that line alone if it is one word. Quotes and punctuation around a value are removed.
         """
         text = answer[:MAX_ANSWER_CHARS].strip()
         if text.startswith("{"):
@@ -85,26 +86,27 @@ class DispatchRule:
         return value.strip(_AROUND_A_WORD) or None if isinstance(value, str) else None
 
     def target_of(self, value: str | None, ids: Sequence[str]) -> str | None:
-        """The id of the model that answers; None: the fallback. Case decides only between ids that differ in it."""
+        """Id of the model that answers; None: the fallback. Case matters only between ids that differ in nothing
+        else."""
         if value is None or value.lower() == NONE_OF_THESE:
             return None
         if self.target is not None:
             return self.target if self.target in ids else None
-        meant = self.literal.get(value)
-        if meant is None and value not in ids:
+        renamed = self.literal.get(value)
+        if renamed is None and value not in ids:
             words = [word for word in (*self.literal, *ids) if word.lower() == value.lower()]
             value = words[0] if len(set(words)) == 1 else value
-            meant = self.literal.get(value)
-        target = value if meant is None else meant
+            renamed = self.literal.get(value)
+        target = value if renamed is None else renamed
         return target if target in ids else None
 
 
 def parse_rule(text: str, literal: Mapping[str, str] | None = None) -> DispatchRule:
-    """Read a rule.
+    """Parse a rule.
 
     Raises:
-        ConfigError: it has another shape than `RULE_SHAPE`, its braces name another field, or the literal map has no
-            meaning in it.
+        ConfigError: the text does not match `RULE_SHAPE`, its braces name another field, or there is a literal map
+            although the target is fixed.
     """
     found = _RULE.fullmatch(text.strip())
     if found is None:
@@ -116,17 +118,17 @@ def parse_rule(text: str, literal: Mapping[str, str] | None = None) -> DispatchR
         )
     if found["target"] is not None and literal:
         raise ConfigError(
-            f"always leads to {found['target']!r}, so the literal map has no meaning; "
+            f"always leads to {found['target']!r}, so the literal map has no effect; "
             f"leave it out, or write {found['set']}.{{{found['field']}}}"
         )
     return DispatchRule(found["entry"], found["field"], found["set"], found["target"], dict(literal or {}))
 
 
 def parse_literal(text: str) -> dict[str, str]:
-    """Read a literal map that is written in one line: ``refund=billing, bug=technical``.
+    """Parse a literal map written on one line: ``refund=billing, bug=technical``.
 
     Raises:
-        ConfigError: a part is no ``value=id``, or a value comes twice.
+        ConfigError: a part is not ``value=id``, or a value occurs twice.
     """
     literal: dict[str, str] = {}
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""Event log of a cluster: bounded, and read by any number of watchers at their own pace."""
+"""Event log of a cluster: keeps a limited number of events, which any number of clients read at their own pace."""
 
 from __future__ import annotations
 
@@ -11,96 +11,98 @@ from typing import Any
 import msgspec
 
 MAX_KEPT_EVENTS = 1024
-"""What a watcher may lag behind, or catch up with after it was away; older events are gone."""
+"""Number of kept events: a client may lag behind by this many, or catch up with them after a disconnection. Older
+events are lost."""
 LAGGED = "lagged"
-CALLER = "name of the API key whose request it was, which alone sees it beside admins; empty: it came without one"
+CALLER = "name of the API key of the request, shown to that key and to admins only; empty: the request had no key"
 
 EVENTS: Mapping[str, Mapping[str, str]] = {
     "tier_changed": {
         "model": "id in the manifest",
-        "replica": "key of the replica that it shares",
-        "from": "state before: resident, standby, loading, unloading or failed",
-        "to": "state after",
-        "reason": "why, in a few words",
-        "duration_ms": "how long the change took; 0 at its beginning",
+        "replica": "key of its replica",
+        "from": "previous state: resident, standby, loading, unloading or failed",
+        "to": "new state",
+        "reason": "short reason of the change",
+        "duration_ms": "duration of the previous state; 0 when a load or unload starts",
     },
     "hop": {
         "caller": CALLER,
-        "model": "the model that answered",
+        "model": "model that answered",
         "completion": "its answer",
-        "intent": "the value that the rule read from it; null: none of the rule's values",
-        "target": "the model that answers next; null: none",
-        "duration_ms": "submission to the end of the hop",
+        "intent": "value that the rule read from it; null: none of the rule's values",
+        "target": "model that answers next; null: none",
+        "duration_ms": "time from submission to the end of the hop",
     },
-    "session_admitted": {"caller": CALLER, "session": "its id", "model": "where it began"},
+    "session_admitted": {"caller": CALLER, "session": "its id", "model": "model of its first request"},
     "session_evicted": {
         "caller": CALLER,
-        "session": "its id; once, however many models held it, until its next request",
-        "model": "who gave up its KV; of several at once, the one that answered last",
-        "reason": "room: another session took its place; idle: unused for long; unloaded: with its model; worker lost",
+        "session": "its id; one event until its next request, even if several models held its KV",
+        "model": "model that evicted its KV; of several, the one that answered last",
+        "reason": "room: evicted for another session; idle: unused for too long; unloaded: with its model; worker lost",
     },
-    "co_activation_warmed": {"model": "id of the warmed model", "by": "the model whose requests warm it"},
-    "manifest_replacing": {"cluster": "name in the new manifest"},
+    "co_activation_warmed": {"model": "id of the warmed model", "by": "model whose requests warm it"},
+    "manifest_replacing": {"cluster": "cluster name in the new manifest"},
     "manifest_replaced": {
-        "cluster": "name in the manifest that holds now",
-        "error": "why the new one does not hold; null: it does",
-        "duration_ms": "from the text to the end of draining",
+        "cluster": "cluster name in the manifest that now applies",
+        "error": "reason why the new manifest was not applied; null: it was",
+        "duration_ms": "time from the request to the end of draining",
     },
-    "worker_restarted": {"reason": "what the device worker ended with"},
-    "replica_lost": {"replica": "key of the group of which no replica is there, on any host"},
-    "kv_rejected": {"reason": "which kept KV is not what was written, or not of what is loaded; it is computed again"},
+    "worker_restarted": {"reason": "how the device worker ended"},
+    "replica_lost": {"replica": "key of the group that has lost its last replica on any host"},
+    "kv_rejected": {"reason": "which stored KV is damaged or belongs to another model; it is computed again"},
     "step": {
-        "replica": "key of the replica that stepped",
-        "step": "number of its step",
-        "num_sequences": "sequences in it",
-        "num_tokens": "tokens that it computed, of prompts and of answers",
-        "num_samples": "sequences that got a token",
-        "duration_ms": "of the forward pass and all around it",
-        "num_unreported": "steps of the replica since the last one that was reported",
+        "replica": "key of the replica",
+        "step": "number of the step",
+        "num_sequences": "number of its sequences",
+        "num_tokens": "number of computed tokens, of prompts and of answers",
+        "num_samples": "number of sequences that got a token",
+        "duration_ms": "duration of the whole step",
+        "num_unreported": "number of steps since the last reported one",
     },
-    LAGGED: {"num_lost": "events that this watcher was too slow for"},
+    LAGGED: {"num_lost": "number of events that this client missed because it read too slowly"},
 }
-"""Every type with its fields; `EventLog.emit` takes no others.
+"""Fields of each event type, with descriptions; `EventLog.emit` accepts no others.
 
-Steps are sampled while somebody watches; all else is told whole.
+Steps are sampled, and only while a client watches them. All other events are complete.
 """
 
 
 class ClusterEvent(msgspec.Struct, frozen=True):
-    """One thing that happened."""
+    """One event of a cluster."""
 
     id: int
-    """Consecutive from 1, so that who was away can say where to go on."""
+    """Consecutive id from 1, so that a client that reconnects can continue after the last event it has read."""
     at_s: float
     """Unix time."""
     type: str
     fields: Mapping[str, Any]
 
     def concerns(self, caller: str) -> bool:
-        """True if a caller may see it, by the name of its key: it is about its own request, or about no request."""
+        """True if a caller may see the event, by the name of the caller's API key: the event belongs to the caller's
+        own request, or to none."""
         return bool(self.fields.get("caller", caller) == caller)
 
 
 class EventLog:
-    """Written and read on one event loop."""
+    """Event log, written and read on one event loop."""
 
     def __init__(self, unix_time_s: Callable[[], float] = time.time) -> None:
         self.unix_time_s = unix_time_s
         self._kept: deque[ClusterEvent] = deque(maxlen=MAX_KEPT_EVENTS)
         self._last_id = 0
         self._waiting: list[asyncio.Future[None]] = []
-        """Watchers who have read everything."""
+        """Waiting clients that have read all events."""
         self.num_watchers = 0
 
     @property
     def last_id(self) -> int:
-        """Id of the newest event; 0: nothing has happened."""
+        """Id of the newest event; 0: there is none."""
         return self._last_id
 
     def emit(self, type_: str, /, **fields: Any) -> None:
-        """Append an event; fields that the table does not have are a programming error.
+        """Append an event. Fields that `EVENTS` does not list are a programming error.
 
-        ``from`` is a word of Python: write ``from_``.
+        ``from`` is a Python keyword: write ``from_``.
         """
         fields = {name.rstrip("_"): value for name, value in fields.items()}
         assert fields.keys() == EVENTS[type_].keys(), f"{type_} has the fields {', '.join(EVENTS[type_])}"
@@ -112,10 +114,10 @@ class EventLog:
                 watcher.set_result(None)
 
     async def subscribe(self, after_id: int | None = None) -> AsyncGenerator[ClusterEvent, None]:
-        """Events as they happen, without end.
+        """Yield events as they happen, without end.
 
         Args:
-            after_id: begin behind this event, with what happened since; None: with what happens from now on.
+            after_id: id of the last event already read; None: only new events are returned.
         """
         read_id = self._last_id if after_id is None else min(max(after_id, 0), self._last_id)
         self.num_watchers += 1

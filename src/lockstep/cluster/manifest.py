@@ -1,6 +1,6 @@
-"""The manifest as values: which models there are, under which budgets, and how requests find them.
+"""Manifest values: defines the models, budgets, routing and hosts of a cluster.
 
-Closed: no files, no YAML, no clock. `manifest_file.py` makes one of text and text of one.
+Pure: no files, no YAML, no clock. `manifest_file.py` converts between text and these values.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from lockstep.cluster.dispatch import DispatchRule
 from lockstep.core.balancer import RoutingPolicy
 
 PRIORITIES: Mapping[str, int] = {"critical": -2, "high": -1, "normal": 0, "low": 1}
-"""Names of priority classes; lower is served first, and evicted last."""
+"""Named priorities; a lower number is served first and evicted last."""
 
 ONE_MODEL = "one-model"
-"""What a cluster is called that was made of one model."""
+"""Cluster name of a manifest that was built for a single model."""
 
 
 class Tier(StrEnum):
-    """Intended place of a model."""
+    """Declared tier of a model."""
 
     RESIDENT = "resident"
-    """Compiled, its KV pool allocated, ready."""
+    """Loaded at startup, with its KV pool allocated, and kept ready."""
     STANDBY = "standby"
-    """Checked and in reach: promoted to resident when it is needed."""
+    """Checked at startup, and loaded when it is needed."""
     REMOTE = "remote"
-    """Answered by another server."""
+    """Served by another server."""
 
 
 class Persona(StrEnum):
-    """Place of a model's system prompt."""
+    """Position of a model's system prompt."""
 
     PREFIX = "prefix"
     SUFFIX = "suffix"
@@ -42,16 +42,17 @@ class Persona(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """An OpenAI-compatible endpoint."""
+    """OpenAI-compatible endpoint."""
 
     base_url: str
     model: str | None = None
-    """Its name there; None: the entry's id."""
+    """Name of the model at the endpoint; None: the entry's id."""
     api_key_env: str | None = None
-    """The environment variable that holds its key."""
+    """Environment variable that contains the API key."""
     timeout_s: float = 60.0
     only_public: bool = False
-    """Whether only public addresses are connected to, since its author may not name others. Not a key of the text."""
+    """True if only public addresses may be used, because the manifest's author may not name others. Not a key of the
+    text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,66 +63,67 @@ class Entry:
     source: str
     tier: Tier = Tier.RESIDENT
     set: str | None = None
-    """The list that it stands in, e.g. ``specialists``; None: it stands by its own key."""
+    """Name of the list that contains the model, e.g. ``specialists``; None: the model has its own key."""
     priority: int = 0
     max_active_sessions: int | None = None
-    """Sessions whose KV is held on the device; None: the manifest's."""
+    """Maximum number of sessions whose KV is held on the device; None: the manifest's limit."""
     co_activation: tuple[str, ...] = ()
-    """Models whose requests warm this one."""
+    """Ids of models whose requests also load this one."""
     promotes_on_intent: bool = False
-    """``promotion_hint: on_router_classification``: promoted as soon as the intent is known."""
+    """``promotion_hint: on_router_classification``: loading starts as soon as the routing decision is known."""
     aliases: tuple[str, ...] = ()
     system_prompt: str | None = None
     persona: Persona = Persona.PREFIX
     sampling: Mapping[str, float | int] = field(default_factory=dict)
-    """Defaults of SamplingParams for requests that say nothing."""
+    """Sampling defaults for requests that do not set them."""
     size_bytes: int | None = None
-    """What it needs in memory, where that is known before it is loaded."""
+    """Memory that the model needs, if known before it is loaded."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of EngineOptions that are other than the server's."""
+    """Fields of EngineOptions that override the server's."""
     chat_template: str | None = None
-    """Jinja source in the place of the artifact's; None: the artifact's own."""
+    """Jinja source that replaces the artifact's template; None: the artifact's own template."""
     keep_alive_s: float | None = None
-    """Idle seconds after which a promoted standby model is demoted; None: only to make room."""
+    """Idle time in seconds after which a loaded standby model is unloaded; None: it is only unloaded to make room."""
     remote: Remote | None = None
 
     @property
     def variant(self) -> str:
-        """Key of its replica among models of its source: the same text for the same options."""
+        """Key of its replica among models with the same source: equal options give an equal text."""
         options = sorted((name, repr(value)) for name, value in self.engine.items())
         return repr(options if self.chat_template is None else (options, self.chat_template))
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Budgets in bytes; None: what the machine has."""
+    """Budgets in bytes; None: the machine's memory is the limit."""
 
     gpu_budget_bytes: int | None = None
-    """Of resident weights and KV pools; on the CPU where there is no accelerator."""
+    """Budget of resident weights and KV pools; on the CPU if there is no accelerator."""
     ram_budget_bytes: int | None = None
-    """Of standby weights and host KV."""
+    """Budget of standby weights and host KV."""
     kv_budget_bytes: int | None = None
     host_kv_budget_bytes: int | None = None
-    """Half of it for sessions that left the device, half as swap space of preempted requests."""
+    """Budget of KV in host memory: half of it for sessions whose KV left the device, half as swap space of preempted
+    requests."""
     disk_kv_budget_bytes: int | None = None
 
     @property
     def swap_bytes(self) -> int | None:
-        """Swap space of all replicas; None: each has its default."""
+        """Swap space of all replicas together; None: each replica has its default."""
         return None if self.host_kv_budget_bytes is None else self.host_kv_budget_bytes // 2
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits of the conversations that keep their KV: how many, and how long."""
+    """Limits of the number and duration of sessions whose KV is retained."""
 
     idle_threshold_s: float | None = 30.0
-    """Unused for so long, a session's KV may go; None: only for others' room."""
+    """Idle time after which a session's KV may be evicted; None: it is only evicted to make room."""
     min_lifetime_s: float = 0.25
     sweep_interval_s: float = 0.5
     max_active_sessions: int | None = 16
-    """Of one model, requests without a session counted as one each; None: no request waits for another, and named
-    sessions are kept as far as an engine keeps them by itself."""
+    """Maximum number of sessions of one model; a request without a session counts as one. None: requests do not wait
+    for each other, and sessions are retained as far as the engine retains them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,38 +136,39 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class HostedReplicas:
-    """Replicas of one model, as they are wanted across hosts."""
+    """Demand for the replicas of one model across hosts."""
 
     num: int = 1
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Of each: ``CPU``, ``memory`` in bytes, and resources that hosts were given by name."""
+    """Resources of each replica: ``CPU``, ``memory`` in bytes, and named resources of hosts."""
     spread: bool = False
-    """Whether on as many hosts as there are; else as few."""
+    """Whether replicas are spread over as many hosts as possible; otherwise over as few."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Hosts that replicas are placed on: who places them, how many there are, and whom links to them believe."""
+    """Hosts on which replicas are placed: the Ray cluster, the replicas of each model, and the security of
+    connections."""
 
     ray: str = "auto"
-    """``HOST:PORT`` of a Ray cluster, or ``auto``: the one that this machine belongs to, else a local one."""
+    """``HOST:PORT`` of a Ray cluster, or ``auto``: the one that this machine belongs to, otherwise a local one."""
     replicas: Mapping[str, HostedReplicas] = field(default_factory=dict)
-    """By id of a model; `demand` returns the default for all others."""
+    """Demands by id of a model; `demand` returns the default for all others."""
     routing: RoutingPolicy = RoutingPolicy.PREFIX
     max_imbalance: int = 4
-    """Open requests that a preferred replica may have more than the least loaded one."""
+    """Maximum number of open requests by which a preferred replica may exceed the least loaded one."""
     secret: str = "~/.config/lockstep/secret"
     """Path of the shared secret on every host."""
     tls_ca: str = ""
-    """Path of a PEM file on every host, as the two below; empty: no TLS."""
+    """Path of a PEM file on every host, as for the two fields below; empty: no TLS."""
     tls_cert: str = ""
     tls_key: str = ""
-    """Empty: the key is in the certificate's file."""
+    """Path of the private key; empty: the key is in the certificate's file."""
     allows_plain: bool = False
-    """Whether prompts may travel in clear beyond a machine."""
+    """Whether prompts may be sent unencrypted between machines."""
 
     def demand(self, ids: Iterable[str]) -> HostedReplicas:
-        """Replicas of models that share them: the demand of the one that wants the most, the first of equal ones."""
+        """Demand of models that share their replicas: the largest one; of equal ones the first."""
         return max((self.replicas[id_] for id_ in ids if id_ in self.replicas), key=_num, default=HostedReplicas())
 
 
@@ -175,36 +178,36 @@ def _num(demand: HostedReplicas) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A cluster as its author wants it; `lockstep.cluster.manifest_file.parse` checks that its names fit each other."""
+    """Manifest of a cluster; `lockstep.cluster.manifest_file.parse` checks that its names are consistent."""
 
     cluster: str
     entries: tuple[Entry, ...]
-    """In order of definition, which breaks ties; the fallback is the one of `fallback`."""
+    """Models in order of definition, which breaks ties; the fallback model is the one named by `fallback`."""
     resources: Resources = field(default_factory=Resources)
     routing: Routing | None = None
     fallback: str | None = None
-    """Id of the model that answers when the rule names none."""
+    """Id of the model that answers if the rule selects none."""
     sessions: SessionLimits = field(default_factory=SessionLimits)
     hosts: Hosts | None = None
-    """None: everything runs on this machine."""
+    """Hosts of the cluster; None: everything runs on this machine."""
     rollouts: object | None = None
-    """Another room's block, as it was written, in dicts, lists and scalars; its validator is injected."""
+    """Block of another package as it was written, in dicts, lists and scalars; its validator is injected."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """Warnings about what was accepted and should be written differently: a sentence each, with its line."""
+    """Warnings about settings that are accepted but should be written differently, one sentence each with its line."""
 
     @classmethod
     def of_model(cls, source: str, names: Sequence[str], chat_template: str | None = None) -> Manifest:
-        """A manifest of one resident model that has the device alone: without budgets, nothing is kept for others.
+        """Build a manifest of one resident model. It has no budgets, so the model may use the whole device.
 
         Args:
-            names: its served name, then aliases; any text, also where a manifest's file could not write it.
+            names: served name, then aliases; any text is allowed, even if a manifest file could not contain it.
         """
         id_, *aliases = dict.fromkeys(names)
         entry = Entry(id_, source, aliases=tuple(aliases), chat_template=chat_template)
         return cls(ONE_MODEL, (entry,), sessions=SessionLimits(idle_threshold_s=None, max_active_sessions=None))
 
     def entry(self, id_: str) -> Entry:
-        """The model of an id; KeyError when there is none."""
+        """Model with an id; KeyError: there is none."""
         for entry in self.entries:
             if entry.id == id_:
                 return entry
@@ -212,15 +215,15 @@ class Manifest:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Ids that the routing's rule may name, in order of definition."""
+        """Ids that the routing rule may select, in order of definition."""
         return () if self.routing is None else tuple(e.id for e in self.entries if e.set == self.routing.rule.set)
 
 
 def names_of_source(source: str) -> tuple[str, ...]:
-    """Names of a model that is served without a name of its own: its source, and the short name as an alias.
+    """Names of a model that is served without a given name: its source, and a short name as an alias.
 
     The short name of ``hf://org/name@revision#file`` is ``name``, that of ``./dir/model.gguf`` is ``model``, and that
-    of ``pocket://`` is ``pocket``. A hub's repository is an alias too: ``org/name``.
+    of ``pocket://`` is ``pocket``. A hub repository is also an alias: ``org/name``.
     """
     scheme, sign, rest = source.rpartition("://")
     path = re.split(r"[?#@]" if sign else r"$", rest or scheme)[0].rstrip("/")

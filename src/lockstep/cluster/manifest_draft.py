@@ -1,4 +1,5 @@
-"""Manifest drafts: what could be read of a text, and every fault that lies between its parts, such as unknown names."""
+"""Manifest drafts: holds what could be read of a manifest, and checks its parts against each other, e.g. for unknown
+names."""
 
 from __future__ import annotations
 
@@ -13,25 +14,25 @@ from lockstep.spelling import did_you_mean, listed
 from lockstep.yaml_reading import Reading
 
 MAX_LISTED = 8
-"""Models that a message about budgets lists."""
+"""Maximum number of models listed in a message about budgets."""
 
 
 @dataclass(slots=True)
 class EntryDraft:
-    """One model's entry as far as it could be read."""
+    """One model's entry, as far as it could be read."""
 
     where: str
     """Path of the entry from the top of the manifest, e.g. ``models.chat``."""
     set: str | None
-    """Name of the list of models that it stands in; None: it stands alone."""
+    """Name of the list that contains the model; None: the model has its own key."""
     id: str | None
-    """None: the entry has no id that could be read."""
+    """Id of the model; None: no id could be read."""
     fields: dict[str, Any]
     id_where: str = ""
     """Path of the id."""
 
     def entry(self) -> Entry:
-        """The model, where it has no fault."""
+        """Build the entry; the draft must be valid."""
         tier = {"tier": Tier.REMOTE} if "remote" in self.fields else {}
         return Entry(**{"id": self.id, "set": self.set, **self.fields, **tier})
 
@@ -41,20 +42,20 @@ class EntryDraft:
 
     @property
     def replica_key(self) -> object:
-        """Equal for models that share a replica, as far as their text states."""
+        """Key that is equal for models that share a replica, as far as the text determines it."""
         fields = self.fields
         return (fields.get("source"), repr(sorted(fields.get("engine", {}).items())), fields.get("chat_template"))
 
 
 @dataclass(slots=True)
 class ManifestDraft:
-    """A manifest as far as it could be read, by its keys."""
+    """Manifest as far as it could be read, by its keys."""
 
     cluster: str | None = None
     resources: dict[str, int] = field(default_factory=dict)
     models: list[EntryDraft] = field(default_factory=list)
     fallback: EntryDraft | str | None = None
-    """A model of its own, or the id of another one."""
+    """Draft of the fallback model, or the id of another model."""
     routing: dict[str, Any] = field(default_factory=dict)
     """Fields of `Routing`."""
     sessions: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +76,7 @@ class ManifestDraft:
         return self.fallback.id if isinstance(self.fallback, EntryDraft) else self.fallback
 
     def manifest(self, notes: tuple[str, ...]) -> Manifest:
-        """The manifest, where it has no fault."""
+        """Build the manifest; the draft must be valid."""
         return Manifest(
             cluster=str(self.cluster),
             entries=tuple(entry.entry() for entry in self.entries),
@@ -89,20 +90,21 @@ class ManifestDraft:
         )
 
 
-class Vet(Protocol):
-    """Reports as faults what a text names though its author may not (cluster/manifest_permissions.py)."""
+class AuthorCheck(Protocol):
+    """Check of a manifest's author: reports names of files and servers that the author may not use
+    (cluster/manifest_permissions.py)."""
 
     def entry(self, entry: EntryDraft, reading: Reading) -> None:
-        """Look at the files and servers that a model names."""
+        """Check the files and servers that a model names."""
         ...
 
     def hosts(self, fields: dict[str, Any] | None, reading: Reading) -> None:
-        """Look at what ``hosts:`` names; None: it is not there."""
+        """Check the files and addresses in ``hosts:``; None: the manifest has no such block."""
         ...
 
 
 def check_draft(draft: ManifestDraft, reading: Reading) -> None:
-    """Report every fault that lies between entries: unknown names, names given twice, budgets that are too small."""
+    """Report every problem between entries: unknown names, duplicate names, and budgets that are too small."""
     _check_names(draft, reading)
     for entry in draft.entries:
         _check_entry(entry, draft, reading)
@@ -125,7 +127,7 @@ def _check_known(where: str, name: str, known: Sequence[str], reading: Reading, 
 
 
 def _check_names(draft: ManifestDraft, reading: Reading) -> None:
-    """Ids, aliases and the cluster's name share one space: they are what requests call ``model``."""
+    """Check that ids, aliases and the cluster's name are unique, because a request may use each as ``model``."""
     ids = [(entry.id, entry.id_where) for entry in draft.entries if entry.id is not None]
     aliases = [each for entry in draft.entries for each in _values_with_paths(entry, "aliases", reading)]
     taken: dict[str, str] = {}
@@ -135,7 +137,7 @@ def _check_names(draft: ManifestDraft, reading: Reading) -> None:
         if called in taken:
             kinds = "ids" if is_id else "ids and aliases"
             line = reading.line(taken[called])
-            reading.fault(where, f"is {called!r}, which is taken since line {line}; {kinds} are given once")
+            reading.fault(where, f"is {called!r}, which line {line} already uses; {kinds} must be unique")
         elif is_cluster:
             way_out = "rename one" if is_id else "choose another"
             reading.fault(where, f"is {called!r}, the cluster's name, which stands for routing; {way_out}")
@@ -170,7 +172,7 @@ def _check_entry(entry: EntryDraft, draft: ManifestDraft, reading: Reading) -> N
 def _check_fallback(draft: ManifestDraft, fallback: str, reading: Reading) -> None:
     where = "fallback.id" if "fallback.id" in reading.lines else "fallback"
     if _check_known(where, fallback, draft.ids, reading) and fallback == draft.routing.get("entry"):
-        message = f"is {fallback!r}, the entry; without a fallback the entry's own answer stands, so leave it out"
+        message = f"is {fallback!r}, the entry; without a fallback the entry's own answer is returned, so leave it out"
         reading.fault(where, message)
 
 
@@ -187,7 +189,7 @@ def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> N
     ids = [str(each.id) for each in targets]
     for target in targets:
         if str(target.id).lower() == NONE_OF_THESE:
-            reading.fault(target.id_where, f"is {target.id!r}, the word for no specialist; rename it")
+            reading.fault(target.id_where, f"is {target.id!r}, the value for no matching specialist; rename it")
     router = next((each for each in draft.entries if each.id == rule.entry), None)
     if router is not None and router.set == rule.set and rule.entry == entry:
         reading.fault(router.id_where, f"is {entry!r}, the entry, which cannot be a target of its own rule")
@@ -198,12 +200,14 @@ def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> N
         at = at if at in reading.lines else "routing.literal"
         _check_known(at, id_, ids, reading, f"models of {rule.set}")
         if value in ids and id_ != value and value not in rule.literal.values():
-            message = f"takes the word {value!r} from the model of that id, which nothing else names; give it a word"
+            message = (
+                f"takes the value {value!r} from the model with that id, which no other value selects; give it a value"
+            )
             reading.fault(at, message)
 
 
 def _check_replicas(draft: ManifestDraft, reading: Reading) -> None:
-    """Refuse replicas of what is never placed, and two demands for the replicas of one artifact."""
+    """Reject replicas of remote models, and different demands for the replicas of one artifact."""
     demands = {} if draft.hosts is None else draft.hosts.get("replicas", {})
     drafts = {entry.id: entry for entry in draft.entries}
     first: dict[object, str] = {}
@@ -212,19 +216,19 @@ def _check_replicas(draft: ManifestDraft, reading: Reading) -> None:
         if not _check_known(where, id_, draft.ids, reading):
             continue
         if drafts[id_].is_remote:
-            reading.fault(where, "is a remote model, which another server answers for; leave it out")
+            reading.fault(where, "is a remote model, which has no replicas here; leave it out")
             continue
         other = first.setdefault(drafts[id_].replica_key, id_)
         if demand != demands[other]:
             reading.fault(
                 where,
-                f"wants other replicas than {other!r} on line {reading.line(f'hosts.replicas.{other}')}, and both are "
-                "answered by the same ones, as they have one source, engine and template; write the same, or one",
+                f"differs from {other!r} on line {reading.line(f'hosts.replicas.{other}')}, but both models share the "
+                "same replicas, as they have the same source, engine and template; write equal values, or only one",
             )
 
 
 def _check_bytes(draft: ManifestDraft, reading: Reading) -> None:
-    """Refuse models of known sizes that cannot fit, before anything is loaded."""
+    """Reject models of known size that cannot fit, before anything is loaded."""
     resources = draft.resources
     for key, tier, kv_key, way_out in (
         ("gpu_budget", Tier.RESIDENT, "kv_budget", "standby"),
@@ -235,7 +239,7 @@ def _check_bytes(draft: ManifestDraft, reading: Reading) -> None:
             continue
         part = resources.get(f"{kv_key}_bytes", 0)
         if part > budget:
-            message = f"is {size_text(part)}, more than `{key}:` ({size_text(budget)}), which it is a part of"
+            message = f"is {size_text(part)}, more than `{key}:` ({size_text(budget)}), of which it is a part"
             reading.fault(f"resources.{kv_key}", message)
         known = _known_sizes(draft.entries, tier)
         needed = sum(num_bytes for _, num_bytes in known)
@@ -244,13 +248,14 @@ def _check_bytes(draft: ManifestDraft, reading: Reading) -> None:
             parts += ["…"] if len(known) > MAX_LISTED else []
             reading.fault(
                 f"resources.{key}",
-                f"is {size_text(budget)}, but what is {tier.value} needs {size_text(needed)} ({', '.join(parts)}); "
+                f"is {size_text(budget)}, but the {tier.value} models need {size_text(needed)} ({', '.join(parts)}); "
                 f"raise it, or make models {way_out}",
             )
 
 
 def _known_sizes(entries: Iterable[EntryDraft], tier: Tier) -> list[tuple[str, int]]:
-    """Known sizes of the replicas of a tier, each as id and bytes; models of one source and engine share one."""
+    """Known sizes of a tier's replicas, as pairs of id and bytes; models with the same source and engine share a
+    replica."""
     found: dict[object, tuple[str, int]] = {}
     for entry in entries:
         fields = entry.fields

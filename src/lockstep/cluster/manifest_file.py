@@ -1,9 +1,10 @@
-"""Cluster manifests as YAML: `parse` reports every fault at once, each with its line; `dump` writes the canonical form.
+"""Manifest files: `parse` reads a manifest from YAML and reports every problem with its line; `dump` writes canonical
+YAML.
 
-``parse(dump(manifest)) == manifest``, and the same holds of `plain` written as JSON. Models and blocks are read into
-drafts first, so that a reference to an invalid model is not reported as a second fault. The environment comes in as a
-value; no file is opened here. The drafts and what is checked between them are in manifest_draft.py, the keys of a model
-in manifest_keys.py, those of ``hosts:`` in manifest_hosts.py, YAML and its lines in yaml_reading.py.
+``parse(dump(manifest)) == manifest``, and the same holds for `plain` written as JSON. Models and blocks are read into
+drafts first, so that a reference to an invalid model is not reported as a second problem. The environment is passed in,
+and no file is opened here. Drafts and the checks between them are in manifest_draft.py, the keys of a model in
+manifest_keys.py, those of ``hosts:`` in manifest_hosts.py, and YAML with its lines in yaml_reading.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import yaml
 
 from lockstep.cluster.dispatch import NONE_OF_THESE, parse_literal, parse_rule
 from lockstep.cluster.manifest import Manifest, Routing
-from lockstep.cluster.manifest_draft import EntryDraft, ManifestDraft, Vet, check_draft
+from lockstep.cluster.manifest_draft import AuthorCheck, EntryDraft, ManifestDraft, check_draft
 from lockstep.cluster.manifest_hosts import hosts_block, hosts_written
 from lockstep.cluster.manifest_keys import (
     RESOURCES,
@@ -39,8 +40,8 @@ FALLBACK_ID = "fallback"
 """Id of a model under ``fallback:`` that has no ``id:``."""
 _LINE_CHARS = 120
 Validator = Callable[[object], Sequence[Problem]]
-"""Checks a block that belongs to another room (``rollouts:``), given as plain dicts, lists and scalars. The line of a
-problem may be 0: it is found by `where`, a path from the top of the manifest."""
+"""Check of a block that belongs to another package (``rollouts:``), given as plain dicts, lists and scalars. A
+problem's line may be 0; it is then found by `where`, a path from the top of the manifest."""
 
 
 def parse(
@@ -48,19 +49,20 @@ def parse(
     name: str = "manifest",
     validators: Mapping[str, Validator] = {},
     environment: Mapping[str, str] | None = {},
-    vet: Vet | None = None,
+    author_check: AuthorCheck | None = None,
 ) -> Manifest:
     """Read a manifest.
 
     Args:
         text: YAML.
-        name: what the text is called in errors, e.g. its file.
-        validators: by key, of the blocks that belong to other rooms; a block without one is a fault.
-        environment: what ``${NAME}`` stands for in ``remote:``; None, for texts from the network: it is a fault.
-        vet: for texts from the network, shown every entry and the hosts; None: the author may name anything.
+        name: name of the text in errors, e.g. its file.
+        validators: validators of the blocks that belong to other packages, by key; a block without one is an error.
+        environment: environment variables for ``${NAME}`` in ``remote:``. None, for texts from the network: ``${NAME}``
+            is an error.
+        author_check: check of the entries and hosts of texts from the network; None: the author may name anything.
 
     Raises:
-        ManifestError: the text has faults; the error lists all of them, in the order of lines.
+        ManifestError: the text has problems; the error lists all of them, in order of lines.
     """
     reading, draft = Reading(), ManifestDraft()
     root = reading.compose(text)
@@ -70,17 +72,17 @@ def parse(
     if values is not INVALID:
         draft = ManifestDraft(**values)
         check_draft(draft, reading)
-        if vet is not None:
+        if author_check is not None:
             for entry in draft.entries:
-                vet.entry(entry, reading)
-            vet.hosts(draft.hosts, reading)
+                author_check.entry(entry, reading)
+            author_check.hosts(draft.hosts, reading)
     if reading.problems:
         raise ManifestError(sorted(reading.problems, key=lambda problem: problem.line), name)
     return draft.manifest(tuple(map(str, reading.notes)))
 
 
 def dump(manifest: Manifest) -> str:
-    """Write a manifest as canonical YAML, which `parse` reads back to an equal one."""
+    """Write a manifest as canonical YAML, which `parse` reads back to an equal manifest."""
     parts = [
         yaml.dump({key: block}, Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=_LINE_CHARS)
         for key, block in plain(manifest).items()
@@ -91,7 +93,7 @@ def dump(manifest: Manifest) -> str:
 def plain(manifest: Manifest) -> dict[str, Any]:
     """Convert a manifest to maps, lists and scalars in canonical form.
 
-    Keys are in one order, defaults left out, and quantities in their shortest form.
+    Keys have a fixed order, defaults are omitted, and quantities have their shortest form.
     """
     keys = {"id": Key(name), **entry_keys({})}
     models: dict[str, Any] = {}
@@ -143,7 +145,7 @@ def top_keys(validators: Mapping[str, Validator], environment: Mapping[str, str]
 
 
 def _models(keys: Mapping[str, Key], node: YamlNode) -> list[EntryDraft]:
-    """Read ``models:``: single models by id, and lists of models by the list's name."""
+    """Read ``models:``: single models by id, and lists of models by name of the list."""
     drafts: list[EntryDraft] = []
     nodes = node.entries()
     for key, child in nodes.items():
@@ -170,12 +172,12 @@ def _set(keys: Mapping[str, Key], set_: str, node: YamlNode) -> list[EntryDraft]
 
 
 def _valid_values(values: Any) -> list[Any]:
-    """The valid ones of a list's values; none where the list itself is invalid."""
+    """Return the valid values of a list; empty if the list itself is invalid."""
     return [] if values is INVALID else [value for value in values if value is not INVALID]
 
 
 def _fallback(keys: Mapping[str, Key], node: YamlNode) -> EntryDraft | str:
-    """Read ``fallback:``: a model of its own, or the id of another one."""
+    """Read ``fallback:``: a model, or the id of another model."""
     if not node.is_map:
         return name(node)
     entry = _entry(keys, None, None, node)
@@ -185,7 +187,7 @@ def _fallback(keys: Mapping[str, Key], node: YamlNode) -> EntryDraft | str:
 
 
 def _entry(keys: Mapping[str, Key], set_: str | None, key: str | None, node: YamlNode) -> EntryDraft:
-    """Read one model; its id is its key, or its ``id:``."""
+    """Read one model; its id is its key or its ``id:``."""
     own = {"id": Key(name if key is None else partial(_id_equal_to_key, key)), **keys}
     fields = read_fields(node, own, () if set_ is None else ("id",))
     id_ = fields.pop("id", None)
@@ -201,14 +203,14 @@ def _entry(keys: Mapping[str, Key], set_: str | None, key: str | None, node: Yam
 
 def _id_equal_to_key(key: str, node: YamlNode) -> str:
     if (value := text(node)) != key:
-        raise ConfigError(f"is {shown(value)}, but its key {key!r} is its id; leave `id:` out")
+        raise ConfigError(f"is {shown(value)}, but the key {key!r} is the model's id; leave `id:` out")
     return value
 
 
 def _routing(node: YamlNode) -> dict[str, Any]:
     values = read_fields(node, ROUTING, ("entry", "dispatch_rule"))
     literal = values.pop("literal", {})
-    if "rule" in values:  # its place: what it means depends on the map
+    if "rule" in values:  # read last, because the rule depends on the map
         values["rule"] = values["rule"].read(lambda rule: parse_rule(text(rule), literal))
     return {key: value for key, value in values.items() if value is not INVALID}
 
@@ -225,7 +227,7 @@ def _literal(node: YamlNode) -> dict[str, str]:
     for value in literal:
         check_name(value)
         if value.lower() == NONE_OF_THESE:
-            raise ConfigError(f"renames {value!r}, the word for no specialist, which leads to the fallback")
+            raise ConfigError(f"renames {value!r}, the value for no matching specialist, which leads to the fallback")
     return literal
 
 
@@ -237,9 +239,9 @@ ROUTING: Mapping[str, Key] = {
 
 
 def _validated_block(validators: Mapping[str, Validator], node: YamlNode) -> object:
-    """Read a block that another room validates; INVALID where its faults were reported."""
+    """Read a block that another package validates; INVALID if its problems were reported."""
     if node.where not in validators:
-        raise ConfigError("is of no use here: nothing that was started reads it; leave it out")
+        raise ConfigError("is not supported by this command; leave it out")
     value = node.plain()
     problems = validators[node.where](value)
     for problem in problems:

@@ -1,6 +1,7 @@
-"""Keys of a manifest's ``hosts:`` block: where replicas are placed, and which peers their links trust.
+"""Keys of a manifest's ``hosts:`` block: defines where replicas are placed, and the secret and certificates of
+connections.
 
-Paths are those on every host, so nothing is looked up here; neither Ray nor the secret's file is read.
+Paths refer to every host's own file system, so nothing is looked up here: neither Ray nor the secret file is read.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from lockstep.yaml_reading import INVALID, YamlNode, shown
 
 AUTO = "auto"
 MAX_AMOUNT = 1_000_000
-"""Of one resource, but for memory."""
+"""Largest amount of one resource other than memory."""
 MIN_AMOUNT = 0.0001
-"""What Ray counts in."""
+"""Smallest amount of a resource that Ray counts."""
 MAX_IMBALANCE = 1_000_000
 _MEMORY = "memory"
 _KNOWN = ("CPU", "GPU", _MEMORY)
@@ -58,7 +59,7 @@ def _address(node: YamlNode) -> str:
 
 
 def _path(node: YamlNode) -> str:
-    """The path of a file on every host, whatever the directory that a process there begins in."""
+    """Read the path of a file on every host; it must not depend on a working directory."""
     value = text(node)
     if "${" in value:
         raise ConfigError(f"is {shown(value)}; ${{…}} is expanded in `remote:` only, so write the path out")
@@ -74,15 +75,16 @@ def _amounts(node: YamlNode) -> Mapping[str, float]:
 
 
 def _amount(name: str, node: YamlNode) -> float:
-    meant = next((known for known in _KNOWN if known.lower() == name.lower().removeprefix("num_").rstrip("s")), name)
-    if meant != name:
-        raise ConfigError(f"is an unknown resource; did you mean {meant!r}?")
+    plain = name.lower().removeprefix("num_").rstrip("s")
+    known_name = next((known for known in _KNOWN if known.lower() == plain), name)
+    if known_name != name:
+        raise ConfigError(f"is an unknown resource; did you mean {known_name!r}?")
     if name == _STORE:
-        raise ConfigError("is memory that no replica uses; leave it out, or write `memory:`")
+        raise ConfigError("is not used by replicas; leave it out, or write `memory:`")
     check_name(name, Shape.ALIAS)
     if name == _MEMORY:
         if not (num_bytes := size(is_budget=True)(node)):
-            raise ConfigError("is 0; leave it out where nothing is to be set aside")
+            raise ConfigError("is 0; leave it out to reserve no memory")
         return float(num_bytes)
     value = node.scalar()
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -133,7 +135,8 @@ def hosts_block(node: YamlNode) -> dict[str, Any]:
 
 
 def hosts_written(hosts: Hosts) -> dict[str, Any]:
-    """Write ``hosts:`` as `hosts_block` reads it; never empty, as an absent block means another thing."""
+    """Write ``hosts:`` in the form that `hosts_block` reads. The block is never empty, because an absent block means a
+    single machine."""
     plain = {key: how for key, how in HOSTS.items() if key != "tls"}
     block = {**written(plain, hosts, ("ray",)), **({"tls": written(TLS, hosts)} if hosts.tls_ca else {})}
     return {key: block[key] for key in HOSTS if key in block}

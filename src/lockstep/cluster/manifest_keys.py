@@ -1,8 +1,7 @@
-"""Keys of a manifest: for each the field that it fills, how it is read, checked and written.
+"""Keys of a manifest: defines for each key the field that it sets, and how it is read, checked and written.
 
-One table per block, used in both directions, so that what is written is what is read. The keys of ``engine:`` are the
-fields of EngineOptions, those of ``sampling:`` fields of SamplingParams, and their ranges those of the types: they are
-asked.
+There is one table for each block. The same table is used to read and to write, so a written manifest reads back
+unchanged. The keys and ranges of ``engine:`` come from EngineOptions, those of ``sampling:`` from SamplingParams.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MIN_SWEEP_INTERVAL_S = 0.01
 MAX_PRIORITY = 100
 MAX_NAME_CHARS = 128
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
-"""Fields of SamplingParams whose None means that the request did not set them; only those can have a default."""
+"""Fields of SamplingParams in which None means that the request did not set them; only these can have a default."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:(\$)|\{([^{}]*)\}|\{)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -43,7 +42,7 @@ def _same(value: Any) -> Any:
 
 
 class Shape(Enum):
-    """Shape of a kind of names, as a pattern and in words."""
+    """Allowed form of names: a pattern, and its description for errors."""
 
     NAME = (
         re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"),
@@ -62,12 +61,12 @@ class Key:
 
     read: Reader
     attribute: str = ""
-    """The field that it fills; empty: the key's own name."""
+    """Field that the key sets; empty: the field has the key's name."""
     write: Callable[[Any], Any] = _same
 
 
 def text(node: YamlNode) -> str:
-    """A string that is not empty."""
+    """Read a string that is not empty."""
     value = node.scalar()
     if not isinstance(value, str):
         quote = f'; write "{value}" in quotes for the text' if value is not None else ""
@@ -78,7 +77,8 @@ def text(node: YamlNode) -> str:
 
 
 def check_name(value: str, shape: Shape = Shape.NAME) -> str:
-    """Refuse an invalid name: of an id, a cluster, or a word of an entry's answer, unless another shape is given."""
+    """Raise ConfigError for an invalid name. The default shape is that of ids, clusters and the words of an entry's
+    answer."""
     pattern, right = shape.value
     if len(value) > MAX_NAME_CHARS or not pattern.fullmatch(value):
         odd = odd_character(value)
@@ -96,7 +96,7 @@ def alias(node: YamlNode) -> str:
 
 
 def one_of(known: Mapping[str, Any], shown_names: Sequence[str] | None = None) -> Reader:
-    """Reader of one of some words, as the value that it stands for."""
+    """Return a reader of an enumerated word, as the value that it stands for."""
     names = list(known) if shown_names is None else list(shown_names)
 
     def read(node: YamlNode) -> Any:
@@ -110,7 +110,7 @@ def one_of(known: Mapping[str, Any], shown_names: Sequence[str] | None = None) -
 
 
 def option(type_: OptionType) -> Reader:
-    """Reader of a value of an option's type."""
+    """Return a reader of values of an option's type."""
 
     def read(node: YamlNode) -> Any:
         value = node.scalar()
@@ -123,16 +123,16 @@ def option(type_: OptionType) -> Reader:
 
 
 def whole(low: int, high: int | None = None) -> Reader:
-    """Reader of an integer of a range."""
+    """Return a reader of integers in a range."""
     return option(OptionType(int, Range(low, high)))
 
 
 flag = option(OptionType(bool))
-"""Reader of true or false, and no other word for them."""
+"""Reader of ``true`` or ``false``; other spellings are rejected."""
 
 
 def size(low: int = 0, *, is_budget: bool = False) -> Reader:
-    """Bytes, written with a unit.
+    """Return a reader of a size in bytes, written with a unit.
 
     Args:
         is_budget: accepts the other forms of `parse_budget`, each with a warning.
@@ -142,7 +142,7 @@ def size(low: int = 0, *, is_budget: bool = False) -> Reader:
         written = quantity(node, "a size with a unit, e.g. 18GB")
         num_bytes, note = parse_budget(written) if is_budget else (parse_size(written), "")
         if num_bytes < low:
-            raise ConfigError("is 0; there must be something to share out")
+            raise ConfigError("is 0; it must be larger than 0")
         if note:
             node.reading.note(node.where, note)
         return num_bytes
@@ -151,7 +151,7 @@ def size(low: int = 0, *, is_budget: bool = False) -> Reader:
 
 
 def duration(low_s: float = 0.0, read_text: Callable[[YamlNode], str] | None = None) -> Reader:
-    """Seconds, written with a unit."""
+    """Return a reader of a duration in seconds, written with a unit."""
 
     def read(node: YamlNode) -> float:
         right = "a duration with a unit, e.g. 30s"
@@ -164,7 +164,7 @@ def duration(low_s: float = 0.0, read_text: Callable[[YamlNode], str] | None = N
 
 
 def quantity(node: YamlNode, right: str) -> str:
-    """A number with its unit as it was written, which YAML takes for a number where the unit is missing."""
+    """Return a quantity as it was written, with its unit. YAML parses it as a number where the unit is missing."""
     value = node.scalar()
     if value is None or isinstance(value, bool):
         raise ConfigError(f"is {shown(value)}; it must be {right}")
@@ -172,7 +172,7 @@ def quantity(node: YamlNode, right: str) -> str:
 
 
 def unless(word: str, reader: Reader) -> Reader:
-    """Reader of None for a word, which stands for no bound; else what another reader reads."""
+    """Return a reader that maps a word to None, meaning no limit, and passes everything else to another reader."""
 
     def read(node: YamlNode) -> Any:
         if node.scalar() == word:
@@ -186,12 +186,12 @@ def unless(word: str, reader: Reader) -> Reader:
 
 
 def word_for_none(word: str, write: Callable[[Any], Any] = _same) -> Callable[[Any], Any]:
-    """Writer of values that `unless` reads."""
+    """Return a writer of values that `unless` reads."""
     return lambda value: word if value is None else write(value)
 
 
 def one_or_many(reader: Reader) -> Reader:
-    """A tuple, of a list or of one value alone; each once."""
+    """Return a reader of a tuple, written as a list or as one value. Duplicates are rejected."""
 
     def read(node: YamlNode) -> tuple[Any, ...]:
         if not node.is_list:
@@ -213,7 +213,7 @@ def one_or_list(values: Sequence[Any]) -> Any:
 
 
 def read_fields(node: YamlNode, keys: Mapping[str, Key], required: Sequence[str] = ()) -> dict[str, Any]:
-    """The well-formed values of a block by field; what is not was noted."""
+    """Read the well-formed values of a block, by field; each malformed value is recorded as a problem."""
     values: dict[str, Any] = {}
     for key, child in node.known_entries(keys, required).items():
         value = child.read(keys[key].read)
@@ -223,12 +223,12 @@ def read_fields(node: YamlNode, keys: Mapping[str, Key], required: Sequence[str]
 
 
 def mapping(keys: Mapping[str, Key], required: Sequence[str] = ()) -> Reader:
-    """A block as its well-formed values by field."""
+    """Return a reader of a block as its well-formed values, by field."""
     return lambda node: read_fields(node, keys, required)
 
 
 def written(keys: Mapping[str, Key], value: Any, always: Sequence[str] = ()) -> dict[str, Any]:
-    """A dataclass as a block: its fields that differ from their defaults, and those of some keys always."""
+    """Write a dataclass as a block: the fields that differ from their defaults, and those of the keys in `always`."""
     block: dict[str, Any] = {}
     defaults = {each.name: _default(each) for each in fields(value)}
     for key, how in keys.items():
@@ -244,7 +244,7 @@ def _default(each: Field[Any]) -> Any:
 
 
 def priority(node: YamlNode) -> int:
-    """A class by its name, or the number of one between them."""
+    """Read a priority: its name, or an integer, which may lie between the named ones."""
     value = node.scalar()
     if isinstance(value, str):
         return int(one_of(PRIORITIES)(node))
@@ -261,7 +261,7 @@ def _priority_text(value: int) -> str | int:
 
 
 def source(node: YamlNode) -> str:
-    """Source of an artifact; its form is checked, and nothing is opened."""
+    """Read the source of an artifact; its form is checked, but nothing is opened."""
     value = text(node)
     if "${" in value:
         raise ConfigError(f"is {shown(value)}; ${{…}} is expanded in `remote:` only, so write the source out")
@@ -270,7 +270,7 @@ def source(node: YamlNode) -> str:
 
 
 def check_source(value: str) -> None:
-    """Refuse what names no artifact; ConfigError states why, without its subject."""
+    """Raise ConfigError for a source that names no artifact; the error's text omits the subject."""
     from lockstep.artifacts.hub.source import parse_hub_source
 
     scheme, sign, rest = value.partition("://")
@@ -298,8 +298,8 @@ def check_source(value: str) -> None:
 
 
 def _remote_text(environment: Mapping[str, str] | None) -> Callable[[YamlNode], str]:
-    """A string in which ``${NAME}`` is a variable's value and ``$$`` a dollar; without an environment the first is a
-    fault."""
+    """Return a reader of strings in which ``${NAME}`` is replaced by a variable's value and ``$$`` by a dollar sign.
+    Without an environment, ``${NAME}`` is an error."""
 
     def read(node: YamlNode) -> str:
         def value_of(found: re.Match[str]) -> str:
@@ -310,9 +310,9 @@ def _remote_text(environment: Mapping[str, str] | None) -> Callable[[YamlNode], 
                 raise ConfigError(f"has {shown(found[0])}; a variable is written ${{NAME}}, a dollar sign $$")
             if environment is None:
                 message = (
-                    f"names ${{{variable_name}}}, but a manifest that comes over HTTP reads no variables of the server"
+                    f"names ${{{variable_name}}}, but a manifest sent over HTTP cannot read the server's variables"
                 )
-                raise ConfigError(f"{message}; write the value out, or bring the manifest in as the server's file")
+                raise ConfigError(f"{message}; write the value out, or put it into the server's manifest file")
             if variable_name not in environment:
                 message = f"names ${{{variable_name}}}, which is not set in the environment"
                 raise ConfigError(f"{message}; set it, or write $$ for a dollar sign")
@@ -332,7 +332,7 @@ def _dollars(value: str) -> str:
 
 
 def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
-    """The keys of ``remote:``, the only place where ``${NAME}`` is expanded."""
+    """Keys of ``remote:``, the only block in which ``${NAME}`` is expanded."""
     expanded = _remote_text(environment)
 
     def base_url(node: YamlNode) -> str:
@@ -345,7 +345,9 @@ def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
         if not is_right or re.search(r"\s", value):
             raise ConfigError(f"is {shown(value)}; it must be a URL like https://api.example.com/v1")
         if parts.username is not None or parts.password is not None:
-            raise ConfigError("holds a name or password; the key belongs into the variable that `api_key_env` names")
+            raise ConfigError(
+                "contains a user name or password; put the key into the variable that `api_key_env` names"
+            )
         if parts.query or parts.fragment:
             raise ConfigError(f"is {shown(value)}; it must end with the path, e.g. …/v1")
         return value
@@ -353,7 +355,9 @@ def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
     def key_variable(node: YamlNode) -> str:
         value = expanded(node)
         if not _VARIABLE.fullmatch(value):
-            raise ConfigError("is no name of an environment variable, e.g. OPENAI_API_KEY; a key is never written here")
+            raise ConfigError(
+                "is not the name of an environment variable, e.g. OPENAI_API_KEY; never write the key itself here"
+            )
         return value
 
     return {
@@ -383,7 +387,7 @@ SESSIONS: Mapping[str, Key] = {
 
 
 def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
-    """The keys of a model, in the order in which they are written."""
+    """Keys of a model, in the order in which they are written."""
     remote = remote_keys(environment)
     return {
         "source": Key(source),
@@ -416,7 +420,8 @@ def _remote(values: Mapping[str, Any]) -> object:
 
 
 def engine_block(node: YamlNode) -> object:
-    """Read ``engine:``; the scheduler's own checks are made with what is decided at load left open."""
+    """Read ``engine:`` and check it as the scheduler would; values that are only known at load are left out of the
+    check."""
     before = len(node.reading.problems)
     given = read_fields(node, engine_keys())
     if len(node.reading.problems) > before:
@@ -429,19 +434,19 @@ def engine_block(node: YamlNode) -> object:
 
 
 def engine_written(given: Mapping[str, object]) -> dict[str, object]:
-    """Write ``engine:`` as `engine_block` reads it."""
+    """Write ``engine:`` in the form that `engine_block` reads."""
     return {key: engine_keys()[key].write(value) for key, value in given.items()}
 
 
 def sampling_block(node: YamlNode) -> dict[str, float | int]:
-    """Read ``sampling:``; every value is one that a request could give."""
+    """Read ``sampling:``; each value must be valid in a request as well."""
     types = option_types(SamplingParams)
     return read_fields(node, {key: Key(option(types[key])) for key in SAMPLING_KEYS})
 
 
 @cache
 def engine_keys() -> Mapping[str, Key]:
-    """The keys of ``engine:``: the fields of EngineOptions, read by their types."""
+    """Keys of ``engine:``: the fields of EngineOptions, read by their types."""
     sizes = {
         "kv_cache_memory_bytes": Key(size(1), write=size_text),
         "host_kv_memory_bytes": Key(size(), write=size_text),

@@ -1,9 +1,11 @@
-"""Permissions of manifests that come over HTTP: which sources, servers and hosts one may name, by its sender's key.
+"""Manifest permissions: checks which sources, servers and hosts a manifest sent over HTTP may name, by its sender's API
+key.
 
-The operator's own manifests are files: every manifest may name what they name. A sender without permissions may name in
-addition the embedded model, stubs, models in the folder of the operator's manifest, and servers at public addresses.
-A path that the sender may not name, one that does not exist and one that is no model give the same refusal, so that it
-shows nothing of this machine's files. The address of Ray and the certificates of links never change over HTTP.
+The operator's own manifests are files, and every manifest may name what they name. Without permissions a sender may
+also name the embedded model, stubs, models in the directory of the operator's manifest, and servers at public
+addresses. A path that the sender may not name, a missing path and a path without a model all give the same error, so
+the error reveals nothing about this machine's files. The address of Ray and the options of connections cannot be
+changed over HTTP.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from lockstep.executors.stub import StubOptions
 from lockstep.yaml_reading import Reading
 
 SOURCE_REFUSED = (
-    "names what only an admin's key may name, or nothing that can be served; any key may name pocket://, stub://NAME, "
-    "models in the folder of the server's manifest file, and what that file names (--allow-any-source: all else too)"
+    "requires an admin's key, or cannot be served; any key may name pocket://, stub://NAME, "
+    "models in the directory of the server's manifest file, and what that file names (--allow-any-source: any source)"
 )
 ADDRESS_REFUSED = (
-    "is no public address, and only an admin's key may name another, or what the server's manifest file names "
+    "is not a public address; other addresses require an admin's key or an entry in the server's manifest file "
     "(--allow-private-remotes: any key)"
 )
 HOSTS_REFUSED = (
-    "is not what is served, and a manifest that comes over HTTP changes nothing of Ray, the secret, the certificates "
-    "or `allow_plain`; bring it in as the server's file and start again"
+    "differs from the current manifest, but a manifest sent over HTTP cannot change Ray, the secret, the certificates "
+    "or `allow_plain`; change the server's manifest file and restart the server"
 )
-_LINKS: Mapping[str, str] = {
+_CONNECTION_FIELDS: Mapping[str, str] = {
     "ray": "ray",
     "secret": "secret",
     "tls_ca": "tls.ca",
@@ -49,12 +51,13 @@ _POCKET = "pocket://"
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Permissions of a manifest's sender: what it may name beyond the operator's names."""
+    """Permissions of a manifest's sender, beyond the names in the operator's manifests."""
 
     any_source: bool = False
-    """Any file that this process can read, and any model on the hub, which is fetched with our token."""
+    """Whether the manifest may name any file that this process can read, and any model on the hub, downloaded with the
+    server's token."""
     private_remotes: bool = False
-    """Servers at addresses that only this machine or its network can reach."""
+    """Whether the manifest may name servers at addresses that only this machine or its network can reach."""
 
 
 NONE = Permissions()
@@ -62,13 +65,13 @@ ALL = Permissions(any_source=True, private_remotes=True)
 
 
 class OperatorNames:
-    """Names of the operator's own manifests.
+    """Names in the operator's own manifests, which every manifest may use.
 
     Args:
-        first: the manifest that is served at first.
-        folder: in which models may be named by anybody; None: in none.
-        can_open: whether a model is at a path; tells by ArtifactError that there is none.
-        opens_sources: whether sources and servers are asked at all; where all models are stubs, they are not.
+        first: the first manifest to serve.
+        folder: directory whose models any manifest may name; None: there is none.
+        can_open: opens a path; raises ArtifactError if there is no model.
+        opens_sources: whether sources and servers are opened at all; False if all models are stubs.
     """
 
     def __init__(
@@ -80,10 +83,10 @@ class OperatorNames:
         self._sources: set[str] = set()
         self._urls: set[str] = set()
         self._keys: set[tuple[str, str]] = set()
-        self.vouch(first)
+        self.add(first)
 
-    def vouch(self, manifest: Manifest) -> None:
-        """The operator names all this."""
+    def add(self, manifest: Manifest) -> None:
+        """Add the names in a manifest of the operator."""
         for entry in manifest.entries:
             if entry.remote is None:
                 self._sources.add(entry.source)
@@ -92,27 +95,28 @@ class OperatorNames:
                 if entry.remote.api_key_env is not None:
                     self._keys.add((entry.remote.base_url, entry.remote.api_key_env))
 
-    def vetting(self, powers: Permissions, served: Hosts | None = None) -> PermissionCheck:
-        """A look at one manifest.
+    def check_for(self, permissions: Permissions, served: Hosts | None = None) -> PermissionCheck:
+        """Return the check of one manifest.
 
         Args:
-            served: the hosts that are served now.
+            permissions: permissions of the manifest's sender.
+            served: ``hosts:`` of the current manifest.
         """
-        return PermissionCheck(self, powers, served)
+        return PermissionCheck(self, permissions, served)
 
-    def may_send(self, remote: Remote) -> bool:
-        """True where a server gets the variable that its entry names."""
+    def may_send_key(self, remote: Remote) -> bool:
+        """True if the variable that an entry names may be sent to the entry's server."""
         return remote.api_key_env is None or (remote.base_url, remote.api_key_env) in self._keys
 
-    def may_ask(self, remote: Remote) -> bool:
-        """True if a server may be at any address."""
+    def may_be_private(self, remote: Remote) -> bool:
+        """True if the server may be at a private address."""
         return not self._opens_sources or remote.base_url in self._urls
 
     def may_open(self, source: str) -> bool:
-        """True where a source is opened for anybody. Of the files outside the folder, none is looked at."""
+        """True if any sender may open a source. Files outside the directory are never accessed."""
         if source in self._sources:
             return True
-        if source.startswith(STUB):  # its file of answers is a file like any other
+        if source.startswith(STUB):  # a stub may name a file of answers
             return not StubOptions.parse(source).answers
         if not self._opens_sources or source.startswith(_POCKET):
             return True
@@ -126,7 +130,7 @@ class OperatorNames:
         return True
 
     def _in_folder(self, source: str) -> Path | None:
-        """The real path of a source in the folder; None: it is elsewhere, by its words or by where its links lead."""
+        """Real path of a source in the directory; None: it is elsewhere, by its name or because of symbolic links."""
         if self._folder is None or "://" in source or source.startswith("~") or ".." in Path(source).parts:
             return None
         given, folder = Path.cwd() / source, Path(os.path.realpath(self._folder))
@@ -137,27 +141,28 @@ class OperatorNames:
 
 
 class PermissionCheck:
-    """Looks at every model of one manifest while it is read, and notes what may not be named."""
+    """Check of one manifest while it is read: reports the names that its sender may not use."""
 
-    def __init__(self, vouchers: OperatorNames, powers: Permissions, served: Hosts | None = None) -> None:
-        self._vouchers = vouchers
-        self._powers = powers
+    def __init__(self, names: OperatorNames, permissions: Permissions, served: Hosts | None = None) -> None:
+        self._names = names
+        self._permissions = permissions
         self._served = served
         self._opened: dict[str, Problem] = {}
-        """Files, and the message if one of them turns out to be no model."""
+        """Paths that were opened for a sender without permissions, each with the problem to report if it contains no
+        model."""
 
     def entry(self, entry: EntryDraft, reading: Reading) -> None:
         remote: Remote | None = entry.fields.get("remote")
         if remote is None:
-            self._vet_source(entry, reading)
+            self._check_source(entry, reading)
             return
-        if not self._vouchers.may_send(remote):
+        if not self._names.may_send_key(remote):
             reading.fault(
                 f"{entry.where}.remote.api_key_env",
                 f"is {remote.api_key_env!r}, which the server's manifest file does not name for this base_url; a "
-                "manifest that comes over HTTP sends no other variable's value anywhere, so bring it in as the file",
+                "manifest sent over HTTP may not use other variables, so change the server's manifest file instead",
             )
-        if not (self._powers.private_remotes or self._vouchers.may_ask(remote)):
+        if not (self._permissions.private_remotes or self._names.may_be_private(remote)):
             entry.fields["remote"] = replace(remote, only_public=True)
             if is_plainly_private(urlsplit(remote.base_url).hostname or ""):
                 reading.fault(f"{entry.where}.remote.base_url", ADDRESS_REFUSED)
@@ -168,23 +173,24 @@ class PermissionCheck:
                 reading.fault("hosts", HOSTS_REFUSED)
             return
         given = Hosts(**fields)
-        for field, key in _LINKS.items():
+        for field, key in _CONNECTION_FIELDS.items():
             if getattr(given, field) != getattr(self._served, field):
                 reading.fault(f"hosts.{key}", HOSTS_REFUSED)
 
-    def _vet_source(self, entry: EntryDraft, reading: Reading) -> None:
+    def _check_source(self, entry: EntryDraft, reading: Reading) -> None:
         source, where = entry.fields.get("source"), f"{entry.where}.source"
-        if source is None or source in self._opened or self._powers.any_source:
+        if source is None or source in self._opened or self._permissions.any_source:
             return
-        if entry.fields.get("tier") is Tier.REMOTE:  # without a server it is refused whatever its source is
+        if entry.fields.get("tier") is Tier.REMOTE:  # without a server the entry is rejected anyway
             return
-        if not self._vouchers.may_open(source):
+        if not self._names.may_open(source):
             reading.fault(where, SOURCE_REFUSED)
         elif "://" not in source:
             self._opened[source] = Problem(reading.line(where), where, SOURCE_REFUSED)
 
-    def veiled(self, error: BaseException) -> BaseException:
-        """An error of a source that was opened for anybody, as if it had never been there; any other as it is."""
+    def redacted(self, error: BaseException) -> BaseException:
+        """Replace an error about a source that was opened for any sender by the error for a missing source; other
+        errors stay."""
         if not isinstance(error, ArtifactError | ExecutorError):
             return error
         problems = [problem for source, problem in self._opened.items() if source in str(error)]

@@ -1,4 +1,4 @@
-"""Models of one manifest, by every name that a request may use. Event loop only."""
+"""Models of one manifest: finds a model by any name that a request may use. Event loop only."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lockstep.cluster.snapshot import ModelSnapshot
 from lockstep.errors import ModelNotFoundError
 
 MAX_SHOWN_NAMES = 16
-"""Names of models in the error of an unknown one."""
+"""Maximum number of names listed in the error for an unknown model."""
 
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """One named model: what was declared, who computes for it, and what it has done."""
+    """One named model: its declaration, its replica or remote server, and its use."""
 
     entry: Entry
-    """As the backend serves it."""
+    """Entry as the backend serves it."""
     declared: Entry
-    """As in the manifest."""
+    """Entry as in the manifest."""
     replica: ReplicaState | None
-    """The replica that computes for it; None: it is remote, or its source was not opened yet."""
+    """Replica that computes for the model; None: the model is remote, or its source has not been opened yet."""
     remote: RemoteModel | RecordedModel | None
-    """Who answers where nothing is computed here: another server, or a recording."""
+    """Remote server or recording that answers for the model; None: a replica does."""
     sessions: ModelSessions
     num_requests: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    """Calls that wait for a session or for the replica."""
+    """Number of calls that wait for a session or for the replica."""
     last_used_s: float | None = None
 
     @property
@@ -43,16 +43,16 @@ class Model:
         return self.entry.id
 
     def status(self, now_s: float) -> str:
-        """The state that it is shown in: that of its replica, or of who answers in its place."""
+        """Displayed state: that of the replica, or of the remote server or recording."""
         if self.replica is None:
             return "loading" if self.remote is None else self.remote.status
         return self.replica.status(now_s)
 
     def snapshot(self, worker_trouble: str, now_s: float) -> ModelSnapshot:
-        """The model as it is shown outside.
+        """Snapshot of the model for management requests.
 
         Args:
-            worker_trouble: why the worker would answer no request now; empty: it would.
+            worker_trouble: reason why the worker cannot serve requests now; empty: it can.
         """
         replica, entry, state = self.replica, self.entry, self.status(now_s)
         reason = ""
@@ -88,9 +88,9 @@ class ModelSet:
     """All models of one manifest, by every name that a request may use; replaced as a whole.
 
     Args:
-        declared: the manifest as it was written.
-        served: the same, as the backend serves it.
-        make: the model of a declared and a served entry.
+        declared: manifest as written.
+        served: manifest as the backend serves it.
+        make: builds the model of a declared and a served entry.
     """
 
     def __init__(self, declared: Manifest, served: Manifest, make: Callable[[Entry, Entry], Model]) -> None:
@@ -98,13 +98,13 @@ class ModelSet:
         self.served = served
         pairs = zip(declared.entries, served.entries, strict=True)
         self.by_id: Mapping[str, Model] = {own.id: make(own, entry) for own, entry in pairs}
-        """In order of definition."""
+        """Models by id, in order of definition."""
         self.router = Router.of(served)
         self._by_name: dict[str | None, Model] = {
             name: model for model in self.by_id.values() for name in (*model.entry.aliases, model.id)
         }
         self._by_name[None] = next(iter(self.by_id.values()))
-        """The model of a request that names none: the entry model, or the first one."""
+        """Model of a request without a name: the entry model, or else the first one."""
         if self.router is not None:
             self._by_name[None] = self.by_id[self.router.entry]
             self._by_name.setdefault(declared.cluster, self._by_name[None])
@@ -112,13 +112,13 @@ class ModelSet:
             id_: tuple(m for m in self.by_id.values() if id_ in m.entry.co_activation and m.replica is not None)
             for id_ in self.by_id
         }
-        """By id, the models that name this one in `co_activation`."""
+        """By id: the models that name this one in `co_activation`."""
 
     def find(self, name: str | None) -> Model:
-        """The model of an id or alias; the entry model of the cluster's name or none.
+        """Find the model of an id or alias. The cluster's name, or none, selects the entry model.
 
         Raises:
-            ModelNotFoundError: no model has that name.
+            ModelNotFoundError: no model has this name.
         """
         model = self._by_name.get(name)
         if model is None:
@@ -132,5 +132,5 @@ class ModelSet:
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
-        """Replicas of its models, each once, in order of definition."""
+        """Replicas of the models, each once, in order of definition."""
         return tuple(dict.fromkeys(m.replica for m in self.by_id.values() if m.replica is not None))

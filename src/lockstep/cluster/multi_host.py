@@ -1,4 +1,4 @@
-"""Multi-host backend: what a gateway reports of a manifest's models, and how it applies the controller's state."""
+"""Multi-host backend: reports a gateway's demand for a manifest's models, and applies the controller's state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.cluster.manifest import Hosts, Manifest
 from lockstep.cluster.manifest_file import dump
 from lockstep.cluster.planner import Action, Observed, PlanPolicy
 from lockstep.cluster.replica_state import ReplicaState
-from lockstep.cluster.sessions import SessionNews, Sessions
+from lockstep.cluster.sessions import Sessions, SessionUpdate
 from lockstep.cluster.snapshot import HostSnapshot, PlaceSnapshot
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.hosts.group import RouteWatcher
@@ -30,7 +30,7 @@ from lockstep.worker.supervised import Notice
 log = logging.getLogger(__name__)
 
 MAX_REPORT_AGE_S = 5.0
-"""An older report of the controller does not describe the present hosts; a new one comes every second."""
+"""Age in seconds beyond which a report of the controller is not considered current; a new one arrives every second."""
 
 if TYPE_CHECKING:
     from lockstep.cluster.models import ModelSet
@@ -40,37 +40,38 @@ Close = Callable[[], Awaitable[None]]
 OpenController = Callable[
     [str, str, LinkOptions, WorkerOptions, KVStoreOptions], Awaitable[tuple[ControllerLink, Close]]
 ]
-"""Finds or starts the controller of a cluster, and returns it with the call that leaves it.
+"""Function that finds or starts the controller of a cluster, and returns it with a function that leaves it.
 
-Arguments: the cluster's name, the address of Ray, the trust of links, and options of workers and of their KV."""
+Arguments: the cluster's name, the address of Ray, the link options, and the options of workers and of their KV stores.
+"""
 
 
 async def ray_controller(
     cluster: str, ray: str, link: LinkOptions, worker: WorkerOptions, kv: KVStoreOptions
 ) -> tuple[ControllerLink, Close]:
-    """The controller as an actor of Ray's.
+    """Find or start the controller as a Ray actor.
 
     Raises:
-        PlacingError: Ray is not installed, or cannot be reached.
+        PlacingError: Ray is not installed or cannot be reached.
     """
     from lockstep.hosts.ray_runtime import CONTROLLER, ReplicaOptions, connect
 
-    worker = replace(worker, ahead=None)  # a process of this machine
+    worker = replace(worker, ahead=None)  # belongs to a process of this machine
     runtime = await connect(ray, cluster, ReplicaOptions(link, worker, kv))
     controller: Any = await runtime.named(CONTROLLER, Controller, runtime, worker.trace)
     return controller, runtime.close
 
 
 class MultiHostBackend:
-    """One gateway's models on several hosts. Event loop only.
+    """Models of one gateway on several hosts. Event loop only.
 
     Args:
-        manifest: what will be served at first; it has hosts.
-        models: those that there are.
-        notify: called with what workers report of sessions, and with groups that are lost.
+        manifest: the first manifest to serve; it has ``hosts:``.
+        models: returns the current models.
+        notify: called with the workers' notices about sessions, and with groups that were lost.
         on_state: called with every new state of the controller.
-        sessions: of all models, which others are informed of.
-        routes: called with every choice among replicas.
+        sessions: sessions of all models, whose updates are shared with other gateways.
+        routes: called with each routing decision.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class MultiHostBackend:
         open_controller: OpenController = ray_controller,
         routes: RouteWatcher | None = None,
     ) -> None:
-        assert manifest.hosts is not None, "who has none runs here"
+        assert manifest.hosts is not None, "a manifest without hosts needs no controller"
         hosts = manifest.hosts
         self._manifest = manifest
         self._worker = worker
@@ -108,18 +109,18 @@ class MultiHostBackend:
             worker.clock,
         )
         self.replicas: Replicas | None = None
-        """The shell that follows; set by who makes it, before `start`."""
+        """Replicas that follow the controller's state; the owner sets them before `start`."""
         self._client: ControllerClient | None = None
         self._leave: Close | None = None
 
     async def start(self) -> str:
-        """Join the cluster; the manifest that holds.
+        """Join the cluster; returns the manifest that applies.
 
         Raises:
             UsageError, PlacingError: there is no controller, and none can be started.
         """
         hosts = self._manifest.hosts
-        assert hosts is not None, "as at first"
+        assert hosts is not None, "checked by __init__"
         check_secret_file(hosts.secret)
         name, options = self._manifest.cluster, (self._link, self._worker, self._kv)
         controller, self._leave = await self._open_controller(name, hosts.ray, *options)
@@ -129,7 +130,7 @@ class MultiHostBackend:
         return await self._client.start(dump(self._manifest))
 
     async def close(self) -> None:
-        """Follow no more; what is placed stays."""
+        """Leave the controller; placed replicas stay."""
         if self._client is not None:
             await self._client.close()
         if self._leave is not None:
@@ -137,30 +138,30 @@ class MultiHostBackend:
 
     @property
     def client(self) -> ControllerClient:
-        assert self._client is not None, "it was started"
+        assert self._client is not None, "start comes first"
         return self._client
 
     @property
     def state(self) -> ControllerState:
-        """The controller's last state; an empty one before the first."""
+        """Last state of the controller; an empty state before the first."""
         return ControllerState(-1) if self._client is None else self._client.state
 
     def decide(self, observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, ...]:
-        """Actions from the controller's state."""
+        """Actions that follow from the controller's state."""
         return () if self._client is None else self._client.decide(observed, now_s, policy)
 
     async def drain(self, name: str, is_drained: bool) -> None:
-        """Have a host give its replicas to others, and take none; or let it have some again.
+        """Drain a host, so that its replicas move to other hosts and it gets no new ones, or make it available again.
 
         Raises:
-            HostNotFoundError: there is none of that name.
+            HostNotFoundError: no host has this name.
         """
         await self.client.drain(name, is_drained)
 
-    # -- what is reported -------------------------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------------------------
 
     def _report(self) -> GatewayReport:
-        assert self.replicas is not None, "set before it was started"
+        assert self.replicas is not None, "set before start"
         now_s = self._now_s()
         demands = tuple(GatewayDemand(self._demand(each), each.observed(now_s)) for each in self.replicas.all())
         num_open = {
@@ -169,24 +170,24 @@ class MultiHostBackend:
             for member in group.members
             if (num := group.num_open(member.number)) or group.balancer.is_there(member.number)
         }
-        sessions = self._sessions.news(now_s)
+        sessions = self._sessions.take_updates(now_s)
         return GatewayReport(
             now_s, demands, self.replicas.budget_bytes, self._policy, num_open, sessions, self.state.version
         )
 
-    def _on_sessions(self, news: Sequence[SessionNews]) -> None:
-        self._sessions.hear(news, self._now_s())
+    def _on_sessions(self, news: Sequence[SessionUpdate]) -> None:
+        self._sessions.apply_updates(news, self._now_s())
 
     def _demand(self, replica: ReplicaState) -> Demand:
         spec, wanted = replica.spec, replica.spec.group
         source = spec.source
-        if "://" not in source and Path(source).expanduser().exists():  # as all hosts call it
+        if "://" not in source and Path(source).expanduser().exists():  # an absolute path, as on all hosts
             source = str(Path(source).expanduser().absolute())
         options = spec.options, replica.priority, wanted.num, wanted.resources, wanted.spread
         return Demand(spec.key, source, *options, self._name_of(spec.key))
 
     def _name_of(self, key: str) -> str:
-        """The first model of a group; its key where it is of none any more."""
+        """Name of a group's first model; the key if no model uses the group any more."""
         return next(iter(self._ids_on(key)), key)
 
     def _ids_on(self, key: str) -> Sequence[str]:
@@ -194,35 +195,37 @@ class MultiHostBackend:
         return [id_ for id_, model in by_id.items() if model.replica is not None and model.replica.key == key]
 
     def _options_of(self, key: str) -> GroupOptions:
-        assert self.replicas is not None, "set before it was started"
+        assert self.replicas is not None, "set before start"
         return next(replica.spec.group for replica in self.replicas.all() if replica.key == key)
 
-    # -- what is seen of it -------------------------------------------------------------------------------------------
+    # -- snapshots ----------------------------------------------------------------------------------------------------
 
     @property
     def report_age_s(self) -> float | None:
-        """Seconds since the controller's last report; None: it has not reported yet."""
+        """Age of the controller's last report in seconds; None: it has not reported yet."""
         return None if self._client is None else self._now_s() - self._client.contact_s
 
     @property
     def _is_current(self) -> bool:
-        """True if the controller reports, and sees hosts as they are now."""
+        """True if the controller reports and can list the hosts."""
         age_s = self.report_age_s
         return age_s is not None and age_s < MAX_REPORT_AGE_S and not self.state.fault
 
     def hosts(self) -> tuple[HostSnapshot, ...]:
-        """All hosts, by the controller's report; without a current one, those are there to which there are links."""
-        places = self._seen()
+        """All hosts as reported by the controller. Without a current report, hosts count as present if this gateway is
+        connected to a replica on them."""
+        places = self._statuses()
         linked = {place.node_id for place in places if place.state in (ReplicaPhase.READY, ReplicaPhase.LEAVING)}
         is_current, known = self._is_current, self.state.hosts
         hosts = [msgspec.structs.replace(h, is_there=h.is_there if is_current else h.node_id in linked) for h in known]
         return tuple(HostSnapshot.of(host, places) for host in hosts)
 
-    def _seen(self) -> tuple[ReplicaStatus, ...]:
-        """All replicas, by the controller's report and this gateway's own links: one without a link is not ready."""
-        return tuple(map(self._as_seen, self.state.places))
+    def _statuses(self) -> tuple[ReplicaStatus, ...]:
+        """Statuses of all replicas, from the controller's report and this gateway's connections: a replica without a
+        connection is not ready."""
+        return tuple(map(self._status_of, self.state.places))
 
-    def _as_seen(self, place: ReplicaStatus) -> ReplicaStatus:
+    def _status_of(self, place: ReplicaStatus) -> ReplicaStatus:
         group, is_placed = self.workers.groups.get(place.key), place.state in (ReplicaPhase.READY, ReplicaPhase.LEAVING)
         if group is None or place.number >= len(group.members):
             is_lost, trouble = is_placed and not self._is_current, "the controller does not report"
@@ -234,9 +237,9 @@ class MultiHostBackend:
         return place if place.reason or not trouble else msgspec.structs.replace(place, reason=trouble)
 
     def places(self) -> tuple[PlaceSnapshot, ...]:
-        """All replicas, as this gateway sees and uses them."""
+        """Snapshots of all replicas with this gateway's use of them."""
         now_s, found = self._now_s(), []
-        for place in self._seen():
+        for place in self._statuses():
             models, group = self._ids_on(place.key), self.workers.groups.get(place.key)
             if group is None or place.number >= len(group.members):
                 found.append(PlaceSnapshot.of(place, models))
@@ -255,30 +258,30 @@ class MultiHostBackend:
         return tuple(found)
 
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on replicas that get no requests, and on a controller that does not report."""
+        """Warnings about replicas that get no requests, and about a controller that does not report."""
         found, age_s = [], self.report_age_s
         if not self._is_current and age_s is not None:
             fault = self.workers.fault or "the cluster's controller does not report"
-            found.append(f"{fault} (last report {age_s:.0f} s ago); states are by this server's own links")
+            found.append(f"{fault} (last report {age_s:.0f} s ago); states are from this server's own connections")
         return (*found, *(place.sentence for place in self.places() if place.sentence))
 
 
 def check_secret_file(name: str) -> None:
-    """See that there is a secret; where the manifest names none and there is none yet, one is made.
+    """Check that the secret file exists. The default file is created if it is missing.
 
     Raises:
-        UsageError: there is none, or it cannot be used.
-        PlacingError: none can be made.
+        UsageError: the file is missing or cannot be used.
+        PlacingError: the file cannot be created.
     """
     if name == Hosts().secret:
         from lockstep.hosts.ray_connection import made_secret
 
         path, is_new = made_secret(name)
         if is_new:
-            log.warning("%s: made a secret for gateways and workers; copy the file to each host", path)
+            log.warning("%s: created a secret for gateways and workers; copy the file to each host", path)
     read_secret(name)
 
 
 def link_of(hosts: Hosts) -> LinkOptions:
-    """Links as a manifest wants them."""
+    """Link options of a manifest."""
     return LinkOptions(hosts.secret, hosts.tls_ca, hosts.tls_cert, hosts.tls_key, hosts.allows_plain)

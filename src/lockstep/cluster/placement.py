@@ -1,6 +1,7 @@
-"""Placement of a manifest on this machine: where each model would be after booting, and why it could not.
+"""Placement preview: computes where the models of a manifest would run on this machine after startup, and what would
+fail.
 
-Reads the files that are here, fetches and loads nothing. The numbers are those of the boot, from the same functions.
+It reads local files, and downloads and loads nothing. The numbers come from the same functions as those at startup.
 """
 
 from __future__ import annotations
@@ -32,32 +33,32 @@ from lockstep.executors.stub import SCHEME as STUB
 from lockstep.spelling import listed
 
 MAX_SOURCE_CHARS = 60
-"""Of a source in a table."""
+"""Maximum characters of a source in a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A manifest as it would boot."""
+    """Result of a dry run of a manifest."""
 
     declared: Manifest
     served: Manifest
-    """As the backend serves it."""
+    """Manifest as the backend serves it."""
     table: BudgetTable
-    """Without the models of `unknown`."""
+    """Budget table, without the models of `unknown`."""
     unknown: Mapping[str, str]
-    """By id, models whose size is unknown, and why."""
+    """Reasons why a model's size is unknown, by id."""
     refusals: tuple[str, ...]
-    """Why it would not boot; empty: it would."""
+    """Errors that would prevent startup; empty: the cluster would start."""
     warnings: tuple[str, ...]
-    """What its author may not have intended."""
+    """Warnings about settings that the author may not have intended."""
 
     def row(self, id_: str) -> Row | None:
-        """The row of one model; None: nothing is known of its size."""
+        """Row of one model; None: its size is unknown."""
         return next((row for row in self.table.rows if row.model == id_), None)
 
     @property
     def demands(self) -> dict[str, HostedReplicas]:
-        """Replicas across hosts by id of the model; none where everything runs on this machine."""
+        """Replicas across hosts, by id of the model; empty if everything runs on this machine."""
         hosts = self.declared.hosts
         return {} if hosts is None else _demands(hosts, self.served, self.table)
 
@@ -68,10 +69,10 @@ def place(
     base: LoadOptions,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Placement:
-    """The placement of a manifest. Takes the time of reading headers, and of hashing files that were never seen.
+    """Compute the placement of a manifest. It takes the time to read file headers, and to hash files that are new.
 
     Args:
-        environment: where keys of remote models would be looked up.
+        environment: environment variables from which the API keys of remote models would be read.
     """
     served = served_by(manifest, backend)
     sources, unopened, broken = _open_sources(served, base)
@@ -103,13 +104,13 @@ def place(
     table = check([needs[entry.id] for entry in served.entries if entry.id in needs], budgets)
     refusals += [str(budget) for budget in table.budgets if budget.excess_bytes]
     absent = [f"{e.id}: {unknown[e.id]}" for e in served.entries if e.id in unknown and e.source not in broken]
-    meant = (*manifest.notes, *_meant_otherwise(manifest), *_other_demands(served, table))
-    warnings = (*meant, *_without_key(served, environment), *absent, *_sizes_at_fault(table, unknown))
+    settings = (*manifest.notes, *_ineffective_settings(manifest), *_other_demands(served, table))
+    warnings = (*settings, *_without_key(served, environment), *absent, *_size_warnings(table, unknown))
     return Placement(manifest, served, table, unknown, tuple(refusals), warnings)
 
 
 def _open_sources(served: Manifest, base: LoadOptions) -> tuple[dict[str, Source], dict[str, str], set[str]]:
-    """Opened sources, why others could not be opened, and those of them that are at fault: fetching would not help."""
+    """Opened sources; reasons why others could not be opened; and those of them that a download would not fix."""
     sources: dict[str, Source] = {}
     unopened: dict[str, str] = {}
     broken: set[str] = set()
@@ -125,8 +126,8 @@ def _open_sources(served: Manifest, base: LoadOptions) -> tuple[dict[str, Source
     return sources, unopened, broken
 
 
-def _meant_otherwise(manifest: Manifest) -> list[str]:
-    """Warnings about keys that are allowed and have no effect."""
+def _ineffective_settings(manifest: Manifest) -> list[str]:
+    """Warnings about settings that are valid but have no effect."""
     warnings = [
         f"{entry.id}: keep_alive has no effect, as a {entry.tier} model is never demoted for idling"
         for entry in manifest.entries
@@ -143,7 +144,7 @@ def _meant_otherwise(manifest: Manifest) -> list[str]:
         if entry.co_activation and entry.tier is Tier.REMOTE
     ]
     if manifest.resources.disk_kv_budget_bytes is not None:
-        warnings.append("disk_kv_budget has an effect with --kv-dir DIR, where KV is kept on disk")
+        warnings.append("disk_kv_budget has no effect without --kv-dir DIR, the directory for KV files")
     if manifest.fallback is not None and manifest.routing is None:
         warnings.append("fallback: has no effect, as without `routing:` no request is routed")
     return warnings
@@ -159,12 +160,12 @@ def _demands(hosts: Hosts, served: Manifest, table: BudgetTable) -> dict[str, Ho
 
 
 def _other_demands(served: Manifest, table: BudgetTable) -> list[str]:
-    """Warnings about replicas that are others than their model's, as models of one artifact share them."""
+    """Warnings about models whose replicas differ from the manifest, because models of one artifact share them."""
     hosts = served.hosts
     if hosts is None:
         return []
     return [
-        f"{id_}: has {demand.num} replicas, not {hosts.replicas[id_].num}, as models of one artifact share them"
+        f"{id_}: has {demand.num} replicas, not {hosts.replicas[id_].num}, because models of one artifact share them"
         for id_, demand in _demands(hosts, served, table).items()
         if hosts.replicas.get(id_, demand) != demand
     ]
@@ -179,11 +180,11 @@ def _without_key(served: Manifest, environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _sizes_at_fault(table: BudgetTable, unknown: Iterable[str]) -> list[str]:
-    """Warnings about models of unknown size, and about those that can never be loaded."""
+def _size_warnings(table: BudgetTable, unknown: Iterable[str]) -> list[str]:
+    """Warnings about models of unknown size, and about models that can never be loaded."""
     warnings = []
     if unknown:
-        warnings.append(f"the budgets do not count {listed(list(unknown))}; give `size:` to have it counted")
+        warnings.append(f"the budgets do not include {listed(list(unknown))}; set `size:` to include it")
     warnings += [
         f"{row.model}: {row.verdict} beside the models that are declared resident"
         for row in table.rows
@@ -193,7 +194,7 @@ def _sizes_at_fault(table: BudgetTable, unknown: Iterable[str]) -> list[str]:
 
 
 def lines_of(placement: Placement) -> list[str]:
-    """The placement as `lockstep check` prints it: a line a model, then a line a budget."""
+    """Lines that `lockstep check` prints: one for each model, then one for each budget."""
     rows: list[Sequence[str]] = [("model", "tier", "source", *COLUMNS)]
     for entry in placement.served.entries:
         row = placement.row(entry.id)
@@ -206,7 +207,7 @@ def _lines_of_hosts(placement: Placement) -> list[str]:
     hosts = placement.declared.hosts
     if hosts is None:
         return []
-    links = "TLS" if hosts.tls_ca else "no TLS, and prompts may travel in clear" if hosts.allows_plain else "no TLS"
+    links = "TLS" if hosts.tls_ca else "no TLS, prompts may be sent unencrypted" if hosts.allows_plain else "no TLS"
     ids_of: dict[str, list[str]] = {}
     for id_ in placement.demands:
         row = placement.row(id_)

@@ -1,12 +1,13 @@
-"""Planner: which replicas are loaded and which have to go, as one pure function from what is seen to what is done.
+"""Planner: decides which replicas are loaded and which are unloaded, as one pure function.
 
-Closed: no clock, no worker, no manifest. A shell observes its replicas, asks for a plan after every event and whenever
-`look_again_s` says so, and carries out all of it. What the shell owes to the planner:
+It has no clock, no worker and no manifest. The caller observes its replicas, requests a plan after every event and at
+the time that `look_again_s` returns, and carries out every action of the plan. The planner relies on this behaviour of
+its caller:
 
-- Calls of a resident replica are admitted at once, unless the last plan names it in a `Drain`: then they wait.
-- The waiting calls of a replica are admitted in the moment in which it becomes resident, before the next plan.
-- Waiting calls are admitted in the order of their arrival.
-- A load that fails fails its waiters, and sets `retry_at_s`; so does one that `overshoot` finds too large.
+- Calls of a resident replica are admitted at once, unless the last plan names the replica in a `Drain`; then they wait.
+- When a replica becomes resident, its waiting calls are admitted at once, before the next plan.
+- Waiting calls are admitted in order of arrival.
+- A failed load fails the waiting calls and sets `retry_at_s`. So does a load that `overshoot` reports as too large.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from lockstep.cluster.budget import GPU_BUDGET, Ledger
 from lockstep.shown import size
 
 OVER_BUDGET = ""
-"""In the place of a replica's key, if room is made because more is loaded than the budget allows."""
+"""Stands in for a replica's key when room is made because the loaded replicas exceed the budget."""
 
 
 class Phase(StrEnum):
-    """Phase in the life of a replica."""
+    """Phase in the lifecycle of a replica."""
 
     ABSENT = "absent"
     LOADING = "loading"
@@ -38,46 +39,50 @@ MOVES = {
     Phase.RESIDENT: (Phase.UNLOADING, Phase.ABSENT),
     Phase.UNLOADING: (Phase.ABSENT,),
 }
-"""From loading to unloading: an overshoot, or an order; from resident to absent: the worker was lost."""
+"""Allowed transitions. Loading to unloading: the load exceeded the budget, or an unload was requested. Resident to
+absent: the worker was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica as the planner sees it."""
+    """Observed state of one replica."""
 
     key: str
     phase: Phase
     bytes: int
-    """As measured, when it was loaded once; predicted until then."""
+    """Measured size if the replica was ever loaded, otherwise the predicted size."""
     num_busy: int = 0
-    """Calls that are being answered."""
+    """Number of calls in progress."""
     num_waiting: int = 0
-    """Calls that wait to be admitted; a request to load it counts as one."""
+    """Number of calls that wait to be admitted; a management request to load the model counts as one."""
     waiting_since_s: float | None = None
-    """Of the oldest of them; None exactly when no one waits."""
+    """Arrival time of the oldest waiting call; None exactly if no call waits."""
     last_used_s: float = 0.0
-    """When it became resident, or a call of it was admitted or ended, whichever was last."""
+    """Time of the last event among: it became resident, a call was admitted, a call ended."""
     resident_since_s: float = 0.0
-    """When it became resident, if it is."""
+    """When it became resident, if it is resident."""
     reload_s: float = 1.0
-    """As measured, or as expected."""
+    """Time of its load, measured or expected."""
     priority: int = 0
-    """The most urgent class of its models; lower is more urgent."""
+    """Most urgent priority of its models; lower is more urgent."""
     is_pinned: bool = False
-    """Declared resident: always wanted, never evicted."""
+    """True if declared resident: always wanted and never evicted."""
     retry_at_s: float = 0.0
-    """Not loaded before, because the last load failed."""
+    """Time before which it is not loaded again, set when a load failed."""
     wants_warm: bool = False
-    """It will probably be needed soon."""
+    """True if requests for it are expected soon."""
     idle_limit_s: float | None = None
-    """Unused for so long it is unloaded; None: only to make room."""
+    """Idle time after which it is unloaded; None: it is only unloaded to make room."""
     makes_room_for: str | None = None
-    """Of a draining or unloading replica: the replica that the last `Drain` or the `Unload` named."""
+    """For a draining or unloading replica: key of the replica that the last `Drain` or `Unload` makes room for."""
     num_lost: int = 0
-    """Loads in a row over which the worker ended: what may end it again is loaded after all others."""
+    """Number of consecutive loads during which the worker ended. Such replicas are loaded after all others, as they may
+    end the worker again."""
 
     def __post_init__(self) -> None:
-        assert (self.num_waiting > 0) == (self.waiting_since_s is not None), f"who waits for {self.key}, since when?"
+        assert (self.num_waiting > 0) == (self.waiting_since_s is not None), (
+            f"{self.key}: num_waiting and waiting_since_s disagree"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +90,22 @@ class Observed:
     """All replicas and the budget that they share."""
 
     replicas: tuple[Replica, ...]
-    """In order of definition, which breaks ties."""
+    """Replicas in order of definition, which breaks ties."""
     budget_bytes: int | None
-    """For all that is loading, resident or unloading; None: there is no bound."""
+    """Limit on the bytes of all loading, resident and unloading replicas together; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanPolicy:
-    """Patience of the planner."""
+    """Time limits of the planner."""
 
     max_wait_s: float = 2.0
-    """A resident model is served while its own requests come, until others have waited so long for its room."""
+    """Time that a call may wait before the planner drains busy replicas to make room for it."""
     min_stay: float = 1.0
-    """... and it stayed so many times what its load took, so that loading never takes most of the time."""
+    """Minimum residence before a replica may be drained, as a multiple of its load time, so that loading never takes
+    most of the time."""
     linger_s: float = 0.1
-    """Used so recently, a replica counts as in use: the next request is probably on its way."""
+    """A replica used this recently counts as in use, because the next request is probably on its way."""
     max_parallel_loads: int = 2
 
 
@@ -108,7 +114,7 @@ class LoadReason(StrEnum):
 
     REQUEST = "request"
     RESIDENT = "resident"
-    """Declared so."""
+    """The model is declared resident."""
     WARM = "warm"
 
 
@@ -118,12 +124,12 @@ class UnloadReason(StrEnum):
     ROOM = "room"
     IDLE = "idle"
     BUDGET = "budget"
-    """More is loaded than the budget allows."""
+    """The loaded replicas exceed the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Start to load; the room is there."""
+    """Start loading a replica; there is room for it."""
 
     key: str
     reason: LoadReason
@@ -131,7 +137,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Free a replica that no one uses."""
+    """Unload an idle replica."""
 
     key: str
     reason: UnloadReason
@@ -140,7 +146,7 @@ class Unload:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Admit no call until a plan comes that does not say so again; what is being answered goes on."""
+    """Admit no new calls until a plan no longer names the replica; calls in progress continue."""
 
     key: str
     makes_room_for: str
@@ -148,7 +154,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Fail all that wait: no eviction could ever make room."""
+    """Fail all waiting calls, because no eviction could make enough room."""
 
     key: str
     reason: str
@@ -158,22 +164,24 @@ Action = Load | Unload | Drain | Refuse
 
 
 MIN_RELOAD_S = 1e-3
-"""Shorter reloads are all equally cheap."""
+"""Shorter reload times are all treated as this one."""
 
 
 def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, ...]:
-    """Decide what to do now. Carried out, and asked again in the same moment, at most the same drains remain.
+    """Decide which actions to take now. Planning again right after carrying them out yields at most the same drains.
 
-    - Room is given to those who waited too long, oldest first, then by priority and age. Who declared to be resident
-      and is not waits since it could be loaded. Before all that, those over whose loads fewer workers ended.
-    - What is evicted is idle: cheapest first, by bytes freed per second of reloading (within a factor of two), the
-      least urgent, the least recently used, the first defined; and nothing that the room does not need.
-    - Only for one who waited too long are calls of others held back, and of those only that stayed long enough to be
-      worth their load: all whose room is needed drain, and when the last of them is idle they go together.
-    - Warming takes free room and nothing else, and none while somebody waits for room.
+    - Room is given first to replicas whose calls waited too long, oldest first, then by priority and age. A replica
+      that is declared resident but is not loaded counts as waiting since it could be loaded. Replicas whose loads ended
+      fewer workers come before all others.
+    - Only idle replicas are evicted, and no more than needed: first the cheapest, by bytes freed per second of
+      reloading (within a factor of two), then the least urgent, the least recently used, the first defined.
+    - Calls of other replicas are held back only for a replica whose calls waited too long, and only on replicas that
+      have been resident long enough to be worth their load. All replicas whose room is needed drain, and they are
+      unloaded together when the last of them is idle.
+    - Warming only uses free room, and does not happen while any call waits for room.
     """
     planned: dict[str, Action] = {}
-    while True:  # what is freed may allow more: an eviction leaves bytes over for an older claim
+    while True:  # freed bytes may allow more: an eviction may leave bytes for an older claim
         actions = () if _is_settled(observed) else _PlanBuilder(observed, now_s, policy).actions()
         drained = {action.key for action in actions if isinstance(action, Drain)}
         planned |= {action.key: action for action in actions}
@@ -183,7 +191,7 @@ def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, 
 
 
 def look_again_s(observed: Observed, now_s: float, policy: PlanPolicy) -> float | None:
-    """The next moment at which another plan could come out although nothing happened; None: never."""
+    """Next time at which the plan may differ although no event happened; None: never."""
     times: list[float] = []
     for replica in observed.replicas:
         if replica.phase is Phase.ABSENT and _is_wanted(replica):
@@ -209,7 +217,7 @@ def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
 
 
 def _after(observed: Observed, actions: Sequence[Action]) -> Observed:
-    """Observed state as soon as these actions have begun."""
+    """Observed state once these actions have started."""
     by_key = {action.key: action for action in actions}
     return replace(observed, replicas=tuple(_begun(replica, by_key.get(replica.key)) for replica in observed.replicas))
 
@@ -218,17 +226,18 @@ def _begun(replica: Replica, action: Action | None) -> Replica:
     match action:
         case Load():
             return replace(replica, phase=Phase.LOADING)
-        case Unload(makes_room_for=whom):
-            return replace(replica, phase=Phase.UNLOADING, makes_room_for=whom)
+        case Unload(makes_room_for=beneficiary):
+            return replace(replica, phase=Phase.UNLOADING, makes_room_for=beneficiary)
         case Refuse():
             return replace(replica, num_waiting=0, waiting_since_s=None)
-        case Drain(makes_room_for=whom):
-            return replace(replica, makes_room_for=whom)
+        case Drain(makes_room_for=beneficiary):
+            return replace(replica, makes_room_for=beneficiary)
     return replace(replica, makes_room_for=None) if replica.phase is Phase.RESIDENT else replica
 
 
 def _is_settled(observed: Observed) -> bool:
-    """True where nothing is to be decided: no absent replica is wanted, none may be too idle, the budget is kept."""
+    """True if there is nothing to decide: no absent replica is wanted, no replica has an idle limit, and the budget is
+    kept."""
     absent, used = Phase.ABSENT, 0
     for replica in observed.replicas:
         if replica.phase is absent:
@@ -256,12 +265,12 @@ class _Outcome(Enum):
     """Outcome of a claim."""
 
     ON_ITS_WAY = auto()
-    """Loading, or waiting for what is being unloaded."""
+    """Loading, or waiting for replicas that are being unloaded."""
     DRAINING = auto()
     BLOCKED = auto()
-    """Those whose room it needs are in use."""
+    """The replicas whose room it needs are in use."""
     HOLDS = auto()
-    """The same, for too long: no younger one may take room."""
+    """Blocked and overdue: no younger claim may take room."""
 
 
 class _PlanBuilder:
@@ -273,7 +282,7 @@ class _PlanBuilder:
         self._policy = policy
         self._actions: list[Action] = []
         self._leaving: set[str] = set()
-        """Whose room this plan disposes of."""
+        """Keys of the replicas that this plan drains or unloads."""
         used = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT)
         total = sum(r.bytes for r in observed.replicas)
         self._budget = total if observed.budget_bytes is None else observed.budget_bytes
@@ -291,28 +300,28 @@ class _PlanBuilder:
             self._warm(self._satisfy())
         return tuple(self._actions)
 
-    # -- who wants what -------------------------------------------------------------------------------------------
+    # -- claims --------------------------------------------------------------------------------------------------
 
     def _refuse(self) -> set[str]:
-        """Refuse those who wait for what can never be loaded; returns the keys."""
+        """Refuse replicas that wait for room but can never be loaded; returns their keys."""
         refused = set()
         pinned = sum(r.bytes for r in self._replicas if r.is_pinned)
         for index, replica in enumerate(self._replicas):
             if replica.phase is not Phase.ABSENT or not _is_wanted(replica):
                 continue
-            if pinned + (0 if replica.is_pinned else replica.bytes) <= self._budget:  # whoever is kept beside it
+            if pinned + (0 if replica.is_pinned else replica.bytes) <= self._budget:  # fits beside all pinned replicas
                 continue
             kept = sum(r.bytes for i, r in enumerate(self._replicas) if _outranks(i, r, index, replica))
             if replica.bytes <= self._budget - kept:
                 continue
             refused.add(replica.key)
             if replica.num_waiting:
-                what = f"it needs {size(replica.bytes)}; of the budget of {size(self._budget)}, models that"
-                self._actions.append(Refuse(replica.key, f"{what} are declared resident keep {size(kept)}"))
+                what = f"it needs {size(replica.bytes)}; of the budget of {size(self._budget)}, the models"
+                self._actions.append(Refuse(replica.key, f"{what} declared resident take {size(kept)}"))
         return refused
 
     def _rank(self) -> list[_Claim]:
-        """Claims of what may be loaded now because it is needed, in the order in which they get room."""
+        """Claims of the replicas that are needed and may be loaded now, in the order in which they get room."""
         ranked = []
         for index, replica in enumerate(self._replicas):
             if not self._may_load(replica) or not _is_needed(replica):
@@ -328,7 +337,7 @@ class _PlanBuilder:
         is_free = replica.phase is Phase.ABSENT and replica.key not in self._refused
         return is_free and self._now_s >= replica.retry_at_s
 
-    # -- giving room ----------------------------------------------------------------------------------------------
+    # -- allocation ----------------------------------------------------------------------------------------------
 
     def _demote(self) -> None:
         for replica in self._replicas:
@@ -339,7 +348,7 @@ class _PlanBuilder:
                 self._unload([replica], UnloadReason.IDLE, None)
 
     def _satisfy(self) -> int:
-        """Give room to claims in their order; how many more loads may start when all are on their way, else 0."""
+        """Give room to claims in order. Returns how many more loads may start if every claim is being met, else 0."""
         num_free = self._policy.max_parallel_loads - sum(r.phase is Phase.LOADING for r in self._replicas)
         is_satisfied = True
         for claim in self._claims:
@@ -358,7 +367,7 @@ class _PlanBuilder:
         return num_free if is_satisfied else 0
 
     def _make_room(self, claim: _Claim, reason: UnloadReason) -> _Outcome:
-        """Claim what is free and becomes free, and evict or drain for the rest."""
+        """Reserve bytes that are free or becoming free, and evict or drain replicas for the rest."""
         lacking = self._ledger.lacking(claim.key, claim.bytes)
         if lacking <= 0:
             self._ledger.reserve(claim.key, claim.bytes)
@@ -387,20 +396,20 @@ class _PlanBuilder:
 
     def _warm(self, num_free: int) -> None:
         for replica in self._replicas:
-            is_meant = replica.wants_warm and not _is_needed(replica) and self._may_load(replica)
-            if is_meant and replica.bytes <= self._ledger.room and num_free > 0:
+            is_warmable = replica.wants_warm and not _is_needed(replica) and self._may_load(replica)
+            if is_warmable and replica.bytes <= self._ledger.room and num_free > 0:
                 num_free -= 1
                 self._ledger.spend(replica.key, replica.bytes)
                 self._actions.append(Load(replica.key, LoadReason.WARM))
 
-    # -- whose room -----------------------------------------------------------------------------------------------
+    # -- victims --------------------------------------------------------------------------------------------------
 
     def _is_evictable(self, replica: Replica, claim: _Claim) -> bool:
-        """True where it may be unloaded at once."""
+        """True if the replica may be unloaded at once."""
         if replica.num_busy or not self._is_replaceable(replica, claim):
             return False
         if replica.num_waiting and replica.makes_room_for is None:
-            return False  # about to serve them
+            return False  # it is about to serve them
         is_unused = self._now_s >= replica.last_used_s + self._policy.linger_s
         return is_unused or (claim.is_overdue and self._has_stayed(replica))
 
@@ -411,13 +420,15 @@ class _PlanBuilder:
         return self._now_s >= _stays_until_s(replica, self._policy)
 
     def _is_replaceable(self, replica: Replica, claim: _Claim) -> bool:
-        """True where its room may become another's: who waits for it must be younger, and the other overdue."""
+        """True if its room may go to the claim. If calls wait for the replica, the claim must be overdue and older than
+        they are."""
         if replica.phase is not Phase.RESIDENT or replica.is_pinned or replica.key in self._leaving:
             return False
         return not replica.num_waiting or (claim.is_overdue and claim.since_s < _since_s(replica))
 
     def _cheapest(self, candidates: Sequence[Replica], lacking: int, claim: _Claim) -> list[Replica]:
-        """The cheapest that free so many bytes, and no more of them than needed; empty: all together do not."""
+        """Cheapest replicas that together free this many bytes, and no more of them than needed; empty: all together
+        are not enough."""
         order = {r.key: i for i, r in enumerate(self._replicas)}
 
         def cost(replica: Replica) -> tuple[bool, bool, int, int, float, int]:
@@ -440,7 +451,7 @@ class _PlanBuilder:
 
 
 def _outranks(i: int, other: Replica, index: int, replica: Replica) -> bool:
-    """True where another's room is never to be had: it is declared resident, and there or defined first."""
+    """True if another replica's room can never be freed: it is declared resident, and it is loaded or defined first."""
     is_settled = other.phase is not Phase.ABSENT or not replica.is_pinned or i < index
     return other.is_pinned and i != index and is_settled
 
@@ -454,16 +465,16 @@ def _is_wanted(replica: Replica) -> bool:
 
 
 def _since_s(replica: Replica) -> float:
-    """Time since which it is needed."""
+    """Time since which the replica is needed."""
     since = [] if replica.waiting_since_s is None else [replica.waiting_since_s]
     return min(since + ([replica.retry_at_s] if replica.is_pinned else []), default=math.inf)
 
 
 def _overdue_at_s(replica: Replica, policy: PlanPolicy) -> float:
-    """Time from which others are drained for it."""
+    """Time from which other replicas are drained for it."""
     return _since_s(replica) + policy.max_wait_s
 
 
 def _stays_until_s(replica: Replica, policy: PlanPolicy) -> float:
-    """Time from which it may be drained."""
+    """Time until which it is not drained."""
     return replica.resident_since_s + policy.min_stay * replica.reload_s

@@ -1,4 +1,4 @@
-"""Prompts as tokens, without holding up the event loop that streams go over."""
+"""Prompt tokeniser: tokenises prompts without blocking the event loop that serves streams."""
 
 from __future__ import annotations
 
@@ -6,56 +6,58 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.cluster.threads import LONG_BYTES, Workbench
+from lockstep.cluster.threads import LONG_BYTES, WorkerThreads
 from lockstep.engine.input_processing import tokenised
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.engine.tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 4_096
-"""Longer prompts are tokenised on another thread, so that they do not delay the tokens of others."""
+"""Longest prompt in characters that is tokenised on the event loop; longer ones use another thread, so they do not
+delay other requests' tokens."""
 PIECE_CHARS = 16
-"""What a message, a number or a list takes beside its text: as much time as so many characters of it."""
-MAX_TURN_CHARS = 16_384
-"""Of short prompts, so much is tokenised in one turn of the event loop; the others go to another thread as well."""
+"""Cost of a message, a number or a list besides its text, as an equivalent number of characters."""
+MAX_LOOP_CHARS = 16_384
+"""Maximum characters of short prompts tokenised in one iteration of the event loop; further prompts use another thread
+too."""
 MAX_WAITING_BYTES = 256 << 20
-"""Prompts that wait for such a thread."""
+"""Maximum amount of prompt data that waits for such a thread."""
 
 
 class PromptTokeniser:
-    """Tokenises prompts without holding up the event loop: the long ones on another thread. Event loop only."""
+    """Tokeniser of prompts that moves long ones to another thread. Event loop only."""
 
     def __init__(self) -> None:
-        self._bench = Workbench(MAX_WAITING_BYTES)
-        self._num_turn_chars = 0
+        self._threads = WorkerThreads(MAX_WAITING_BYTES)
+        self._num_loop_chars = 0
 
     async def tokenised(
         self, tokenizer: Tokenizer, max_model_len: int, request: GenerationRequest
     ) -> GenerationRequest:
-        """Tokenise a request's prompt, as `lockstep.engine.input_processing.tokenised`.
+        """Tokenise a request's prompt; see `lockstep.engine.input_processing.tokenised`.
 
         Raises:
-            QueueFullError: too much waits to be tokenised.
+            QueueFullError: too many prompts wait to be tokenised.
         """
         num_chars = weight_of(request.prompt)
         if self._is_short(num_chars):
             return tokenised(tokenizer, max_model_len, request)
-        return await self._bench.do(lambda: tokenised(tokenizer, max_model_len, request), num_chars)
+        return await self._threads.do(lambda: tokenised(tokenizer, max_model_len, request), num_chars)
 
     def _is_short(self, num_chars: int) -> bool:
-        if num_chars > min(MAX_INLINE_CHARS, MAX_TURN_CHARS - self._num_turn_chars):
+        if num_chars > min(MAX_INLINE_CHARS, MAX_LOOP_CHARS - self._num_loop_chars):
             return False
-        if not self._num_turn_chars:
-            asyncio.get_running_loop().call_soon(self._begin_turn)
-        self._num_turn_chars += num_chars
+        if not self._num_loop_chars:
+            asyncio.get_running_loop().call_soon(self._reset_loop_chars)
+        self._num_loop_chars += num_chars
         return True
 
-    def _begin_turn(self) -> None:
-        self._num_turn_chars = 0
+    def _reset_loop_chars(self) -> None:
+        self._num_loop_chars = 0
 
 
 def weight_of(prompt: Prompt) -> int:
-    """Characters that there are to tokenise, roughly; token ids are none. The count ends where it is known to be a
-    lot."""
+    """Approximate number of characters to tokenise; token ids count as none. Counting stops once the prompt is known to
+    be long."""
     if isinstance(prompt, str):
         return len(prompt)
     if not isinstance(prompt, Conversation):

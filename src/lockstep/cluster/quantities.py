@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: always with a unit, and back to the shortest text that means the same."""
+"""Quantities: parses sizes and durations that are written with a unit, and formats them in the shortest exact form."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _LOOSE_UNITS = {
     **{known.lower(): known for known in SIZE_UNITS},
     **{known[0].lower(): known for known in ("KB", "MB", "GB", "TB")},
 }
-"""Exact unit for each unit of a budget in lower case, for its first letter, and for none, which is bytes."""
+"""Exact unit for each unit of a budget in lower case, for its first letter, and for no unit, which means bytes."""
 MIN_PLAIN_BYTES = 2**30
-"""Least budget without a unit, in bytes: as MiB the number would be a PiB or more, which no machine has."""
+"""Smallest budget in bytes that may be written without a unit. As MiB, the number would be a PiB or more, which no
+machine has."""
 DURATION_UNITS: Mapping[str, Fraction] = {
     "ms": Fraction(1, 1000),
     "s": Fraction(1),
@@ -35,20 +36,20 @@ DURATION_UNITS: Mapping[str, Fraction] = {
     "d": Fraction(86400),
 }
 MAX_SIZE_BYTES = 2**60
-"""More memory than there is."""
+"""Upper limit of sizes, larger than any memory."""
 MAX_DURATION_S = 10.0 * 365 * 86400
-"""Longer than any process lives."""
+"""Upper limit of durations, longer than any process runs."""
 MAX_CHARS = 40
-"""Of a number with its unit; what is longer is a mistake, and would only cost time."""
+"""Maximum length of a number with its unit; a longer text is a mistake and would only take time to parse."""
 _SIZE_EXAMPLES = "18GB (10^9 bytes each) or 16GiB (2^30)"
 _NUMBER = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of e.g. ``18GB`` (10^9 each) or ``1.5GiB`` (2^30 each).
+    """Parse a size in bytes, e.g. ``18GB`` (10^9 bytes each) or ``1.5GiB`` (2^30 bytes each).
 
     Raises:
-        ConfigError: no number, no unit or an unknown one, negative, or not whole bytes.
+        ConfigError: no number, a missing or unknown unit, a negative size, or a fraction of a byte.
     """
     number, unit = _split(text, _SIZE_EXAMPLES)
     if not unit:
@@ -59,17 +60,18 @@ def parse_size(text: str) -> int:
 
 
 def parse_budget(text: str) -> tuple[int, str]:
-    """Bytes of a budget: a size as `parse_size` reads it, one with a short or lower-case unit such as ``18G`` or
-    ``18gb``, or a plain number that can only be bytes.
+    """Parse a budget in bytes. It accepts the forms of `parse_size`, a short or lower-case unit such as ``18G`` or
+    ``18gb``, and a plain number that can only be bytes.
 
-    NRT, whose manifests are read here, means something else by some of these: its ``GB`` is 2^30 bytes, and its plain
-    numbers are MiB. So the first are read with a warning, and a plain number below `MIN_PLAIN_BYTES` is refused.
+    NRT manifests are accepted too, but NRT reads some of these forms differently: its ``GB`` is 2^30 bytes, and its
+    plain numbers are MiB. Short and lower-case units are therefore accepted with a warning, and a plain number below
+    `MIN_PLAIN_BYTES` is rejected.
 
     Returns:
-        The bytes, and a warning where the size is not written with one of `SIZE_UNITS`; else an empty text.
+        The bytes, and a warning if the unit is not one of `SIZE_UNITS`; otherwise an empty text.
 
     Raises:
-        ConfigError: as `parse_size`, except for these forms.
+        ConfigError: as in `parse_size`, except for these forms.
     """
     number, unit = _split(text, _SIZE_EXAMPLES)
     written = text.strip().removesuffix(unit).strip()
@@ -91,16 +93,16 @@ def parse_budget(text: str) -> tuple[int, str]:
 def _whole_bytes(text: str, number: Fraction, unit: str) -> int:
     num_bytes = number * SIZE_UNITS[unit]
     if num_bytes < 0:
-        raise ConfigError(f"is {text!r}; a size is never negative")
+        raise ConfigError(f"is {text!r}; a size cannot be negative")
     if num_bytes.denominator != 1:
         raise ConfigError(f"is {text!r}, which is not a whole number of bytes")
     if num_bytes > MAX_SIZE_BYTES:
-        raise ConfigError(f"is {text!r}; at most {size_text(MAX_SIZE_BYTES)} can be meant")
+        raise ConfigError(f"is {text!r}; it must be at most {size_text(MAX_SIZE_BYTES)}")
     return num_bytes.numerator
 
 
 def size_text(num_bytes: int) -> str:
-    """The shortest exact text of a size; at the same length the greater unit."""
+    """Shortest exact text of a size; of equally short texts the one with the larger unit."""
     texts = [
         f"{num_bytes // factor}{unit}"
         for unit, factor in sorted(SIZE_UNITS.items(), key=lambda each: -each[1])
@@ -110,10 +112,10 @@ def size_text(num_bytes: int) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of e.g. ``250ms``, ``30s``, ``5m``, ``2h`` or ``1d``.
+    """Parse a duration in seconds, e.g. ``250ms``, ``30s``, ``5m``, ``2h`` or ``1d``.
 
     Raises:
-        ConfigError: no number, no unit or an unknown one, or negative.
+        ConfigError: no number, a missing or unknown unit, or a negative duration.
     """
     number, unit = _split(text, "250ms, 30s or 5m")
     if not unit:
@@ -122,14 +124,14 @@ def parse_duration(text: str) -> float:
         raise ConfigError(f"is {text!r}, in an unknown unit; known are {', '.join(DURATION_UNITS)}")
     duration = number * DURATION_UNITS[unit]
     if duration < 0:
-        raise ConfigError(f"is {text!r}; a duration is never negative")
+        raise ConfigError(f"is {text!r}; a duration cannot be negative")
     if duration > MAX_DURATION_S:
-        raise ConfigError(f"is {text!r}; at most {duration_text(MAX_DURATION_S)} can be meant")
+        raise ConfigError(f"is {text!r}; it must be at most {duration_text(MAX_DURATION_S)}")
     return float(duration)
 
 
 def duration_text(duration_s: float) -> str:
-    """The shortest text that is read as exactly this duration; at the same length the greater unit."""
+    """Shortest text that parses to exactly this duration; of equally short texts the one with the larger unit."""
     texts = [f"{float(duration_s)!r}s"]
     for unit, factor in DURATION_UNITS.items():
         whole = Fraction(duration_s) / factor
@@ -153,5 +155,5 @@ def _unit_hint(unit: str) -> str:
             return f"did you mean {known}?"
     long = unit.upper()
     if f"{long}B" in SIZE_UNITS:
-        return f"write {long}B (powers of 1000) or {long}iB (powers of 1024)"
+        return f"write {long}B (decimal) or {long}iB (binary)"
     return f"known are {', '.join(SIZE_UNITS)}"

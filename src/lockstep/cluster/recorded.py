@@ -1,7 +1,7 @@
-"""Recorded models: names whose requests get recorded answers again, token by token, behind the events of a live one.
+"""Recorded models: answer requests with recorded answers, token by token, with the same events as a live model.
 
 Nothing is computed. Conversations are rendered and tokenised with the recorded template and vocabulary, so that a
-prompt is found by its tokens; rules of the request that asks (stop strings, limits) hold for the tokens that come.
+prompt is found by its tokens. Stop strings and limits of the new request apply to the recorded tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from lockstep.cluster.base import Accepted, EventStream, Health
 from lockstep.cluster.manifest import Entry, Remote, Tier
 from lockstep.cluster.prompt_tokeniser import PromptTokeniser
-from lockstep.cluster.recorded_index import ENDS, Match, RecordedIndex, Wish
+from lockstep.cluster.recorded_index import ENDS, AnswerQuery, Match, RecordedIndex
 from lockstep.core.request import FinishReason
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.token_replay import TokenReplay
@@ -35,7 +35,7 @@ US = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """Text side of a recorded model, and the context that it had."""
+    """Tokenizer and context length of a recorded model."""
 
     tokenizer: Tokenizer
     max_model_len: int
@@ -45,15 +45,15 @@ class RecordedModel:
     """One model of a recording. Used from one event loop.
 
     Args:
-        name: as requests call it.
-        index: its answers.
-        speed: divides recorded times; 0: nothing is waited for.
-        is_strict: a request has to be a recorded one, prompt, parameters and seed.
-        clock: seconds.
+        name: name in requests.
+        index: recorded answers of the model.
+        speed: factor by which recorded times are divided; 0: answers are not delayed.
+        is_strict: a request must match a recorded one in prompt, parameters and seed.
+        clock: clock in seconds.
     """
 
     status = "resident"
-    """The state that it is shown in: it answers at once."""
+    """State shown in snapshots: the model answers at once."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RecordedModel:
         self._clock = clock
         self._prompts = PromptTokeniser()
         self._open: dict[asyncio.Future[None], None] = {}
-        """Calls that are being answered; who sets an exception ends one with it."""
+        """Calls in progress; an exception set on a future ends its call with that error."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -83,13 +83,13 @@ class RecordedModel:
         return Health(True, "")
 
     async def stream(self, call: GenerationRequest) -> EventStream:
-        """Answer a call, as `lockstep.cluster.cluster.Cluster.stream`.
+        """Answer a call; see `lockstep.cluster.cluster.Cluster.stream`.
 
         Raises:
-            NotRecordedError: no recorded request fits.
-            InvalidParameterError: log-probabilities or embeddings, which are not recorded.
-            DeadlineError: the call's time is up, or it was when it was recorded.
-            RequestFailedError: the recorded answer failed, or its client left.
+            NotRecordedError: no recorded request matches.
+            InvalidParameterError: log-probabilities or embeddings were requested, which are not recorded.
+            DeadlineError: the call's deadline has passed, or had passed in the recording.
+            RequestFailedError: the recorded answer failed, or its client disconnected.
         """
         began_s = self._clock()
         _check_recordable(call)
@@ -128,7 +128,7 @@ class RecordedModel:
                     yield outputs
                 if replay.is_complete:
                     return
-            raise _as_it_ended(match)
+            raise _recorded_error(match)
         finally:
             del self._open[ended]
             ended.cancel()
@@ -140,19 +140,19 @@ class RecordedModel:
                 ended.set_exception(error)
 
     async def close(self) -> None:
-        """End what is open."""
+        """End open calls."""
         self.abort_all(UnavailableError("the server is closing"))
 
     def _match(self, call: GenerationRequest, prompt_ids: tuple[int, ...]) -> Match:
-        wish = Wish(prompt_ids, parameters_as_bytes(call), call.params.n, call.params.seed)
-        match = self.index.find(wish, is_strict=self._is_strict)
+        query = AnswerQuery(prompt_ids, parameters_as_bytes(call), call.params.n, call.params.seed)
+        match = self.index.find(query, is_strict=self._is_strict)
         if match is not None:
             return match
         least, most = self.index.lengths
-        what = "this prompt, parameters and seed" if self._is_strict else "this prompt, or a beginning of it"
+        what = "this prompt, parameters and seed" if self._is_strict else "this prompt or a prefix of it"
         raise NotRecordedError(
-            f"no recorded request of {self.name} has {what}: it has {len(prompt_ids)} tokens, and recorded are "
-            f"{self.index.num_prompts:,} prompts of {least:,} to {most:,}; record such a request with "
+            f"no recorded request of {self.name} has {what}: the prompt has {len(prompt_ids)} tokens; recorded are "
+            f"{self.index.num_prompts:,} prompts of {least:,} to {most:,} tokens; record the request with "
             "`lockstep serve --trace DIR --trace-content`" + (", or leave --strict out" if self._is_strict else ""),
             param="prompt",
         )
@@ -160,11 +160,11 @@ class RecordedModel:
     async def _wait_until(
         self, due_s: float, ended: asyncio.Future[None], call: GenerationRequest, began_s: float
     ) -> None:
-        """Wait for a recorded moment.
+        """Wait until a recorded time.
 
         Raises:
-            DeadlineError: the call's deadline comes before it.
-            LockstepError: what ended the call.
+            DeadlineError: the call's deadline comes first.
+            LockstepError: the call was ended with this error.
         """
         last_s = due_s if call.deadline_s is None else min(due_s, began_s + call.deadline_s)
         await asyncio.wait((ended,), timeout=max(0.0, last_s - self._clock()))
@@ -175,11 +175,11 @@ class RecordedModel:
 
 
 class RecordedBackend:
-    """Backend of a manifest's models: all of them recorded, whatever their sources are.
+    """Backend that serves all of a manifest's models from a recording, whatever their sources.
 
     Args:
-        models: by name.
-        other: makes the model of a name that no recorded request had.
+        models: recorded models by name.
+        other: builds the model for a name that no recorded request has.
     """
 
     def __init__(self, models: Mapping[str, RecordedModel], other: Callable[[str], RecordedModel]) -> None:
@@ -190,11 +190,11 @@ class RecordedBackend:
         return "recorded"
 
     def model(self, entry: Entry) -> RecordedModel:
-        """The model of an entry as this backend serves it."""
+        """Recorded model that serves an entry."""
         return self._models.get(entry.id) or self._other(entry.id)
 
     def served(self, entry: Entry) -> Entry:
-        """An entry of a manifest, answered by the recording."""
+        """Entry of a manifest, changed to be served from the recording."""
         source = f"{SCHEME}{entry.id}"
         return replace(entry, source=source, tier=Tier.REMOTE, remote=Remote(source), max_active_sessions=None)
 
@@ -205,11 +205,9 @@ def _check_recordable(call: GenerationRequest) -> None:
         "prompt_logprobs": call.prompt_logprobs is not None,
     }
     for name in (name for name, is_wanted in wanted.items() if is_wanted):
-        raise InvalidParameterError(
-            f"{name}: a recording has tokens and no log-probabilities; leave it out", param=name
-        )
+        raise InvalidParameterError(f"{name}: a recording has no log-probabilities; leave it out", param=name)
     if call.pooling is not None:
-        raise InvalidParameterError("a recording has no embeddings; ask a server that computes", param="input")
+        raise InvalidParameterError("a recording has no embeddings; use a live server", param="input")
 
 
 def _described(match: Match) -> str:
@@ -217,12 +215,12 @@ def _described(match: Match) -> str:
     return f"{how}; request={match.answer.name}; tokens={match.num_prompt_tokens}"
 
 
-def _as_it_ended(match: Match) -> LockstepError:
-    """The error of a recorded answer that has none of the good ends."""
+def _recorded_error(match: Match) -> LockstepError:
+    """Error of a recorded answer that did not end normally."""
     reasons = [sequence.reason for sequence in match.answer.sequences]
     what = f"the recorded answer to {match.answer.name}"
     if FinishReason.DEADLINE in reasons:
-        return DeadlineError(f"{what} ended here: its time was up")
+        return DeadlineError(f"{what} ended here at its deadline")
     if FinishReason.ABORT in reasons:
-        return RequestFailedError(f"{what} ends here: its client left, or it was aborted")
+        return RequestFailedError(f"{what} ended here: its client disconnected, or it was aborted")
     return RequestFailedError(f"{what} ended here with an error")

@@ -65,7 +65,7 @@ class RecordedAnswer:
         return all(sequence.reason in ENDS for sequence in self.sequences)
 
 
-class Wish(NamedTuple):
+class AnswerQuery(NamedTuple):
     """Request in the index's terms."""
 
     prompt_ids: Sequence[int]
@@ -113,19 +113,19 @@ class RecordedIndex:
         if (at := bisect_left(self._lengths, len(packed))) == len(self._lengths) or self._lengths[at] != len(packed):
             insort(self._lengths, len(packed))
 
-    def find(self, wish: Wish, *, is_strict: bool = False) -> Match | None:
+    def find(self, query: AnswerQuery, *, is_strict: bool = False) -> Match | None:
         """The answer that a request gets; None: there is none. It counts as given.
 
         Args:
             is_strict: the whole prompt and the parameters have to be recorded ones, and the seed, where one is named.
         """
-        packed = array("I", wish.prompt_ids)
+        packed = array("I", query.prompt_ids)
         for length, answers in reversed(self._beginning(packed, is_strict)):
-            able = [answer for answer in answers if len(answer.sequences) >= wish.n]
+            able = [answer for answer in answers if len(answer.sequences) >= query.n]
             if is_strict:
-                able = [answer for answer in able if _is_same(answer, wish)]
+                able = [answer for answer in able if _is_same(answer, query)]
             if able:
-                found = min(able, key=lambda answer: self._rank(answer, wish))  # of equal ones the first
+                found = min(able, key=lambda answer: self._rank(answer, query))  # of equal ones the first
                 self._num_given[id(found)] = self._num_given.get(id(found), 0) + 1
                 return Match(found, length, length == len(packed))
         return None
@@ -144,19 +144,19 @@ class RecordedIndex:
                 found.append((length, answers))
         return found
 
-    def _rank(self, answer: RecordedAnswer, wish: Wish) -> tuple[int, ...]:
+    def _rank(self, answer: RecordedAnswer, query: AnswerQuery) -> tuple[int, ...]:
         return (
             not answer.is_whole,
-            answer.parameters != wish.parameters,
-            len(answer.sequences) != wish.n,
-            wish.seed is not None and answer.seed != wish.seed,
+            answer.parameters != query.parameters,
+            len(answer.sequences) != query.n,
+            query.seed is not None and answer.seed != query.seed,
             self._num_given.get(id(answer), 0),
         )
 
 
-def _is_same(answer: RecordedAnswer, wish: Wish) -> bool:
-    is_same = answer.parameters == wish.parameters and len(answer.sequences) == wish.n
-    return is_same and wish.seed in (None, answer.seed)
+def _is_same(answer: RecordedAnswer, query: AnswerQuery) -> bool:
+    is_same = answer.parameters == query.parameters and len(answer.sequences) == query.n
+    return is_same and query.seed in (None, answer.seed)
 
 
 def _digest(packed: array[int]) -> bytes:

@@ -1,7 +1,8 @@
-"""Reload: from one manifest to the next, under load: validate, weigh, load what is new, switch, drain what is gone.
+"""Reload: replaces the manifest under load: check the new one, load new models, switch, and drain the models that are
+gone.
 
-Whatever fails before the switch changes nothing. The switch is one assignment; after it, the new manifest holds,
-whatever becomes of the old one's remains.
+A failure before the switch changes nothing. The switch is one assignment. After it the new manifest applies, even if
+draining the old models fails.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ log = logging.getLogger(__name__)
 
 
 class Reloads:
-    """Replacements of a manifest, one at a time; on several hosts, by one gateway at a time, and then by all others.
+    """Manifest replacements, one at a time. With several hosts, one gateway replaces the manifest, and then all others
+    follow.
 
     Args:
-        read: reads a manifest that another gateway brought in.
+        read: parses a manifest that another gateway applied.
     """
 
     def __init__(self, state: ClusterState, read: Callable[[str], Manifest]) -> None:
         self._state = state
         self._read = read
         self._replacing: asyncio.Task[Replaced] | None = None
-        self._taking_over: asyncio.Task[None] | None = None
-        """Of a manifest that another gateway has brought in."""
+        self._following: asyncio.Task[None] | None = None
+        """Replacement by a manifest that another gateway applied."""
 
     @property
     def is_replacing(self) -> bool:
@@ -44,66 +46,74 @@ class Reloads:
 
     @property
     def tasks(self) -> tuple[asyncio.Task[Replaced] | asyncio.Task[None] | None, ...]:
-        """Replacements under way."""
-        return self._replacing, self._taking_over
+        """Running replacements."""
+        return self._replacing, self._following
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse a manifest that cannot be brought in now.
+        """Reject a manifest that cannot be applied now.
 
         Raises:
-            UnavailableError: another one is being brought in.
-            InvalidParameterError: only a server that is started anew can serve it.
+            UnavailableError: another manifest is being applied.
+            InvalidParameterError: the manifest needs a restart of the server.
         """
         before = self._state.models.declared.hosts
         if before is not None and manifest.hosts is not None and _links(before) != _links(manifest.hosts):
             raise InvalidParameterError(
-                "hosts.ray, secret, tls and allow_plain do not change while a cluster serves; start it anew"
+                "hosts.ray, secret, tls and allow_plain cannot change while the cluster runs; restart it"
             )
         if (before is None) != (manifest.hosts is None):
-            what = "begin to be placed on hosts" if before is None else "cease to be placed on hosts"
-            raise InvalidParameterError(f"a cluster does not {what} while it serves; start it anew with this manifest")
+            what = "added to" if before is None else "removed from"
+            raise InvalidParameterError(
+                f"`hosts:` cannot be {what} the manifest of a running cluster; restart it with this manifest"
+            )
         if self.is_replacing:
-            raise UnavailableError("another manifest is being brought in; try again when that is done")
+            raise UnavailableError("another manifest is being applied; try again when that is done")
 
-    async def replace(self, manifest: Manifest, vetting: PermissionCheck | None) -> Replaced:
-        """Bring in a manifest that was checked; goes on when the caller leaves.
+    async def replace(self, manifest: Manifest, permission_check: PermissionCheck | None) -> Replaced:
+        """Apply a manifest that was checked. Continues if the caller disconnects.
 
         Args:
-            vetting: permissions of its sender over the network, which limit what errors show; None: the operator's.
+            permission_check: permissions of a sender over the network, which limit what errors show; None: the operator
+                sent it.
 
         Raises:
-            LockstepError: it cannot be served; what was served still is.
+            LockstepError: the manifest cannot be served; the previous one stays in effect.
         """
         hosts = self._state.hosts
-        work = self._replace(manifest, vetting) if hosts is None else self._everywhere(hosts, manifest, vetting)
+        work = (
+            self._replace(manifest, permission_check)
+            if hosts is None
+            else self._replace_on_all(hosts, manifest, permission_check)
+        )
         self._replacing = asyncio.get_running_loop().create_task(work)
         return await asyncio.shield(self._replacing)
 
     def follow(self, text: str) -> None:
-        """Apply a manifest that another gateway brought in; during a replacement it is ignored, and comes again."""
+        """Apply a manifest that another gateway applied. During a replacement it is ignored; it is offered again
+        later."""
         if not self.is_replacing and self._state.is_booted and self._state.hosts is not None:
-            self._taking_over = asyncio.get_running_loop().create_task(self._follow(self._state.hosts, text))
+            self._following = asyncio.get_running_loop().create_task(self._follow(self._state.hosts, text))
 
     async def _follow(self, hosts: MultiHostBackend, text: str) -> None:
         try:
             await self._replace(await asyncio.to_thread(self._read, text), None)
         except LockstepError as error:
-            log.error("a manifest that another gateway has brought in cannot be served here: %s", error)
-        hosts.client.manifest_holds(text)
+            log.error("a manifest applied by another gateway cannot be served here: %s", error)
+        hosts.client.manifest_applied(text)
 
-    async def _everywhere(
-        self, hosts: MultiHostBackend, manifest: Manifest, vetting: PermissionCheck | None
+    async def _replace_on_all(
+        self, hosts: MultiHostBackend, manifest: Manifest, permission_check: PermissionCheck | None
     ) -> Replaced:
         await hosts.client.begin_replace()
         text: str | None = None
         try:
-            replaced = await self._replace(manifest, vetting)
+            replaced = await self._replace(manifest, permission_check)
             text = dump(manifest)
         finally:
             await hosts.client.end_replace(text)
         return replaced
 
-    async def _replace(self, manifest: Manifest, vetting: PermissionCheck | None) -> Replaced:
+    async def _replace(self, manifest: Manifest, permission_check: PermissionCheck | None) -> Replaced:
         began_s, events = self._state.now_s(), self._state.events
         events.emit("manifest_replacing", cluster=manifest.cluster)
         reason: str | None = None
@@ -111,9 +121,9 @@ class Reloads:
             return await replace_manifest(self._state, manifest)
         except BaseException as error:
             first = first_of(error)
-            shown = first if vetting is None else vetting.veiled(first)
+            shown = first if permission_check is None else permission_check.redacted(first)
             if shown is not first:
-                log.warning("a manifest that was put is not brought in: %s", first)
+                log.warning("a manifest sent over HTTP was not applied: %s", first)
             reason = str(shown)
             raise shown from None
         finally:
@@ -123,23 +133,23 @@ class Reloads:
 
 
 async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
-    """Bring a manifest in; one at a time.
+    """Apply a manifest. Only one call runs at a time.
 
     Raises:
-        LockstepError: it cannot be served; what was served still is.
+        LockstepError: the manifest cannot be served; the previous one stays in effect.
     """
     began_s = state.now_s()
     old = state.models
     opened = await state.open(manifest)
     known = set(state.replicas.all())
     models = state.build(manifest, opened)
-    recalled = _recall(old, models)
+    restored = _restore_dismissed(old, models)
     gone = [replica for replica in state.replicas.all() if replica not in models.replicas]
     try:
         await _load(state, models, opened, gone)
-        opened = state.weighed(opened)  # until now the greater of both manifests' budgets held
+        opened = state.weighed(opened)  # until now the larger budget of the two manifests applied
     except BaseException:
-        await _undo(state, models, [replica for replica in models.replicas if replica not in known], gone, recalled)
+        await _undo(state, models, [replica for replica in models.replicas if replica not in known], gone, restored)
         raise
     state.apply(models, opened)
     num_busy = sum(replica.num_busy for replica in gone)
@@ -154,12 +164,12 @@ async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
 
 
 def _links(hosts: Hosts) -> tuple[object, ...]:
-    """Keys of a manifest's hosts that say where Ray is and whom links believe."""
+    """Options of ``hosts:`` that determine the Ray cluster and the connections."""
     return hosts.ray, hosts.secret, hosts.tls_ca, hosts.tls_cert, hosts.tls_key, hosts.allows_plain
 
 
 def differences(old: ModelSet, new: ModelSet) -> tuple[tuple[str, ...], ...]:
-    """Ids of models that are added, removed, changed and unchanged."""
+    """Ids of models that were added, removed, changed and left unchanged."""
     common = [(model, old.by_id[model.id]) for model in new.by_id.values() if model.id in old.by_id]
     return (
         tuple(id_ for id_ in new.by_id if id_ not in old.by_id),
@@ -169,18 +179,18 @@ def differences(old: ModelSet, new: ModelSet) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def _recall(old: ModelSet, new: ModelSet) -> list[ReplicaState]:
-    """Let replicas that were unloaded by hand come back for models that have changed; which ones those are."""
+def _restore_dismissed(old: ModelSet, new: ModelSet) -> list[ReplicaState]:
+    """Allow replicas that an operator unloaded to load again for changed models; returns these replicas."""
     changed = [model for model in new.by_id.values() if old.by_id.get(model.id) is not model]
-    recalled = [model.replica for model in changed if model.replica is not None and model.replica.is_dismissed]
-    for replica in recalled:
+    restored = [model.replica for model in changed if model.replica is not None and model.replica.is_dismissed]
+    for replica in restored:
         replica.is_dismissed = False
-    return recalled
+    return restored
 
 
 async def _load(state: ClusterState, models: ModelSet, opened: Opened, gone: Sequence[ReplicaState]) -> None:
-    """Load what the new manifest wants resident, beside the old models if the budget allows both, and read the
-    tokenizers of the rest."""
+    """Load the new manifest's resident models, beside the old ones if the budget allows, and read the tokenizers of the
+    others."""
     replicas, needed = state.replicas, _resident(models)
     state.announce(models)
     budgets = (replicas.budget_bytes, opened.table.budgets.gpu.effective_bytes)
@@ -201,14 +211,14 @@ async def _undo(
     models: ModelSet,
     new: Sequence[ReplicaState],
     gone: Sequence[ReplicaState],
-    recalled: Sequence[ReplicaState],
+    restored: Sequence[ReplicaState],
 ) -> None:
-    """Restore what was: what was only half brought in goes, what was taken away comes back."""
+    """Restore the previous state: remove replicas of the new manifest and load those of the old one again."""
     state.announce(None)
     await _remove(state, new, 0.0)
     for replica in gone:
         replica.is_retired = False
-    for replica in recalled:
+    for replica in restored:
         replica.is_dismissed = True
     old = state.models
     await _close_remotes(models, old)
@@ -218,7 +228,7 @@ async def _undo(
 
 
 async def _remove(state: ClusterState, replicas: Sequence[ReplicaState], limit_s: float) -> int:
-    """Let replicas answer what they have begun, and forget them; how many calls were cut."""
+    """Let replicas finish their open calls, then remove them; returns the number of aborted calls."""
     num_cut = await _drain(state, replicas, limit_s)
     for replica in replicas:
         state.replicas.forget(replica.key)
@@ -240,13 +250,13 @@ async def _close_remotes(models: ModelSet, others: ModelSet) -> None:
 
 
 def _resident(models: ModelSet) -> list[ReplicaState]:
-    """Replicas of models that are declared resident, but for those that were unloaded by hand."""
+    """Replicas of models that are declared resident, except those that an operator unloaded."""
     declared = [model.replica for model in models.by_id.values() if model.entry.tier is Tier.RESIDENT]
     return list(dict.fromkeys(replica for replica in declared if replica is not None and not replica.is_dismissed))
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The first reason in a group of errors."""
+    """First error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

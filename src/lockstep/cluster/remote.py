@@ -1,7 +1,7 @@
-"""Remote tier: a model that another OpenAI-compatible server answers, behind the events of a local one.
+"""Remote tier: serves a model through another OpenAI-compatible server, with the same events as a local model.
 
-The call goes as it is: personas and sampling defaults are put into it before, for every tier alike. Text passes
-through event by event; token ids are not known here, so that outputs have none and the other server's usage counts.
+The call arrives with personas and sampling defaults already applied, as for every tier. Text is passed on event by
+event. Token ids are not available here, so outputs have none, and the other server's usage is reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.artifacts.model import TokenizerParts
 from lockstep.cluster.base import Accepted, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import Entry
-from lockstep.cluster.remote_exchange import Exchange, Patience, PublicTransport
+from lockstep.cluster.remote_exchange import CallDeadlines, Exchange, PublicTransport
 from lockstep.cluster.remote_messages import RETRY_AFTER_S, AttemptError, RemoteRequest, ServerName, remote_request
 from lockstep.cluster.snapshot import RemoteSnapshot
 from lockstep.engine.metrics import HISTOGRAMS, Histogram
@@ -34,20 +34,20 @@ from lockstep.worker.logs import FIELDS
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-"""For a connection; less where the entry's timeout is less."""
+"""Time in seconds to connect; the entry's timeout may shorten it."""
 MAX_ATTEMPTS = 3
-"""Of one call, all before the first byte of its answer."""
+"""Maximum attempts of one call, all before the first byte of its answer."""
 BACKOFF_S = 0.1
-"""Before the second attempt; each that follows waits twice as long."""
+"""Delay in seconds before the second attempt; it doubles with each further one."""
 MAX_CONNECTIONS = 256
-"""Of one model: more calls than that wait for one to end, as long as for a connection."""
+"""Maximum connections of one model. Further calls wait for a free one, for as long as for a new connection."""
 TEMPLATE = "{{ messages }}{{ tools }}{{ reasoning_effort }}{{ verbosity }}"
-"""Never rendered: it shows which variables are passed on."""
+"""Template that is never rendered; it only declares which variables are passed on."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """Bounds of what is tried."""
+    """Limits of attempts and connections."""
 
     max_attempts: int = MAX_ATTEMPTS
     backoff_s: float = BACKOFF_S
@@ -56,12 +56,13 @@ class RemoteOptions:
 
 
 class RemoteModel:
-    """One entry of tier remote. Used from one event loop; `close` it.
+    """One entry of the remote tier. Used from one event loop; call `close` at the end.
 
     Args:
-        entry: its `remote` has the address; its timeout bounds the wait for the first byte and every silence after.
-        api_key: the value of the environment variable that the entry names; sent, and never shown.
-        clock: by which it rests after failures.
+        entry: entry whose `remote` block has the address. Its timeout limits the wait for the first byte and each later
+            silence.
+        api_key: value of the environment variable that the entry names. It is sent to the other server and never shown.
+        clock: clock of the circuit breaker.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RemoteModel:
         assert remote is not None, f"{entry.id} has no remote"
         self.entry = entry
         self.tokenizer: Tokenizer = remote_tokenizer()
-        """For planning a call; without a vocabulary."""
+        """Tokenizer without a vocabulary, used to prepare calls."""
         self._options = options or RemoteOptions()
         self._clock = clock
         self._api_key = api_key
@@ -88,12 +89,12 @@ class RemoteModel:
         self._failures_total = 0
         self._refusals_total = 0
         self._first_byte_s = Histogram(HISTOGRAMS["time_to_first_token_seconds"])
-        self._open: dict[Patience, None] = {}
+        self._open: dict[CallDeadlines, None] = {}
         connect_s = min(CONNECT_S, remote.timeout_s)
         num = self._options.max_connections
         transport = httpx2.AsyncHTTPTransport(
             limits=httpx2.Limits(max_connections=num, max_keepalive_connections=num),
-            trust_env=False,  # a proxy or a .netrc of the machine is not what the manifest says
+            trust_env=False,  # ignore a proxy or .netrc of the machine
             verify=ssl.create_default_context() if remote.base_url.startswith("https:") else False,
         )
         self._client = httpx2.AsyncClient(
@@ -106,20 +107,20 @@ class RemoteModel:
         )
 
     status = "remote"
-    """The state that it is shown in."""
+    """State shown in snapshots."""
 
     @property
     def state(self) -> BreakerState:
-        """State of the breaker. An open one closes by the first call that tries and succeeds."""
+        """State of the circuit breaker. An open breaker closes when a trial call succeeds."""
         return self._breaker.state
 
     @property
     def num_open(self) -> int:
-        """Calls that are being answered."""
+        """Number of calls in progress."""
         return len(self._open)
 
     def snapshot(self) -> RemoteSnapshot:
-        """Its dealings with the other server since the start."""
+        """Snapshot of its requests to the other server since the start."""
         return RemoteSnapshot(
             self.entry.id,
             self.state,
@@ -132,25 +133,26 @@ class RemoteModel:
         )
 
     def health(self) -> Health:
-        """Not ready while the other server is left alone after its failures."""
+        """Not ready while the circuit breaker blocks calls after failures."""
         is_resting = self.state is BreakerState.OPEN and self._breaker.wait_s(self._clock()) > 0
-        return Health(not is_resting, str(self._rested()) if is_resting else "")
+        return Health(not is_resting, str(self._blocked_error()) if is_resting else "")
 
     async def stream(self, call: GenerationRequest) -> EventStream:
-        """Answer a call, as `lockstep.cluster.cluster.Cluster.stream`. Leaving the stream closes the connection.
+        """Answer a call; see `lockstep.cluster.cluster.Cluster.stream`. Closing the stream closes the connection.
 
         Raises:
-            InvalidParameterError: the other server cannot do it, or refuses it.
-            UnavailableError: it is overloaded, or has failed too often.
-            DeadlineError: it was silent for longer than the entry's timeout, or the call's time is up.
-            RemoteFailedError: it cannot be reached, broke off, answered nonsense, or refuses us.
+            InvalidParameterError: the other server does not support or rejects the request.
+            UnavailableError: the other server is overloaded, or has failed too often.
+            DeadlineError: the other server sent nothing for the entry's timeout, or the call's deadline has passed.
+            RemoteFailedError: the other server cannot be reached, closed the connection, sent an invalid answer, or
+                rejects our key.
         """
         request = remote_request(self.entry.id, self._model, call)
-        patience = Patience(call, asyncio.get_running_loop().time())
-        self._open[patience] = None
+        deadlines = CallDeadlines(call, asyncio.get_running_loop().time())
+        self._open[deadlines] = None
         self._requests_total += 1
         try:
-            exchange, admission = await self._begin(request, patience)
+            exchange, admission = await self._begin(request, deadlines)
             try:
                 yield (Accepted(self.entry.id, ()),)
                 async with aclosing(exchange.outputs()) as stream:
@@ -158,48 +160,50 @@ class RemoteModel:
                         if exchange.is_whole:
                             self._breaker.succeeded(admission)
                             if exchange.is_cut:
-                                log.warning("remote %s sent more than was requested, and was cut", self.entry.id)
+                                log.warning(
+                                    "remote %s sent more than was requested; the answer was cut off", self.entry.id
+                                )
                         if outputs:
                             yield outputs
-            except AttemptError as refused:
-                self._count(admission, refused)
-                raise refused.error from None
+            except AttemptError as failure:
+                self._count(admission, failure)
+                raise failure.error from None
             finally:
                 await exchange.close()
         finally:
-            del self._open[patience]
+            del self._open[deadlines]
 
     def abort_all(self, error: LockstepError) -> None:
         """End every open call with this error."""
-        for patience in self._open:
-            patience.end(error)
+        for deadlines in self._open:
+            deadlines.end(error)
 
     async def close(self) -> None:
-        """End what is open and close all connections."""
-        self.abort_all(UnavailableError(f"{self.entry.id!r} is not served any more"))
+        """End open calls and close all connections."""
+        self.abort_all(UnavailableError(f"{self.entry.id!r} is no longer served"))
         await self._client.aclose()
 
-    async def _begin(self, request: RemoteRequest, patience: Patience) -> tuple[Exchange, Admission]:
-        """Try until an answer begins, waiting longer each time."""
+    async def _begin(self, request: RemoteRequest, deadlines: CallDeadlines) -> tuple[Exchange, Admission]:
+        """Make attempts until an answer starts, with growing delays."""
         options = self._options
         for attempt in range(options.max_attempts):
             admission = self._breaker.admit(self._clock())
             if admission is None:
                 self._refusals_total += 1
-                raise self._rested()
+                raise self._blocked_error()
             self._attempts_total += 1
             sent_s = self._clock()
-            exchange = Exchange(self._client, self._server, request, patience, self._silence_s)
+            exchange = Exchange(self._client, self._server, request, deadlines, self._silence_s)
             try:
                 await exchange.begin()
-            except AttemptError as refused:
+            except AttemptError as failure:
                 await exchange.close()
-                self._count(admission, refused)
+                self._count(admission, failure)
                 is_over = attempt + 1 == options.max_attempts or self.state is not BreakerState.CLOSED
-                if is_over or not refused.may_retry:
-                    raise refused.error from None
+                if is_over or not failure.may_retry:
+                    raise failure.error from None
                 wait_s = backoff_s(attempt + 1, options.backoff_s, options.breaker.max_rest_s)
-                await patience.wait(lambda: asyncio.sleep(wait_s), None, refused.error)  # noqa: B023  awaited here
+                await deadlines.wait(lambda: asyncio.sleep(wait_s), None, failure.error)  # noqa: B023  awaited here
             except BaseException:
                 self._breaker.left(admission)
                 await exchange.close()
@@ -216,12 +220,12 @@ class RemoteModel:
             log.info("remote %s answers again", self.entry.id)
         return admission
 
-    def _count(self, admission: Admission, refused: AttemptError) -> None:
-        if refused.reply:
-            reply = refused.reply.replace(self._api_key, "[key]") if self._api_key else refused.reply
+    def _count(self, admission: Admission, failure: AttemptError) -> None:
+        if failure.reply:
+            reply = failure.reply.replace(self._api_key, "[key]") if self._api_key else failure.reply
             extra = {FIELDS: {"reply": reply}}
-            log.warning("remote %s failed: %s", self.entry.id, refused.error, extra=extra)
-        if not refused.is_fault:
+            log.warning("remote %s failed: %s", self.entry.id, failure.error, extra=extra)
+        if not failure.is_fault:
             self._breaker.succeeded(admission)
             return
         before = self.state
@@ -229,19 +233,20 @@ class RemoteModel:
         self._breaker.failed(admission, self._clock())
         if self.state is not before:
             rest_s = self._breaker.wait_s(self._clock())
-            log.warning("remote %s gets no requests for %.1f s: %s", self.entry.id, rest_s, refused.error)
+            log.warning("remote %s gets no requests for %.1f s: %s", self.entry.id, rest_s, failure.error)
 
-    def _rested(self) -> UnavailableError:
+    def _blocked_error(self) -> UnavailableError:
         wait_s = self._breaker.wait_s(self._clock())
         return UnavailableError(
-            f"{self._server} failed too often in a row and is left alone; try again in {wait_s:.1f} s",
+            f"{self._server} failed too often in a row and gets no requests now; try again in {wait_s:.1f} s",
             retry_after_s=max(RETRY_AFTER_S, wait_s),
         )
 
 
 def remote_tokenizer() -> Tokenizer:
-    """A tokenizer without a vocabulary, whose template reads what OpenAI's API names. It takes no grammars, so that
-    promises which only a constraint keeps (`tool_choice` other than auto and none) are refused by those who plan."""
+    """Build a tokenizer without a vocabulary, whose template declares the parameters of OpenAI's API. It supports no
+    grammars, so requests that need a constraint (`tool_choice` other than auto and none) are rejected when they are
+    prepared."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models
 

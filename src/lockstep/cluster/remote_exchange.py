@@ -1,8 +1,8 @@
-"""Exchange with another server: one attempt, posted, watched for time and read event by event; and the public addresses
-to which alone some of them may go.
+"""Exchange with another server: sends one attempt of a request, enforces its deadlines and reads the events of the
+answer.
 
-Whether an address is public is decided of the one that is connected to, since a name may lead anywhere, and elsewhere
-the next time.
+It also restricts some entries to public addresses. The check applies to the address of the connection itself, because a
+name may resolve to any address, and to a different one the next time.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from lockstep.errors import (
 
 MAX_EVENT_BYTES = 1 << 20
 MAX_ERROR_BYTES = 1 << 16
-"""Of a refusal's body; the rest is not read."""
+"""Maximum bytes of an error body that are read."""
 REST_S = 0.05
-"""For what follows the end of a stream, so that its connection can be used again."""
+"""Time in seconds to read what follows the end of a stream, so that its connection can be reused."""
 USAGE_S = 5.0
-"""For the usage, after all choices have ended; the answer is whole without it."""
+"""Time in seconds to wait for the usage after all choices have ended; the answer is complete without it."""
 _OK = 200
 _EVENTS = "text/event-stream"
 T = TypeVar("T")
@@ -51,8 +51,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 
-class Patience:
-    """Deadlines of one call over all its attempts, and whether it was ended."""
+class CallDeadlines:
+    """Deadlines of one call over all its attempts, and its early end."""
 
     def __init__(self, call: GenerationRequest, now_s: float) -> None:
         self._began_s = now_s
@@ -62,24 +62,24 @@ class Patience:
         self._is_answered = False
 
     def end(self, error: LockstepError) -> None:
-        """End the call: callers that wait for its next event get the error."""
+        """End the call; a pending wait for its next event raises the error."""
         self._error = self._error or error
-        if self._scope is not None and not self._scope.expired():  # else it is woken already
+        if self._scope is not None and not self._scope.expired():  # otherwise it is about to end already
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     def answered(self) -> None:
-        """The first byte has come; the deadline of the queue is kept."""
+        """Record that the first byte has arrived, so that the queue deadline no longer applies."""
         self._is_answered = True
 
     async def wait(self, what: Callable[[], Awaitable[T]], until_s: float | None, late: Exception) -> T:
-        """Wait for something.
+        """Wait for an awaitable.
 
         Args:
-            until_s: on the loop's clock; None: as long as the call's deadlines allow.
-            late: what is raised then.
+            until_s: deadline on the loop's clock; None: only the call's own deadlines apply.
+            late: raised when `until_s` has passed.
 
         Raises:
-            QueueDeadlineError, DeadlineError: the call's time is up.
+            QueueDeadlineError, DeadlineError: a deadline of the call has passed.
         """
         if self._error is not None:
             raise self._error
@@ -104,10 +104,10 @@ class Patience:
 
 
 class Exchange:
-    """One attempt: `begin` it, take its `outputs`, and `close` it in any case.
+    """One attempt: call `begin`, then read `outputs`, and `close` it in any case.
 
     Args:
-        silence_s: how long the other server may send nothing.
+        silence_s: longest time in seconds that the other server may send nothing.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class Exchange:
         client: httpx2.AsyncClient,
         server: ServerName,
         request: RemoteRequest,
-        patience: Patience,
+        deadlines: CallDeadlines,
         silence_s: float,
     ) -> None:
         self._client = client
         self._server = server
         self._request = request
-        self._patience = patience
+        self._deadlines = deadlines
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._loop.time()
@@ -131,50 +131,51 @@ class Exchange:
         self._events: AsyncGenerator[httpx2.ServerSentEvent] | None = None
         self._first: httpx2.ServerSentEvent | None = None
         self.is_whole = False
-        """Everything was taken."""
+        """True when the whole answer has been read."""
         self._is_at_end = False
-        """And nothing more will come."""
+        """True when the end of the stream has been read as well."""
 
     @property
     def is_cut(self) -> bool:
-        """True where the answer had to be ended here, because the other server did not."""
+        """True if the answer was cut off here because the other server did not end it."""
         return self._answer.is_cut
 
     async def begin(self) -> None:
         """Send the request and wait for the first event of its answer.
 
         Raises:
-            AttemptError: there is none.
-            LockstepError: the call was ended, or its time is up.
+            AttemptError: no answer arrived.
+            LockstepError: the call was ended, or its deadline has passed.
         """
         until_s = self._sent_s + self._silence_s
-        late = AttemptError(DeadlineError(f"{self._server} did not begin to answer within {self._silence_s:g} s"))
+        late = AttemptError(DeadlineError(f"{self._server} did not start to answer within {self._silence_s:g} s"))
         posted = self._client.build_request("POST", self._request.path.removeprefix("/"), content=self._request.body)
         with self._translated():
-            self._response = response = await self._patience.wait(
+            self._response = response = await self._deadlines.wait(
                 lambda: self._client.send(posted, stream=True), until_s, late
             )
             self._queue_s = self._loop.time() - self._sent_s
             if response.status_code != _OK:
-                body = await self._patience.wait(lambda: _beginning(response), until_s, late)
+                body = await self._deadlines.wait(lambda: _first_bytes(response), until_s, late)
                 raise of_status(self._server, response.status_code, response.headers.get("retry-after"), body)
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != _EVENTS:
-                text = f"{self._server} answered with {kind[:64] or 'no content type'} in place of {_EVENTS}"
+                text = f"{self._server} answered with {kind[:64] or 'no content type'} instead of {_EVENTS}"
                 raise AttemptError(RemoteFailedError(f"{text}; is it an OpenAI-compatible server?"))
             events = aiter(httpx2.EventSource(response, MAX_EVENT_BYTES))
-            self._events = cast("AsyncGenerator[httpx2.ServerSentEvent]", events)  # what it is, and may be closed
-            self._first = await self._patience.wait(self._next_event, until_s, late)
+            self._events = cast("AsyncGenerator[httpx2.ServerSentEvent]", events)  # its actual type
+            self._first = await self._deadlines.wait(self._next_event, until_s, late)
         if self._first is None:
-            raise self._broken("closed the connection before its answer", may_retry=True)
-        self._patience.answered()
+            raise self._broken("closed the connection before it answered", may_retry=True)
+        self._deadlines.answered()
 
     async def outputs(self) -> AsyncGenerator[list[TokenOutput]]:
-        """Each event's outputs, which may be none; the last one is the whole answer, and taken when `is_whole`.
+        """Yield the outputs of each event, which may be none. The last item holds the whole answer; `is_whole` is set
+        before it.
 
         Raises:
-            AttemptError: the answer ends here, and is not whole.
-            LockstepError: the call was ended, or its time is up.
+            AttemptError: the answer ended before it was complete.
+            LockstepError: the call was ended, or its deadline has passed.
         """
         answer, event, usage_until_s = self._answer, self._first, math.inf
         while event is not None and event.data != DONE:
@@ -185,30 +186,31 @@ class Exchange:
                 usage_until_s = min(usage_until_s, self._loop.time() + USAGE_S)
                 event = await self._usage_event(usage_until_s)
             else:
-                text = f"{self._server} was silent for {self._silence_s:g} s in the middle of its answer"
+                text = f"{self._server} sent nothing for {self._silence_s:g} s in the middle of its answer"
                 late, until_s = AttemptError(DeadlineError(text)), self._loop.time() + self._silence_s
                 with self._translated():
-                    event = await self._patience.wait(self._next_event, until_s, late)
+                    event = await self._deadlines.wait(self._next_event, until_s, late)
         if not answer.is_finished:
-            raise self._broken("broke off in the middle of its answer")
+            raise self._broken("closed the connection in the middle of its answer")
         self.is_whole = True
         yield [answer.end(self._loop.time(), self._queue_s)]
 
     async def _usage_event(self, until_s: float) -> httpx2.ServerSentEvent | None:
-        """The event after the last choice's end; None: nothing that is worth waiting for."""
+        """Next event after the last choice's end; None: there is none, or waiting longer is not worthwhile."""
         if self._loop.time() >= until_s:
             return None
-        late = AttemptError(DeadlineError("its usage does not come"))
+        late = AttemptError(DeadlineError("the usage did not arrive in time"))
         try:
             with self._translated():
-                event = await self._patience.wait(self._next_event, until_s, late)
-        except AttemptError:  # however it goes to pieces, its answer is there
+                event = await self._deadlines.wait(self._next_event, until_s, late)
+        except AttemptError:  # whatever fails now, the answer is complete
             return None
         self._is_at_end = event is None or event.data == DONE
         return event
 
     async def close(self) -> None:
-        """Let the connection go; one whose answer is not whole is closed, which ends the generation there."""
+        """Release the connection. If the answer is not complete, the connection is closed, which stops the generation
+        at the other server."""
         response, self._response = self._response, None
         if response is None:
             return
@@ -229,31 +231,32 @@ class Exchange:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Whatever the transport raises, as a refusal. Nothing has come of an answer while there is no response."""
+        """Convert errors of the transport to AttemptError. While there is no response, no part of an answer has
+        arrived."""
         server, is_new = self._server, self._response is None
         try:
             yield
         except httpx2.PoolTimeout:
-            error = UnavailableError(f"{server} has as many requests of ours as it gets; try again later")
+            error = UnavailableError(f"the limit of concurrent requests to {server} is reached; try again later")
             raise AttemptError(error, is_fault=False) from None
         except NotPublicError:
-            text = f"{server} is at no public address, and the sender of its manifest may name no other"
+            text = f"{server} has no public address, and the sender of the manifest may only use public ones"
             raise AttemptError(RemoteFailedError(text)) from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             text = f"{server} cannot be reached ({type(error).__name__})"
             raise AttemptError(RemoteFailedError(text, retry_after_s=RETRY_AFTER_S), may_retry=True) from None
         except httpx2.TimeoutException:
-            raise AttemptError(DeadlineError(f"{server} was silent for {self._silence_s:g} s")) from None
+            raise AttemptError(DeadlineError(f"{server} sent nothing for {self._silence_s:g} s")) from None
         except httpx2.SSEError as error:
             raise AttemptError(RemoteFailedError(f"{server} sent a stream that cannot be read: {error}")) from None
         except (httpx2.HTTPError, httpx2.StreamError) as error:
             if is_new:
                 raise self._broken(f"broke the connection ({type(error).__name__})", may_retry=True) from None
-            raise self._broken("broke off in the middle of its answer") from None
+            raise self._broken("closed the connection in the middle of its answer") from None
 
 
-async def _beginning(response: httpx2.Response) -> bytes:
-    """As much of a body as is needed for the reason."""
+async def _first_bytes(response: httpx2.Response) -> bytes:
+    """Read as much of a body as is needed for the error message."""
     parts, size = [], 0
     with contextlib.suppress(httpx2.HTTPError):
         async for part in response.aiter_bytes():
@@ -265,12 +268,13 @@ async def _beginning(response: httpx2.Response) -> bytes:
 
 
 class NotPublicError(httpx2.ConnectError):
-    """The name leads to no address, or to one that is not public; the message does not show which."""
+    """Connection refused here because the name resolves to no address or to one that is not public; the message does
+    not show which."""
 
 
 def is_public(address: str) -> bool:
-    """True for an address on the internet at large: not loopback, private, link-local (with the metadata of clouds),
-    shared, reserved or multicast, and no form of IPv6 that leads to one of those; ValueError where it is none."""
+    """True for a public internet address. Loopback, private, link-local (including cloud metadata), shared, reserved
+    and multicast addresses are not public, nor are IPv6 forms that lead to one of those. ValueError: not an address."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):
         return found.is_global and not found.is_multicast
@@ -281,7 +285,7 @@ def is_public(address: str) -> bool:
 
 
 def is_plainly_private(host: str) -> bool:
-    """True if a URL's host is by itself not public; the address of a name is known once it is resolved."""
+    """True if a URL's host is evidently not public; other names are checked when they are resolved."""
     try:
         return not is_public(host.strip("[]"))
     except ValueError:
@@ -290,10 +294,10 @@ def is_plainly_private(host: str) -> bool:
 
 
 class PublicTransport(httpx2.AsyncBaseTransport):
-    """Looks a name up, and connects to the very address that it has looked at.
+    """Transport that resolves a name and connects to exactly the address that it has checked.
 
     Args:
-        inner: does the rest; certificates are checked for the name all the same.
+        inner: transport that sends the requests; certificates are still verified for the name.
     """
 
     def __init__(self, inner: httpx2.AsyncBaseTransport) -> None:
@@ -305,7 +309,7 @@ class PublicTransport(httpx2.AsyncBaseTransport):
         pinned = httpx2.Request(
             request.method,
             url.copy_with(host=address),
-            headers=request.headers,  # Host among them
+            headers=request.headers,  # includes Host
             stream=request.stream,
             extensions={**request.extensions, "sni_hostname": url.host},
         )
@@ -316,7 +320,7 @@ class PublicTransport(httpx2.AsyncBaseTransport):
 
 
 async def _public_address(host: str, port: int, request: httpx2.Request) -> str:
-    """The address that a name leads to; NotPublicError where any of its addresses is not public."""
+    """Resolve a name to an address; NotPublicError: one of its addresses is not public."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -324,4 +328,4 @@ async def _public_address(host: str, port: int, request: httpx2.Request) -> str:
     addresses = [str(info[4][0]) for info in found]
     if not addresses or not all(map(is_public, addresses)):
         raise NotPublicError("no public address", request=request)
-    return min(addresses, key=lambda address: ":" in address)  # IPv4 first: it is routed everywhere
+    return min(addresses, key=lambda address: ":" in address)  # IPv4 first, as it is routed everywhere

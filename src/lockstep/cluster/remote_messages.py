@@ -1,10 +1,10 @@
-"""Messages of the remote tier: a request as OpenAI's API takes it, and the stream, the refusals and the failures of
-another server as ours. Pure.
+"""Messages of the remote tier: converts a request to OpenAI's API, and another server's stream, rejections and failures
+to ours. Pure.
 
-Every parameter of a request is sent, or refused by name here; what the other server refuses comes back as its answer.
-Priority, tenant and session are this cluster's own and are not sent. Clients are shown the entry's id and never the
-other server's address. They are shown its text only where it refuses their request (400, 413, 422): it contains what to
-change. The text of every other failure goes to the log, except what it says about our key.
+Each parameter of a request is either sent or rejected here by name. Priority, tenant and session belong to this cluster
+and are not sent. Clients see the entry's id and never the other server's address. They see the other server's error
+text only if it rejects their request (400, 413, 422), because the text names what to change. The text of all other
+failures only goes to the log, and responses about our API key are not logged either.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ from lockstep.executors.sampling_params import SamplingParams
 CHAT_PATH = "/chat/completions"
 COMPLETIONS_PATH = "/completions"
 SCHEMA_NAME = "answer"
-"""OpenAI wants every schema to have a name."""
+"""Name that is given to every JSON schema, as OpenAI's API requires one."""
 _OWN_PARAMETERS = ("tools", "reasoning_effort", "verbosity")
-"""Variables of templates that are parameters of OpenAI's API."""
+"""Template variables that are parameters of OpenAI's API."""
 _STRUCTURED: Mapping[ConstraintKind, str] = {
     ConstraintKind.CHOICE: "choice",
     ConstraintKind.REGEX: "regex",
     ConstraintKind.LARK: "grammar",
 }
-"""Members of ``structured_outputs``, which vLLM and Lockstep take and OpenAI's API refuses."""
+"""Members of ``structured_outputs``, which vLLM and Lockstep accept and OpenAI's API rejects."""
 
 _SENT_OTHERWISE = ("logprobs", "constraint")
-"""Parameters of sampling that are refused, or have another form."""
+"""Sampling parameters that are rejected or sent in another form."""
 MAX_ANSWER_CHARS = 1 << 22
-"""Of all choices, thoughts and calls together; a longer answer is cut off: something is wrong with the server."""
+"""Maximum characters of an answer: all choices, reasoning and tool calls together. A longer answer is cut off, because
+the server must be malfunctioning."""
 MAX_EMPTY_EVENTS = 1 << 16
-"""In a row, that bring nothing; no server keeps a connection alive by so many."""
+"""Maximum number of empty events in a row; no keep-alive of a working server sends so many."""
 _ENDINGS: Mapping[str, FinishReason] = {
     "stop": FinishReason.STOP,
     "tool_calls": FinishReason.STOP,
@@ -59,36 +60,36 @@ _ENDINGS: Mapping[str, FinishReason] = {
     "length": FinishReason.LENGTH,
 }
 _FILTERED = "content_filter"
-"""The one ending that is given as the stop reason: there is no finish reason for it here."""
+"""Finish reason that is returned as the stop reason, as there is no finish reason for it here."""
 RETRY_AFTER_S = 1.0
-"""Where the other server does not say when."""
+"""Retry delay in seconds if the other server gives none."""
 MAX_RETRY_AFTER_S = 3_600.0
 NO_REASON = "no reason given"
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRequest:
-    """A request as it is posted."""
+    """Request in the form in which it is posted."""
 
     path: str
-    """After the base URL."""
+    """Path after the base URL."""
     body: bytes
     num_choices: int
     has_tools: bool
-    """Whether calls of functions are an answer."""
+    """True if the answer may consist of tool calls."""
     max_tokens: int | None
-    """Of each choice; None: as many as the other server likes."""
+    """Maximum tokens of each choice; None: the other server decides."""
 
 
 def remote_request(id_: str, model: str, call: GenerationRequest) -> RemoteRequest:
-    """A call in the terms of OpenAI's API, streamed.
+    """Convert a request to a streaming request of OpenAI's API.
 
     Args:
-        id_: of the manifest's entry, for messages.
-        model: its name there.
+        id_: id of the manifest's entry, for messages.
+        model: name of the model at the other server.
 
     Raises:
-        InvalidParameterError: another server cannot do it.
+        InvalidParameterError: another server cannot serve the request.
     """
     _refuse(id_, call)
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
@@ -118,11 +119,11 @@ def _refuse(id_: str, call: GenerationRequest) -> None:
         "input": (call.pooling is not None, "embeddings"),
         "prompt": (not isinstance(call.prompt, (str, Conversation)), "prompts of token ids"),
     }
-    for param, (is_asked, what) in unavailable.items():
-        if is_asked:
+    for param, (is_set, what) in unavailable.items():
+        if is_set:
             raise InvalidParameterError(
-                f"{param} cannot be served by {id_!r}, which another server answers: {what} would be in tokens that "
-                "are not known here; leave it out, or ask a local model",
+                f"{param} is not supported by the remote model {id_!r}: {what} need its tokenizer, which is not "
+                "available here; leave the parameter out, or use a local model",
                 param=param,
             )
 
@@ -130,16 +131,16 @@ def _refuse(id_: str, call: GenerationRequest) -> None:
 def _of_template(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: kwargs[name] for name in _OWN_PARAMETERS if kwargs.get(name)}
     others = {name: value for name, value in kwargs.items() if name not in _OWN_PARAMETERS}
-    if own.get("reasoning_effort") == "none":  # which says it already, also to servers that know no variables
+    if own.get("reasoning_effort") == "none":  # it disables thinking at all servers
         others.pop("enable_thinking", None)
     return {**own, "chat_template_kwargs": others} if others else own
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """Parameters that differ from the neutral value.
+    """Return the parameters that differ from their neutral values.
 
-    The limit goes by its older name, ``max_tokens``: a server that does not know the newer one might ignore it and
-    never end, while one that has given up the older refuses it by name.
+    The token limit is sent under its older name, ``max_tokens``. A server without the newer name might ignore it and
+    never end, while a server without the older name rejects it.
     """
     body: dict[str, Any] = {}
     for field in fields(params):
@@ -165,23 +166,24 @@ def _constraint(constraint: Constraint) -> dict[str, Any]:
     return {"structured_outputs": {_STRUCTURED[constraint.kind]: value}}
 
 
-class _ChoiceSoFar:
-    """A choice so far."""
+class _PartialChoice:
+    """State of one choice while its answer arrives."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.thoughts: list[str] = []
         self.num_pieces = 0
-        """Each of at least one token."""
+        """Number of pieces so far; each has at least one token."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
 
 class RemoteAnswer:
-    """The answer that the events of one stream make.
+    """Answer assembled from the events of one stream.
 
-    It is whole when all choices that were requested have ended. A server that sends more pieces of a choice than its
-    `max_tokens` did not take the limit, and is cut; without one, only `MAX_ANSWER_CHARS` bounds the answer.
+    The answer is complete when all requested choices have ended. If the server sends more pieces of a choice than
+    `max_tokens`, it ignored the limit, and the choice is cut off. Without `max_tokens`, only `MAX_ANSWER_CHARS` limits
+    the answer.
 
     Args:
         sent_s: when the request was sent, on the clock of the other times.
@@ -193,41 +195,41 @@ class RemoteAnswer:
         self._sent_s = sent_s
         self._first_s: float | None = None
         self._decoder = msgspec.json.Decoder(Chunk)
-        self._choices = [_ChoiceSoFar() for _ in range(request.num_choices)]
+        self._choices = [_PartialChoice() for _ in range(request.num_choices)]
         self._usage = Usage()
         self._num_chars = 0
         self._num_empty = 0
         self.is_cut = False
-        """A choice was ended here, and not by the other server."""
+        """True if a choice was cut off here instead of being ended by the other server."""
         self._last: TokenOutput | None = None
 
     @property
     def is_finished(self) -> bool:
-        """True when all choices have ended; what may follow is the usage."""
+        """True when all choices have ended; only the usage may follow."""
         return self._last is not None
 
     def feed(self, data: str, now_s: float) -> list[TokenOutput]:
-        """Take an event in; returns what it brings. The last choice's end waits for the usage: see `end`.
+        """Process an event and return its outputs. The end of the last choice is returned by `end`, after the usage.
 
         Raises:
-            AttemptError: the event is an error, or none that is known.
+            AttemptError: the event is an error or is malformed.
         """
         try:
             chunk = self._decoder.decode(data)
         except (ValueError, UnicodeEncodeError) as error:
-            raise self._malformed(f"an event that is no completion chunk ({error})") from None
+            raise self._malformed(f"an event that is not a completion chunk ({error})") from None
         if chunk.error is not None:
-            raise of_frame(self._server, chunk.error)
+            raise of_error_event(self._server, chunk.error)
         if chunk.usage is not None:
             self._usage = chunk.usage
         outputs = [output for choice in chunk.choices for output in self._outputs(choice, now_s)]
         self._num_empty = 0 if outputs else self._num_empty + 1
         if self._num_empty > MAX_EMPTY_EVENTS:
-            raise self._malformed(f"more than {MAX_EMPTY_EVENTS} events in a row that bring nothing")
+            raise self._malformed(f"more than {MAX_EMPTY_EVENTS} empty events in a row")
         return outputs
 
     def end(self, now_s: float, queue_s: float) -> TokenOutput:
-        """The very last output, with the whole answer."""
+        """Return the last output, with the whole answer."""
         assert self._last is not None, "all choices have ended"
         usage = self._usage
         num_pieces = sum(so_far.num_pieces for so_far in self._choices)
@@ -260,13 +262,13 @@ class RemoteAnswer:
 
     def _outputs(self, choice: Choice, now_s: float) -> list[TokenOutput]:
         if not 0 <= choice.index < len(self._choices):
-            raise self._malformed(f"choice {choice.index} of {len(self._choices)}")
+            raise self._malformed(f"choice index {choice.index}, although n is {len(self._choices)}")
         so_far = self._choices[choice.index]
-        output = self._news(choice)
+        output = self._output(choice)
         has_news = bool(output.text or output.reasoning or output.calls)
         if so_far.finish_reason is not None:
             if has_news and not self.is_cut:
-                raise self._malformed(f"more of choice {choice.index} after its end")
+                raise self._malformed(f"more text of choice {choice.index} after its end")
             return []
         is_over = so_far.num_pieces == self._request.max_tokens or self._num_chars > MAX_ANSWER_CHARS
         if has_news and is_over and choice.finish_reason is None:
@@ -280,11 +282,11 @@ class RemoteAnswer:
         news = [output] if has_news else []
         return news if choice.finish_reason is None else [*news, *self._finish(choice)]
 
-    def _news(self, choice: Choice) -> TokenOutput:
+    def _output(self, choice: Choice) -> TokenOutput:
         delta = choice.delta or Delta()
         calls = tuple(_part(call) for call in delta.tool_calls or ())
         if calls and not self._request.has_tools:
-            raise self._malformed("a call of a function, and there are none in the request")
+            raise self._malformed("a tool call, although the request has no tools")
         text, thoughts = f"{choice.text or ''}{delta.content or ''}{delta.refusal or ''}", choice.thoughts
         self._num_chars += len(text) + len(thoughts) + sum(len(part.arguments) for part in calls)
         return TokenOutput(0, choice.index, (), text, reasoning=thoughts, calls=calls)
@@ -314,13 +316,13 @@ def _part(call: CallDelta) -> CallPart:
 
 
 class AttemptError(Exception):
-    """An attempt that came to nothing. Never leaves `RemoteModel`, which raises ``error``.
+    """Failure of one attempt. `RemoteModel` catches it and raises ``error``.
 
     Args:
-        error: for the caller.
-        is_fault: whether it counts against the other server.
-        may_retry: whether the same request may be sent again at once: nothing of an answer has come.
-        reply: text of the other server, for the log; clients are not shown it.
+        error: error for the caller.
+        is_fault: whether the failure counts against the other server.
+        may_retry: whether the same request may be sent again at once, because no part of an answer has arrived.
+        reply: text of the other server, for the log; clients do not see it.
     """
 
     def __init__(self, error: RequestError, *, is_fault: bool = True, may_retry: bool = False, reply: str = "") -> None:
@@ -333,17 +335,17 @@ class AttemptError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerName:
-    """The other server, as messages name it."""
+    """Name of the other server in messages."""
 
     id: str
     api_key_env: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.id!r}, which another server answers,"
+        return f"the remote server of {self.id!r}"
 
 
 def of_status(server: ServerName, status: int, retry_after: str | None, body: bytes) -> AttemptError:
-    """The failure of a response that is no answer."""
+    """Return the failure for an HTTP response that is not an answer."""
     if 300 <= status < 400:
         return AttemptError(
             RemoteFailedError(
@@ -353,19 +355,19 @@ def of_status(server: ServerName, status: int, retry_after: str | None, body: by
     if status in (401, 403):
         given = "no api_key_env" if server.api_key_env is None else f"the key in {server.api_key_env}"
         return AttemptError(
-            RemoteFailedError(f"{server} refused our key ({status}); its entry has {given}"), is_fault=False
+            RemoteFailedError(f"{server} rejected our API key ({status}); its entry has {given}"), is_fault=False
         )
     message, param, code = _error_of(body)
     if status in (400, 413, 422):
         kind = PromptTooLongError if code == "context_length_exceeded" else InvalidParameterError
-        text = f"{server} refused the request ({status}): {message or NO_REASON}"
+        text = f"{server} rejected the request ({status}): {message or NO_REASON}"
         return AttemptError(kind(text, param=param), is_fault=False)
     if status in (408, 504):
         error: RequestError = DeadlineError(f"{server} did not answer in time ({status})")
         return AttemptError(error, is_fault=status == 504, reply=message)
     if status in (429, 503, 529):
         is_overloaded = status in (429, 529)
-        how = "takes no more requests now" if is_overloaded else "cannot answer now"
+        how = "accepts no more requests now" if is_overloaded else "is unavailable now"
         wait_s = _seconds(retry_after)
         error = UnavailableError(f"{server} {how} ({status}); try again in {wait_s:g} s", retry_after_s=wait_s)
         may_retry = not is_overloaded and retry_after is None
@@ -378,8 +380,8 @@ def of_status(server: ServerName, status: int, retry_after: str | None, body: by
     return AttemptError(RemoteFailedError(f"{server} {how}"), is_fault=is_fault, may_retry=status >= 500, reply=message)
 
 
-def of_frame(server: ServerName, error: Any) -> AttemptError:
-    """The failure of an error in the middle of a stream."""
+def of_error_event(server: ServerName, error: Any) -> AttemptError:
+    """Return the failure for an error event in the middle of a stream."""
     type_ = error.get("type") if isinstance(error, dict) else None
     message = error_message(error)
     if type_ == "invalid_request_error":
@@ -390,7 +392,7 @@ def of_frame(server: ServerName, error: Any) -> AttemptError:
 
 
 def _error_of(body: bytes) -> tuple[str, str | None, str | None]:
-    """Message (may be empty), parameter and code of an error body of OpenAI's shape, or of any other."""
+    """Return the message (possibly empty), parameter and code of an error body in OpenAI's form or any other."""
     try:
         value: Any = msgspec.json.decode(body)
     except ValueError:
@@ -401,7 +403,7 @@ def _error_of(body: bytes) -> tuple[str, str | None, str | None]:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """``Retry-After`` in seconds; a date is not read."""
+    """Parse ``Retry-After`` in seconds; dates are ignored."""
     if retry_after is None or not retry_after.isascii() or not retry_after.strip().isdigit():
         return RETRY_AFTER_S
     return min(MAX_RETRY_AFTER_S, max(RETRY_AFTER_S, float(retry_after)))

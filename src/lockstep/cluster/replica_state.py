@@ -1,4 +1,4 @@
-"""State of one replica in a cluster: its phase, what it loads, who uses it, who waits for it, and why it is absent."""
+"""Replica state: tracks a replica's phase, its load, its open and waiting calls, and the reason of its absence."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from lockstep.worker.health import backoff_s
 from lockstep.worker.messages import Loaded
 
 FIRST_BACKOFF_S = 1.0
-"""After a load failed; doubled by each that fails in a row."""
+"""Delay in seconds before a failed load is retried; doubled with each consecutive failure."""
 MAX_BACKOFF_S = 60.0
 MAX_LOST_LOADS = 5
-"""Workers may end over a model's load so often in a row before that counts as the model's own failure."""
+"""Number of consecutive loads of a model during which the worker ended, after which they count as the model's own
+failure."""
 SUSPECT_LOADS = 2
-"""After so many of them it is tried in a throw-away process first."""
-WARM_WISH_S = 30.0
-"""For how long after it became probable that a model will be needed, room that becomes free is taken for it."""
+"""Number of such loads after which the model is first tried in a throw-away process."""
+WARM_TIME_S = 30.0
+"""Time in seconds during which free memory is used to load a model that will probably be needed."""
 EXPECTED_LOAD_S = 1.0
-"""Of what was never loaded."""
+"""Expected load time in seconds of a model that was never loaded."""
 FAILED = "failed"
-"""State of models, and reason of moves, where a load failed."""
+"""State of models, and reason of transitions, after a failed load."""
 STANDBY = "standby"
 """State of models whose replica is absent and may be loaded."""
 
@@ -43,70 +44,72 @@ class ReplicaSpec:
     source: str
     options: LoadOptions
     predicted_bytes: int
-    """Weights and KV pool."""
+    """Predicted size of weights and KV pool."""
     tokenizer: Callable[[], Tokenizer]
-    """Its text side, readable before it is loaded; takes a moment."""
+    """Reads the tokenizer, which takes a moment and is possible before the load."""
     measure: Callable[[Loaded], int]
-    """Weights and KV pool, if loading measured them."""
+    """Returns the size of weights and KV pool from the measurements of a load."""
     group: GroupOptions = field(default_factory=GroupOptions)
-    """Placing on several hosts, and choice among them; one replica where there are none. Part of the key."""
+    """Placement and routing with several hosts; one replica otherwise. Part of the key."""
 
 
 class Waiter(NamedTuple):
-    """A call that waits to be admitted."""
+    """Call that waits to be admitted."""
 
     admitted: asyncio.Future[None]
     since_s: float
     is_patient: bool = True
-    """Goes on waiting when the load is lost with its worker."""
+    """True if the call keeps waiting when the load is lost with its worker."""
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaState:
-    """State of one replica; `Replicas` moves it from phase to phase, its models `pin` it."""
+    """State of one replica. `Replicas` changes its phase; its models set its pinning and priority through `pin`."""
 
     spec: ReplicaSpec
     priority: int = 0
-    """The most urgent class of its models."""
+    """Most urgent priority of its models."""
     is_pinned: bool = False
-    """Declared resident by one of them."""
+    """True if one of its models is declared resident."""
     idle_limit_s: float | None = None
-    """Unused for so long it is unloaded; None: only to make room."""
+    """Idle time in seconds after which it is unloaded; None: it is only unloaded to make room."""
     phase: Phase = Phase.ABSENT
     measured_bytes: int | None = None
-    """Weights and KV pool, as its last load found them, also where that was too much; None: it was never loaded."""
+    """Size of weights and KV pool measured by the last load, even if that exceeded the budget; None: it was never
+    loaded."""
     loaded: Loaded | None = None
-    """What its last load measured."""
+    """Measurements of its last load."""
     tokenizer: Tokenizer | None = None
     num_busy: int = 0
     waiting: deque[Waiter] = field(default_factory=deque)
     last_used_s: float = 0.0
     load_s: float | None = None
     since_s: float = 0.0
-    """When it entered its phase."""
+    """When it entered its current phase."""
     retry_at_s: float = 0.0
     num_failures: int = 0
-    """In a row."""
+    """Number of consecutive failed loads."""
     failure: LockstepError | None = None
-    """Why its last load failed; None: it did not."""
+    """Reason why its last load failed; None: it did not fail."""
     num_lost: int = 0
-    """Loads in a row over which the worker ended."""
-    is_missed: bool = False
-    """It was there, or about to be, when the worker was lost; the next one is to load it."""
+    """Number of consecutive loads during which the worker ended."""
+    must_reload: bool = False
+    """True if it was resident or loading when the worker was lost, so that the next worker has to load it."""
     warm_until_s: float = 0.0
-    """Until then free room is taken for it, as it will probably be needed."""
+    """Time until which free memory is used to load it, because it will probably be needed."""
     makes_room_for: str | None = None
-    """Key of the replica for which it drains or is unloaded; None: for none."""
+    """Key of the replica for which it drains or is unloaded; None: none."""
     is_dismissed: bool = False
-    """Unloaded by hand: requests bring it back, its declared tier does not."""
+    """True if an operator unloaded it: a request loads it again, its declared tier does not."""
     num_leaving: int = 0
-    """Who unloads it by hand: it answers what it has begun, and new calls wait until it has come back."""
+    """Number of management requests that are unloading it. Open calls finish; new calls wait until it is loaded
+    again."""
     is_retired: bool = False
-    """On its way out of the manifest: it takes no calls."""
+    """True if it is being removed from the manifest, so that it admits no calls."""
 
     @property
     def bytes(self) -> int:
-        """Bytes that it takes, as well as that is known."""
+        """Size of weights and KV pool in bytes: measured if known, otherwise predicted."""
         return self.spec.predicted_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property
@@ -115,11 +118,11 @@ class ReplicaState:
 
     @property
     def is_open(self) -> bool:
-        """True where calls are admitted at once: it is there, and is not held back for others."""
+        """True if calls are admitted at once: it is resident and not draining."""
         return self.phase is Phase.RESIDENT and self.makes_room_for is None and not self.num_leaving
 
     def pin(self, entries: Sequence[Entry]) -> None:
-        """Take over what its models ask of it: whether it is kept, how urgent it is, how long it may idle."""
+        """Set pinning, priority and idle limit from its models."""
         limits = [entry.keep_alive_s for entry in entries]
         self.is_pinned = not self.is_dismissed and any(entry.tier is Tier.RESIDENT for entry in entries)
         self.priority = min((entry.priority for entry in entries), default=0)
@@ -130,12 +133,12 @@ class ReplicaState:
     # -- phases and loads -----------------------------------------------------------------------------------------
 
     def move_to(self, phase: Phase, now_s: float) -> None:
-        """Enter a phase; a move that the planner's table does not have is a programming error."""
-        assert phase in MOVES[self.phase], f"a replica does not go from {self.phase} to {phase}"
+        """Enter a phase. A transition that is not in the planner's table is a programming error."""
+        assert phase in MOVES[self.phase], f"invalid transition of a replica from {self.phase} to {phase}"
         self.phase, self.since_s = phase, now_s
 
     def failed(self, error: LockstepError, now_s: float) -> float:
-        """Note a failed load; returns the seconds until the next is tried."""
+        """Record a failed load; returns the seconds until the next attempt."""
         self.num_failures += 1
         delay_s = backoff_s(self.num_failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self.failure, self.retry_at_s = error, now_s + delay_s
@@ -144,41 +147,43 @@ class ReplicaState:
 
     @property
     def is_suspect(self) -> bool:
-        """True where it is tried in a throw-away process before it is loaded again."""
+        """True if it is tried in a throw-away process before it is loaded again."""
         return self.num_lost >= SUSPECT_LOADS
 
     def succeeded(self, loaded: Loaded, now_s: float) -> None:
-        """Note a load that came to its end."""
+        """Record a successful load."""
         self.loaded, self.load_s, self.last_used_s = loaded, loaded.load_s, now_s
         self.failure, self.num_failures, self.num_lost, self.retry_at_s = None, 0, 0, 0.0
         self.warm_until_s = 0.0
 
     def lost(self, error: WorkerLostError) -> bool:
-        """Note a load that was lost with its worker, not by a fault of the model; True if it happened too often."""
+        """Record a load that was lost with its worker, without the model's fault. Returns True if this happened too
+        often."""
         self.num_lost += error.is_suspect
         is_to_blame = error.is_suspect and self.num_lost > MAX_LOST_LOADS
         if is_to_blame:
-            self.num_failures = max(self.num_failures, self.num_lost)  # each further try takes all others down, too
-        self.miss()
-        self.is_missed = self.is_missed and not is_to_blame
+            self.num_failures = max(self.num_failures, self.num_lost)  # each attempt ends all other replicas too
+        self.mark_lost()
+        self.must_reload = self.must_reload and not is_to_blame
         return is_to_blame
 
-    def miss(self) -> None:
-        """Note that the worker was lost that had it, or was to; the next one loads it, unless it was about to go."""
+    def mark_lost(self) -> None:
+        """Record that the worker was lost while it had the replica, or was to load it. The next worker loads it again
+        unless it was about to be unloaded."""
         self.makes_room_for = None
-        self.is_missed = not (self.num_leaving or self.is_retired)
+        self.must_reload = not (self.num_leaving or self.is_retired)
 
-    def recall(self, now_s: float) -> None:
-        """Request what the last worker had loaded, now that there is one again."""
-        if self.is_missed:
-            self.is_missed = False
-            self.warm_until_s = now_s + WARM_WISH_S
-            self.retry_at_s = max(self.retry_at_s, now_s)  # since when it waits, where it is declared resident
+    def request_reload(self, now_s: float) -> None:
+        """Request the reload of a replica that the last worker had, now that there is a new one."""
+        if self.must_reload:
+            self.must_reload = False
+            self.warm_until_s = now_s + WARM_TIME_S
+            self.retry_at_s = max(self.retry_at_s, now_s)  # start of its wait if it is declared resident
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def refusal(self, now_s: float) -> UnavailableError | None:
-        """The error for calls that come now; None: they may at least wait."""
+        """Error for calls that arrive now; None: they may at least wait."""
         if self.is_retired:
             return self.retirement()
         if self.failure is None or now_s >= self.retry_at_s:
@@ -187,33 +192,33 @@ class ReplicaState:
 
     @property
     def absence(self) -> str:
-        """Reason why it could not be loaded, in one sentence; empty: nothing speaks against it."""
+        """Reason why it could not be loaded, in one sentence; empty: it did not fail."""
         again = "" if self.loaded is None else " again"
         return "" if self.failure is None else f"the model could not be loaded{again}: {self.failure}"
 
     def trouble(self) -> str:
-        """Reason why calls would not be answered at once, in one sentence; empty: they would, if the worker is well."""
+        """Reason why calls would not be served at once, in one sentence; empty: they would be, if the worker is up."""
         return "" if self.phase is Phase.RESIDENT else self.absence or "the model is loading"
 
     def status(self, now_s: float) -> str:
-        """The state that its models are shown in: declared tiers say only where they are intended to be."""
+        """State shown for its models. It is the actual state, not the declared tier."""
         if self.phase is not Phase.ABSENT:
             return self.phase.value
         if self.failure is not None:
             return FAILED if now_s < self.retry_at_s else STANDBY
-        return Phase.LOADING.value if self.is_missed or self.is_pinned else STANDBY
+        return Phase.LOADING.value if self.must_reload or self.is_pinned else STANDBY
 
     def retirement(self) -> UnavailableError:
-        """The error for calls while it is taken out of the manifest."""
-        return UnavailableError("the model is being taken out of service; try again in a moment")
+        """Error for calls while it is being removed from the manifest."""
+        return UnavailableError("the model is being removed; try again in a moment")
 
     def admit(self, now_s: float) -> None:
-        """Count a call that begins."""
+        """Count the start of a call."""
         self.num_busy += 1
         self.last_used_s = now_s
 
     def admit_waiting(self, now_s: float) -> None:
-        """Admit all that wait, in the order in which they came."""
+        """Admit all waiting calls, in order of arrival."""
         while self.waiting:
             admitted = self.waiting.popleft().admitted
             if not admitted.done():
@@ -221,7 +226,7 @@ class ReplicaState:
                 admitted.set_result(None)
 
     def fail_waiting(self, error: LockstepError, *, only_impatient: bool = False) -> None:
-        """End the wait of all, or of those that do not go on waiting when their load is lost."""
+        """Fail all waiting calls, or only those that do not wait through a lost load."""
         waiting, self.waiting = self.waiting, deque()
         for waiter in waiting:
             if only_impatient and waiter.is_patient:
@@ -229,10 +234,10 @@ class ReplicaState:
             elif not waiter.admitted.done():
                 waiter.admitted.set_exception(error)
 
-    # -- what is seen of it ---------------------------------------------------------------------------------------
+    # -- snapshots ------------------------------------------------------------------------------------------------
 
     def observed(self, now_s: float) -> Replica:
-        """The replica as the planner sees it."""
+        """Replica in the form that the planner uses."""
         return Replica(
             key=self.key,
             phase=self.phase,
@@ -253,10 +258,10 @@ class ReplicaState:
         )
 
     def snapshot(self, models: tuple[str, ...]) -> ReplicaSnapshot:
-        """The replica as it is shown outside.
+        """Snapshot of the replica for management requests.
 
         Args:
-            models: ids of those that share it.
+            models: ids of the models that share it.
         """
         loaded = self.loaded
         return ReplicaSnapshot(

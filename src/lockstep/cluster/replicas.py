@@ -1,8 +1,8 @@
-"""Replicas of a cluster: the shell that carries out the planner's plans on a device worker. Event loop only.
+"""Replicas of a cluster: carries out the planner's plans on a device worker. Event loop only.
 
-A call takes part in a replica between `acquire` and `release`. While its replica is not there, or is held back for
-others, it waits; waiters of one replica share its load. What the worker does, it does in tasks of this shell, so that a
-client that leaves ends its own wait and nothing else.
+A call holds a replica between `acquire` and `release`. While its replica is not loaded, or drains for another one, the
+call waits; the waiting calls of a replica share one load. Loads and unloads run in tasks of this class, so a client
+that disconnects only cancels its own wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.cluster.planner import (
     overshoot,
     plan,
 )
-from lockstep.cluster.replica_state import FAILED, WARM_WISH_S, ReplicaSpec, ReplicaState, Waiter
+from lockstep.cluster.replica_state import FAILED, WARM_TIME_S, ReplicaSpec, ReplicaState, Waiter
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
 from lockstep.hosts.workers import HostedWorkers
@@ -36,33 +36,34 @@ from lockstep.worker.supervised import SupervisedWorker
 log = logging.getLogger(__name__)
 
 MAX_WAITING_CALLS = 1024
-"""That wait for replicas, all together; more are refused."""
+"""Maximum number of calls that wait for replicas, all together; further calls are rejected."""
 MIN_LOOK_S = 0.005
-"""Plans that only time could change are no closer together."""
+"""Minimum interval in seconds between two plans that are triggered by time alone."""
 LOOK_S = 0.5
-"""Between two looks at whether a waiting call still has a replica to wait for."""
+"""Interval in seconds at which a waiting call checks whether its replica may still become available."""
 LOST = "worker lost"
-"""Why one is absent that was there, or was being loaded."""
+"""Reason of a replica's absence after the worker was lost while it was resident or loading."""
 CUT = "the model was taken out of service before this answer was complete; send the request again"
-"""Error of calls that did not end in the time that draining had."""
+"""Error message of calls that were aborted because they did not end within the drain time."""
 Watcher = Callable[[ReplicaState, Phase, str, float], None]
-"""Called when a replica has come to another phase: the replica, its phase before, why, and how long that lasted."""
+"""Callback after a change of phase: the replica, its previous phase, the reason, and how long that phase lasted in
+seconds."""
 Decide = Callable[[Observed, float, PlanPolicy], tuple[Action, ...]]
-"""As `lockstep.cluster.planner.plan`."""
+"""Function with the signature of `lockstep.cluster.planner.plan`."""
 PlanWatcher = Callable[[Observed, float, PlanPolicy, tuple[Action, ...]], None]
-"""Called with what the planner saw, and what it decided."""
+"""Callback with the planner's input and its decision."""
 
 
 class Replicas:
-    """All replicas of a cluster, moved from phase to phase here and nowhere else.
+    """All replicas of a cluster. Only this class changes their phases.
 
     Args:
-        worker: does the loading and unloading.
-        policy: the planner's patience.
-        on_moved: called with every change of phase, after it.
+        worker: loads and unloads the replicas.
+        policy: time limits of the planner.
+        on_moved: called after each change of phase.
         on_planned: called with every plan, before it is carried out.
-        clock: monotonic seconds.
-        decide: plans; on several hosts the owner's word stands for it.
+        clock: monotonic clock, in seconds.
+        decide: planning function. With several hosts it takes the actions from the controller's state.
     """
 
     def __init__(
@@ -81,66 +82,66 @@ class Replicas:
         self._clock = clock
         self._decide = decide
         self._replicas: dict[str, ReplicaState] = {}
-        """In order of definition."""
+        """Replicas by key, in order of definition."""
         self.budget_bytes: int | None = None
         self.progress: Callable[[ReplicaState, str, float], None] | None = None
-        """Called with the progress of loads: which replica, the stage and how much of it is done."""
+        """Called with the progress of loads: the replica, the stage, and the fraction that is done."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.TimerHandle | None = None
         self._changed: asyncio.Future[None] | None = None
-        """Done at the next change, for callers that wait in `until`; None: there are none."""
+        """Completed at the next change, for callers that wait in `until`; None: no caller waits."""
         self._is_quiet = True
-        """No call waits, so that the end of a call changes no plan."""
+        """True if no call waits, so that the end of a call cannot change the plan."""
         self._closing: LockstepError | None = None
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- the replicas ---------------------------------------------------------------------------------------------
 
     def all(self) -> tuple[ReplicaState, ...]:
         return tuple(self._replicas.values())
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the replicas which are not absent take of the machine."""
+        """Device memory that all replicas other than absent ones take, in bytes."""
         return sum(replica.bytes for replica in self._replicas.values() if replica.phase is not Phase.ABSENT)
 
     def of(self, spec: ReplicaSpec) -> ReplicaState:
-        """The replica of a spec; a new one is absent until it is needed."""
+        """Return the replica of a spec; a new one is absent until it is needed."""
         return self._replicas.setdefault(spec.key, ReplicaState(spec))
 
     def take_over(self, spec: ReplicaSpec) -> None:
-        """Apply a manifest to a replica that is there already; what is loaded stays as it is."""
+        """Apply a new manifest's spec to an existing replica; what is loaded stays loaded."""
         replica = self._replicas[spec.key]
         replica.spec = spec
         if replica.loaded is not None:
             replica.measured_bytes = spec.measure(replica.loaded)
 
     def order(self, keys: Iterable[str]) -> None:
-        """Put these first, in this order: it breaks ties."""
+        """Move these replicas to the front, in this order, which breaks ties in plans."""
         first = {key: self._replicas[key] for key in keys}
         self._replicas = first | self._replicas
 
     def forget(self, key: str) -> None:
-        """Drop a replica that is absent."""
+        """Remove an absent replica."""
         assert self._replicas[key].phase is Phase.ABSENT
         del self._replicas[key]
 
     async def read_text(self, replica: ReplicaState) -> None:
-        """Read its tokenizer, so that requests to it can be planned before it was ever loaded."""
+        """Read a replica's tokenizer, so that its requests can be prepared before it is first loaded."""
         if replica.tokenizer is None:
             replica.tokenizer = await asyncio.to_thread(replica.spec.tokenizer)
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
     async def acquire(self, replica: ReplicaState, *, is_patient: bool = True) -> None:
-        """Wait until a call may be sent to a replica, which then stays until `release`.
+        """Wait until a call may be sent to a replica. The replica then stays loaded until `release`.
 
         Args:
-            is_patient: whether to go on waiting when its load is lost with its worker.
+            is_patient: whether the call keeps waiting when the load is lost with its worker.
 
         Raises:
-            NotLoadableError: there will be no room for it as the manifest stands.
-            UnavailableError: it cannot be loaded now, or is on its way out.
-            QueueFullError: too many wait already.
+            NotLoadableError: the current manifest leaves no room for the replica.
+            UnavailableError: the replica cannot be loaded now, or is being removed.
+            QueueFullError: too many calls wait already.
         """
         now_s = self._clock()
         if (error := self.refusal(replica)) is not None:
@@ -158,7 +159,7 @@ class Replicas:
             await self._wait(replica, waiter)
         except BaseException:
             if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
-                self.release(replica)  # admitted in the moment in which it left
+                self.release(replica)  # it was admitted while its client disconnected
             raise
         finally:
             if waiter in replica.waiting:
@@ -166,20 +167,21 @@ class Replicas:
                 self.pump()
 
     def refusal(self, replica: ReplicaState) -> LockstepError | None:
-        """The error for calls of a replica that come now; None: they are admitted, or may wait."""
+        """Error for a new call of a replica; None: the call is admitted or may wait."""
         return self._closing or replica.refusal(self._clock()) or self._absence(replica)
 
     def _absence(self, replica: ReplicaState, since_s: float | None = None) -> UnavailableError | None:
-        """The error where waiting for a replica is of no use; None: it is there, or may come.
+        """Error for a call that waits for a replica that will not become available; None: the replica is available or
+        may become so.
 
         Args:
-            since_s: when the call began to wait, by the same clock; None: it has not yet.
+            since_s: when the call began to wait, on the same clock; None: it does not wait yet.
         """
         return None if replica.phase is Phase.RESIDENT else self._worker.absence(replica.key, since_s)
 
     async def _wait(self, replica: ReplicaState, waiter: Waiter) -> None:
-        """Wait until a call is admitted or refused. Every call that waits for a replica waits here, so that one place
-        bounds the wait for a replica that does not come."""
+        """Wait until a call is admitted or rejected. All calls that wait for a replica wait here, so this one function
+        limits the wait."""
         since_s = self._clock()
         while not waiter.admitted.done():
             await asyncio.wait([waiter.admitted], timeout=LOOK_S)
@@ -188,39 +190,41 @@ class Replicas:
         waiter.admitted.result()
 
     def release(self, replica: ReplicaState) -> None:
-        """Note that a call of a replica has ended."""
+        """Count the end of a replica's call."""
         replica.num_busy -= 1
         replica.last_used_s = self._clock()
         assert replica.num_busy >= 0
         if not replica.num_busy and not (self._is_quiet and replica.idle_limit_s is None):
             self.pump()
 
-    # -- wishes and orders ----------------------------------------------------------------------------------------
+    # -- loading and unloading ------------------------------------------------------------------------------------
 
     def warm(self, replica: ReplicaState) -> bool:
-        """Load it when there is free room, now or soon; whether it was not wanted already."""
+        """Load a replica if there is free room now or within `WARM_TIME_S`; returns whether it was not warming
+        already."""
         now_s = self._clock()
         if replica.phase is not Phase.ABSENT or replica.waiting or replica.is_retired:
             return False
         if replica.failure is not None and now_s < replica.retry_at_s:
             return False
         is_new = now_s >= replica.warm_until_s
-        replica.warm_until_s = now_s + WARM_WISH_S
+        replica.warm_until_s = now_s + WARM_TIME_S
         if is_new:
             self.pump()
         return is_new
 
     def retire(self, replica: ReplicaState) -> None:
-        """Take no more calls, and tell those that wait."""
-        replica.is_retired, replica.is_missed, replica.warm_until_s = True, False, 0.0
+        """Stop admitting calls, and fail the waiting ones."""
+        replica.is_retired, replica.must_reload, replica.warm_until_s = True, False, 0.0
         replica.fail_waiting(replica.retirement())
         self.pump()
 
     def worker_lost(self) -> None:
-        """Note that the worker is gone, with all that was resident; calls go on waiting, if the next one comes soon."""
+        """Handle the loss of the worker with all resident replicas. Calls keep waiting if a new worker is expected
+        soon."""
         for replica in self._replicas.values():
             if replica.phase is Phase.RESIDENT:
-                replica.miss()
+                replica.mark_lost()
                 self._move(replica, Phase.ABSENT, LOST)
         for replica in self._replicas.values():
             if (error := self._absence(replica)) is not None:
@@ -228,17 +232,17 @@ class Replicas:
         self.pump()
 
     def lost(self, key: str) -> None:
-        """Note that one replica is gone, and the others are not; calls wait until it has come back."""
+        """Handle the loss of one replica; its calls wait until it is back."""
         replica = self._replicas.get(key)
         if replica is not None and replica.phase is Phase.RESIDENT:
-            replica.miss()
+            replica.mark_lost()
             self._move(replica, Phase.ABSENT, LOST)
         self.pump()
 
     async def unload(self, replica: ReplicaState, limit_s: float, reason: str) -> None:
-        """Take a replica off the device when its calls have ended, or when the time is up. Calls that come meanwhile
-        wait, and bring it back."""
-        replica.is_missed, replica.warm_until_s = False, 0.0
+        """Unload a replica when its calls have ended, or when the time is up. Calls that arrive meanwhile wait and
+        trigger a new load."""
+        replica.must_reload, replica.warm_until_s = False, 0.0
         replica.num_leaving += 1
         try:
             await self.drain(replica, limit_s, reason)
@@ -247,7 +251,8 @@ class Replicas:
             self.pump()
 
     async def drain(self, replica: ReplicaState, limit_s: float, reason: str) -> int:
-        """Unload a replica that admits no calls when its own have ended, or when the time is up; how many that cut."""
+        """Unload a replica that admits no calls, when its open calls have ended or the time is up. Returns the number
+        of aborted calls."""
         try:
             async with asyncio.timeout(limit_s):
                 await self.until(lambda: replica.num_busy == 0 and replica.phase is not Phase.LOADING)
@@ -258,11 +263,11 @@ class Replicas:
             self._worker.abort_all(UnavailableError(CUT), replica.key)
         if replica.phase is Phase.RESIDENT:
             self._start_unload(replica, reason, None)
-        await self.until(lambda: replica.phase is not Phase.UNLOADING)  # who waits for it has it loaded again at once
+        await self.until(lambda: replica.phase is not Phase.UNLOADING)  # a waiting call reloads it at once
         return num_cut
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for something that depends on replicas alone; UnavailableError when all is closed before."""
+        """Wait for a condition that depends on replicas alone; UnavailableError: the cluster closes first."""
         while not is_so():
             if self._closing is not None:
                 raise self._closing
@@ -272,20 +277,20 @@ class Replicas:
             await asyncio.shield(self._changed)
 
     def pump(self) -> None:
-        """Plan, and carry it out."""
+        """Compute a plan and carry it out."""
         if self._closing is not None:
             return
         now_s = self._clock()
-        observed = self._carry_out(now_s) if self._worker.is_up else None  # else there is nobody to do anything
+        observed = self._carry_out(now_s) if self._worker.is_up else None  # a plan needs a worker
         changed, self._changed = self._changed, None
         if changed is not None:
             changed.set_result(None)
         self._look_again(observed or self._observed(now_s), now_s)
 
     def _carry_out(self, now_s: float) -> Observed | None:
-        """Plan and act; what was observed, where it still is so."""
+        """Plan and act; returns the observed state if it still holds after the actions."""
         for replica in self._replicas.values():
-            replica.recall(now_s)
+            replica.request_reload(now_s)
         observed = self._observed(now_s)
         drains: dict[str, str] = {}
         actions = self._decide(observed, now_s, self._policy)
@@ -311,7 +316,7 @@ class Replicas:
         return observed if is_same else None
 
     def _look_again(self, observed: Observed, now_s: float) -> None:
-        """See to it that there is another plan when time alone may change it."""
+        """Schedule another plan for the time at which it may differ."""
         if self._look is not None:
             self._look.cancel()
             self._look = None
@@ -353,14 +358,14 @@ class Replicas:
                 self._move(replica, Phase.UNLOADING, "budget")
                 raise NotLoadableError(f"{spec.source}: {excess}")
             if self._worker.loaded(spec.key) is not loaded:
-                raise WorkerLostError("the device worker ended when it had just loaded the model")
+                raise WorkerLostError("the device worker ended right after it had loaded the model")
         except WorkerLostError as lost:
             self._load_lost(replica, lost)
-        except Exception as error:  # whatever it is, nobody may wait for a load that has ended
+        except Exception as error:  # whatever the error, no call may wait for a load that has ended
             if not isinstance(error, LockstepError):
-                log.error("a defect over the loading of %s", spec.source, exc_info=error)
+                log.error("internal error while loading %s", spec.source, exc_info=error)
                 error = NotLoadableError(f"{spec.source}: {error!r}")
-            await self._worker.unload(spec.key)  # what was loaded when something else failed is not kept
+            await self._worker.unload(spec.key)  # a model that loaded before a later step failed is unloaded
             self._load_failed(replica, error)
         else:
             replica.succeeded(loaded, self._clock())
@@ -374,7 +379,7 @@ class Replicas:
         replica.fail_waiting(UnavailableError(replica.absence, retry_after_s=delay_s))
 
     def _load_lost(self, replica: ReplicaState, error: WorkerLostError) -> None:
-        """Load it again as soon as there is a worker, unless its loads are what ends them."""
+        """Load the replica again as soon as there is a worker, unless its loads have ended too many workers."""
         if replica.lost(error):
             self._load_failed(replica, NotLoadableError(f"{error}, as {replica.num_lost - 1} times before"))
             return
@@ -389,25 +394,25 @@ class Replicas:
     async def _unload(self, replica: ReplicaState, reason: str) -> None:
         try:
             await self._worker.unload(replica.key)
-        except Exception:  # whatever it is, nobody may wait for room that is never told to be free
-            log.exception("a defect over the unloading of %s", replica.spec.source)
+        except Exception:  # whatever the error, waiting claims must see the room as free
+            log.exception("internal error while unloading %s", replica.spec.source)
         replica.makes_room_for = None
         self._move(replica, Phase.ABSENT, reason)
         self.pump()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that no one waits for; ended by `close`."""
+        """Run a task in the background; `close` cancels it."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def fail_all(self, error: LockstepError) -> None:
-        """End the wait of all calls with an error."""
+        """Fail all waiting calls with an error."""
         for replica in self._replicas.values():
             replica.fail_waiting(error)
 
     async def close(self) -> None:
-        """End what is under way; the worker is the caller's to close."""
+        """Cancel all tasks. The caller closes the worker."""
         self._closing = UnavailableError("the server is closing")
         self.fail_all(self._closing)
         if self._changed is not None:

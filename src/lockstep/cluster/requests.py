@@ -1,4 +1,5 @@
-"""Request handling: by one model, or by the entry model and the model that it routes to. Event loop only."""
+"""Request handling: serves a request by one model, or by the entry model and the model to which it routes. Event loop
+only."""
 
 from __future__ import annotations
 
@@ -25,27 +26,27 @@ from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, Qu
 from lockstep.worker.progress import LOADING, PLACE, CallProgress, CallStation
 
 MAX_WAIT_S = 300.0
-"""For a session and a replica, where the call has no deadline of its own."""
+"""Time limit in seconds for the wait for a session and a replica, for calls without a deadline."""
 MIN_DEADLINE_S = 1e-3
-"""Left to an engine, which then reports the deadline itself."""
+"""Shortest deadline in seconds passed to an engine, which then reports the timeout itself."""
 
 
 class _EntryAnswer(NamedTuple):
-    """The entry model's answer, and what follows from it."""
+    """Answer of the entry model and the resulting routing decision."""
 
     accepted: Accepted
     outputs: list[TokenOutput]
     hop: Hop
     target: Model | None
-    """Who answers; None: the entry's own answer stands."""
+    """Model that answers the request; None: the entry model's own answer is returned."""
 
 
 class RequestHandler:
-    """Takes requests through their hops: session, replica, prompt, worker, and the events of the answer.
+    """Runs requests through their hops: session, replica, prompt, worker, and the events of the answer.
 
     Args:
-        state: the models that there are now, and who computes for them.
-        clock: monotonic seconds.
+        state: current models and their workers.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, state: ClusterState) -> None:
@@ -55,7 +56,7 @@ class RequestHandler:
         self.num_open = 0
 
     async def stream(self, call: GenerationRequest, progress: CallProgress) -> EventStream:
-        """Answer a request, as `lockstep.cluster.cluster.Cluster.stream`."""
+        """Answer a request; see `lockstep.cluster.cluster.Cluster.stream`."""
         model, router = self._state.find(call.model), self._state.models.router
         call = _keyed(call)
         hops: tuple[Hop, ...] = ()
@@ -86,21 +87,22 @@ class RequestHandler:
     async def _route(
         self, router: Router, entry: Model, call: GenerationRequest, progress: CallProgress
     ) -> _EntryAnswer:
-        """Run the entry's hop to its end, and decide who answers after it. Its first step was that of the call."""
+        """Run the entry model's hop to its end and decide which model answers. The hop's first step was that of the
+        call."""
         started_s = self._clock()
         self._state.counters.router_hits += 1
         try:
             accepted, outputs = await self._entry_answer(router, entry, router.question(call), progress)
         except PromptTooLongError as error:
-            text = f"{entry.id} cannot read what it is to route: {error}; or name a model whose context is longer"
+            text = f"the prompt is too long for routing by {entry.id}: {error}; or name a model with a longer context"
             raise PromptTooLongError(text, param=error.param) from None
         answer = outputs[-1].request
-        assert answer is not None, "a stream ends with the whole answer"
-        models = self._state.models  # the manifest may have been replaced meanwhile; what holds now decides
+        assert answer is not None, "the last output of a stream has the whole answer"
+        models = self._state.models  # the manifest may have been replaced meanwhile; the current one decides
         decision = (models.router or router).decide(answer.text)
         target = None if decision.target is None else models.by_id.get(decision.target)
         if decision.target is not None and target is None:
-            raise UnavailableError(f"{decision.target} was just taken out of service; send the request again")
+            raise UnavailableError(f"{decision.target} was removed from the manifest meanwhile; send the request again")
         latency_s = self._clock() - started_s
         where = None if target is None else _qualified(target)
         hop = Hop(
@@ -132,7 +134,7 @@ class RequestHandler:
     async def _entry_answer(
         self, router: Router, entry: Model, question: GenerationRequest, progress: CallProgress
     ) -> tuple[Accepted, list[TokenOutput]]:
-        """Collect the entry's whole answer; promote what it will decide as soon as that is known."""
+        """Collect the entry model's whole answer. As soon as its target can be foreseen, start to load the target."""
         by_id = self._state.models.by_id
         hinted = (model.replica for model in by_id.values() if model.entry.promotes_on_intent)
         has_hints = any(replica is not None and replica.phase is Phase.ABSENT for replica in hinted)
@@ -165,19 +167,19 @@ class RequestHandler:
                 if model.remote is not None:
                     async with aclosing(model.remote.stream(call)) as stream:
                         async for events in stream:
-                            self._state.sessions.taken(call.session_id)
+                            self._state.sessions.accepted(call.session_id)
                             yield [replace(e, hops=hops) if isinstance(e, Accepted) else e for e in events]
                     return
                 assert model.replica is not None, "a model is local or remote"
                 request = await self._prepared(model, model.replica, call)
                 if request is None:
-                    continue  # the worker was lost before it knew of the call, which waits for the next one
+                    continue  # the worker was lost before it received the call, which waits for the next worker
                 key, loaded = model.replica.key, model.replica.loaded
-                assert loaded is not None, "whose calls are admitted was loaded"
-                with self._state.worker.asked(key, request) as mailbox:
+                assert loaded is not None, "calls are admitted only by a loaded replica"
+                with self._state.worker.open_mailbox(key, request) as mailbox:
                     mailbox.station = CallStation(progress, model.id, key, loaded.config, progress.clock())
                     outputs = await mailbox.take()
-                    self._state.sessions.taken(call.session_id)
+                    self._state.sessions.accepted(call.session_id)
                     yield (Accepted(model.id, tuple(request.prompt), hops),)  # type: ignore[arg-type]  # tokens by now
                     while True:
                         if outputs:
@@ -187,9 +189,9 @@ class RequestHandler:
                         outputs = await mailbox.take()
 
     async def _prepared(self, model: Model, replica: ReplicaState, call: GenerationRequest) -> GenerationRequest | None:
-        """Make a call the worker's request, with the time that it has left; None: that worker is gone."""
-        assert replica.loaded is not None, "whose calls are admitted was loaded"
-        assert replica.tokenizer is not None, "and its text side was read then"
+        """Convert a call to the worker's request, with the remaining deadlines; None: the worker was lost meanwhile."""
+        assert replica.loaded is not None, "calls are admitted only by a loaded replica"
+        assert replica.tokenizer is not None, "the tokenizer is read when a replica is loaded"
         began_s = self._clock()
         limits = [limit for limit in (call.deadline_s, call.queue_deadline_s) if limit is not None]
         try:
@@ -206,7 +208,7 @@ class RequestHandler:
     async def _admitted(
         self, model: Model, call: GenerationRequest, progress: CallProgress
     ) -> AsyncIterator[GenerationRequest]:
-        """Hold a session and a replica for the block, which gets the call with the time that it has left."""
+        """Hold a session and a replica during the block, and yield the call with its remaining deadlines."""
         began_s, session = self._clock(), call.session_id
         limits = (MAX_WAIT_S, call.deadline_s, call.queue_deadline_s)
         is_open = model.sessions.is_open(session) and (model.replica is None or model.replica.is_open)
@@ -233,10 +235,10 @@ class RequestHandler:
             model.sessions.leave(session)
 
     async def _enter(self, model: Model, session: str | None, progress: CallProgress | None = None) -> None:
-        """Take a session's place and a replica.
+        """Acquire a session slot and a replica.
 
         Args:
-            progress: records what is waited for; None: there is no wait.
+            progress: records what the call waits for; None: the call does not wait.
         """
         if progress is not None and not model.sessions.is_open(session):
             used, most = model.sessions.num_active, model.sessions.limit or 0
@@ -252,7 +254,7 @@ class RequestHandler:
             raise
 
     def _must_wait(self, model: Model, call: GenerationRequest) -> bool:
-        """True where a call would be neither taken nor refused at once."""
+        """True if a call would be neither served nor rejected at once."""
         if model.remote is not None:
             return isinstance(model.remote, RemoteModel) and model.remote.health().ready
         assert model.replica is not None, "a model is local or remote"
@@ -261,7 +263,7 @@ class RequestHandler:
         return not (model.replica.is_open and model.sessions.is_open(call.session_id))
 
     def _warm(self, model: Model) -> None:
-        """Promote the models that are named together with this one, once however many requests come."""
+        """Load the co-activated models of this one, once for any number of requests."""
         for other in self._state.models.warmed_by[model.id]:
             if other.replica is not None and self._state.replicas.warm(other.replica):
                 self._state.counters.co_activation_warms += 1
@@ -269,7 +271,8 @@ class RequestHandler:
 
 
 def _keyed(call: GenerationRequest) -> GenerationRequest:
-    """A call whose session is apart from those of other callers; InvalidParameterError: it names none."""
+    """Return a call whose session is separate from other callers' sessions; InvalidParameterError: the session id is
+    invalid."""
     check_session(call)
     if call.session_id is None:
         return call
@@ -277,14 +280,15 @@ def _keyed(call: GenerationRequest) -> GenerationRequest:
 
 
 def _owned(request: GenerationRequest, model: Model) -> GenerationRequest:
-    """A request of one of a model's sessions; where the model has no limit, the engine's own holds."""
+    """Return a request as one of the model's sessions. If the model has no session limit, the engine's limit
+    applies."""
     limit = model.sessions.limit
     most = request.max_active_sessions if limit is None else limit
     return replace(request, session_owner=model.id, max_active_sessions=most)
 
 
 def _shortened(call: GenerationRequest, waited_s: float) -> GenerationRequest:
-    """A request with deadlines that count from now."""
+    """Return a request whose deadlines count from now."""
     if call.deadline_s is None and call.queue_deadline_s is None:
         return call
     left = [
@@ -295,8 +299,8 @@ def _shortened(call: GenerationRequest, waited_s: float) -> GenerationRequest:
 
 
 def _too_late(model: Model, call: GenerationRequest, waited_s: float) -> LockstepError:
-    """The error of a call that has waited too long."""
-    what = f"{model.id} could not take the request within {waited_s:.1f} s"
+    """Error of a call that has waited too long."""
+    what = f"{model.id} could not start the request within {waited_s:.1f} s"
     if call.deadline_s is not None and waited_s >= call.deadline_s:
         return DeadlineError(what)
     if call.queue_deadline_s is not None and waited_s >= call.queue_deadline_s:

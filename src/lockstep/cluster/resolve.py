@@ -1,6 +1,6 @@
-"""Resolve a manifest's artifacts: sources opened and checked, distinguished by content, and their bytes counted.
+"""Artifact resolution: opens the sources of a manifest, identifies them by content, and counts their bytes.
 
-Reads files and may fetch them from the hub, so it runs on a thread of its own.
+It reads files and may download them from the hub, so it runs on its own thread.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from lockstep.hosts.values import GroupOptions
 from lockstep.worker.messages import Loaded
 
 DEFAULT_KV_BYTES = 512 * 1024**2
-"""Of a replica's KV pool, if nothing sets it; no pool is larger than it can use."""
+"""Size of a replica's KV pool if nothing sets it; a pool is never larger than its replica can use."""
 STUB_BLOCKS = 8192
-"""Of a stub, whose blocks hold nothing: enough for 16 whole contexts."""
+"""Number of KV blocks of a stub, whose blocks hold nothing: enough for 16 full contexts."""
 KEY_DIGITS = 12
 LoadProgress = Callable[[str, str, float], None]
-"""Called with a model's id, the stage to which its loading has come, and how much of that is done, 0 to 1."""
+"""Called with a model's id, the stage of its load, and the completed fraction of that stage, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A manifest whose models can be loaded."""
+    """Manifest whose models can be loaded."""
 
     manifest: Manifest
-    """As the backend serves it."""
+    """Manifest with the sources that the backend uses."""
     specs: Mapping[str, ReplicaSpec]
-    """By model id; none of remote ones."""
+    """Load specifications by model id; remote models have none."""
     needs: tuple[Need, ...]
-    """Of every model, in order of definition."""
+    """Needs of all models, in order of definition."""
     table: BudgetTable
 
 
@@ -63,22 +63,22 @@ def open_manifest(
     """Open every source that is not remote.
 
     Args:
-        manifest: as the backend serves it.
-        base: how models are loaded, where their own ``engine`` does not say otherwise.
-        held_bytes: what loaded models take already, and a manifest that replaces theirs may take anew.
-        progress: report about each source, under the first of its models, and while it comes from the hub.
-        is_alone: as `has_device_alone` of a manifest of which this is a part; None: it is whole.
+        manifest: manifest with the sources that the backend uses.
+        base: load options; a model's own ``engine`` block overrides them.
+        held_bytes: memory of the loaded models, which a replacing manifest may reuse.
+        progress: reports each source, and its download from the hub, under the first of its models.
+        is_alone: result of `has_device_alone` for the whole manifest, if this is a part of it; None: it is whole.
 
     Raises:
         ArtifactError: a source cannot be served; the message names the model.
-        ConfigError: a remote model says not where it is, or an ``engine`` cannot work with its model or this machine.
-        ChatTemplateError: a ``chat_template`` is not Jinja, or fails on every conversation.
+        ConfigError: a remote model has no base URL, or an ``engine`` block does not suit its model or this machine.
+        ChatTemplateError: a ``chat_template`` is not valid Jinja, or fails for every conversation.
     """
     for entry in manifest.entries:
         if entry.tier is Tier.REMOTE and entry.remote is None:
             raise ConfigError(
-                f"{entry.id}: a remote model needs remote.base_url under the backend auto; "
-                "give it, or serve with --backend stub or pocket"
+                f"{entry.id}: a remote model needs remote.base_url with --backend auto; "
+                "set it, or use --backend stub or pocket"
             )
     first_ids = {entry.source: entry.id for entry in reversed(manifest.entries) if entry.tier is not Tier.REMOTE}
     sources = {source: Source.open(source, base, first_ids[source], progress) for source in sorted(first_ids)}
@@ -88,10 +88,10 @@ def open_manifest(
 def weigh(
     manifest: Manifest, sources: Mapping[str, Source], base: LoadOptions, held_bytes: int, is_alone: bool
 ) -> Opened:
-    """Decide how each model is loaded, and what it takes of which budget; as `open_manifest`.
+    """Decide how each model is loaded, and how much it needs of each budget; see `open_manifest`.
 
     Args:
-        sources: of all its models that are not remote, opened.
+        sources: opened sources of all models that are not remote.
     """
     engine = replace(base.engine, order=base.engine.order or "priority")
     num_replicas = sum(_group_of(manifest, source).num for source in sources)
@@ -115,11 +115,11 @@ def weigh(
     return Opened(manifest, specs, needs, check(needs, budgets))
 
 
-def here(manifest: Manifest) -> Manifest:
-    """The part of a manifest whose sources are on this machine, or should be; what is left out must be fetched.
+def local_part(manifest: Manifest) -> Manifest:
+    """Return the part of a manifest that needs no download. A source whose files are missing locally stays in it.
 
     Args:
-        manifest: as the backend serves it.
+        manifest: manifest with the sources that the backend uses.
     """
     return replace(
         manifest,
@@ -128,10 +128,10 @@ def here(manifest: Manifest) -> Manifest:
 
 
 def must_be_fetched(source: str, *, is_online: bool = True) -> bool:
-    """True where a source is on the hub, and not beyond doubt on this machine.
+    """True if a source is on the hub and is not certainly cached on this machine.
 
     Args:
-        is_online: as in `lockstep.artifacts.hub.cache.find_cached`.
+        is_online: see `lockstep.artifacts.hub.cache.find_cached`.
     """
     from lockstep.artifacts.hub.cache import find_cached
 
@@ -140,7 +140,8 @@ def must_be_fetched(source: str, *, is_online: bool = True) -> bool:
 
 
 def on_hub(source: str) -> HubSource | None:
-    """The repository that a source names, decided as opening it does; None: it is a path, embedded or a stub."""
+    """Hub repository that a source names, decided as when it is opened; None: the source is a path, embedded or a
+    stub."""
     if source.startswith(HUB):
         return parse_hub_source(source)
     if "://" in source or source.endswith((".gguf", ".safetensors")):
@@ -148,24 +149,24 @@ def on_hub(source: str) -> HubSource | None:
     try:
         path = Path(source).expanduser()
         is_path = path.exists() or path.parent.exists()
-    except (OSError, RuntimeError):  # RuntimeError: "~user" of no user
+    except (OSError, RuntimeError):  # RuntimeError: "~user" names no user
         return None
     return None if is_path else match_hub_source(source)
 
 
 def has_device_alone(manifest: Manifest) -> bool:
-    """True if there is one replica, and no budget: it shares with none, so its pool has the size that its load
-    finds room for, and nothing bounds it but what loading itself refuses."""
+    """True if there is one replica and no budget. Its KV pool then takes the free memory that its load finds, and only
+    the load itself limits it."""
     replicas = {(entry.source, entry.variant) for entry in manifest.entries if entry.tier is not Tier.REMOTE}
     return len(replicas) == 1 and manifest.resources == Resources() and manifest.hosts is None
 
 
 def machine_of(manifest: Manifest, held_bytes: int = 0) -> Machine | None:
-    """The machine that budgets are cut to; None: nothing is cut, as sizes are fictitious, nobody shares, or the budgets
-    are those of several hosts together, each of which Ray fills no further than it goes.
+    """Machine to whose memory budgets are reduced; None: budgets are not reduced. That is so if sizes are fictitious,
+    if there is only one replica, or if the budgets span several hosts, each of which Ray fills up to its own memory.
 
     Args:
-        manifest: as the backend serves it.
+        manifest: manifest with the sources that the backend uses.
     """
     is_real = any(not entry.source.startswith(STUB) for entry in manifest.entries if entry.tier is not Tier.REMOTE)
     is_shared = is_real and not has_device_alone(manifest) and manifest.hosts is None
@@ -173,10 +174,10 @@ def machine_of(manifest: Manifest, held_bytes: int = 0) -> Machine | None:
 
 
 def corrected(opened: Opened, loaded: Mapping[str, Loaded]) -> Opened:
-    """Weigh the same by what loads have measured.
+    """Check the needs again with the sizes that loads have measured.
 
     Args:
-        loaded: what the last loads of replicas measured, by key.
+        loaded: measurements of the last loads of replicas, by key.
     """
 
     def weighed(need: Need) -> Need:
@@ -198,13 +199,13 @@ class Source:
     fingerprint: str
     file_bytes: int
     parts: Any
-    """Reads the text side."""
+    """Function that reads the tokenizer's parts."""
     max_model_len: int
     is_stub: bool
 
     @classmethod
     def open(cls, source: str, base: LoadOptions, model: str = "", progress: LoadProgress | None = None) -> Source:
-        """Open a source, and report so under a model's id; ArtifactError: it cannot be served."""
+        """Open a source and report its progress under a model's id; ArtifactError: it cannot be served."""
         if source.startswith(STUB):
             stub = StubOptions.parse(source)
             read_answers(stub)
@@ -226,8 +227,8 @@ class Source:
         )
 
     def options(self, entry: Entry, base: LoadOptions, is_alone: bool) -> LoadOptions:
-        """Options by which a model of this source is loaded. What its load would refuse in the end is refused here, as
-        far as it is known now; a stub's pool is a fiction, and counted in blocks."""
+        """Options with which a model of this source is loaded. Whatever is known to make the load fail is rejected
+        here. The KV pool of a stub is fictitious and counted in blocks."""
         engine = base.engine
         if self.is_stub and engine.num_blocks is None and not is_alone:
             engine = replace(engine, num_blocks=STUB_BLOCKS)
@@ -254,7 +255,8 @@ class Source:
 
 
 def _with_pools(engine: EngineOptions, resources: Resources, num_replicas: int) -> EngineOptions:
-    """Pools of sizes that are known beforehand: each replica's share of the budgets. The operator's numbers stay."""
+    """Set pool sizes to each replica's share of the budgets, so that they are known in advance. Sizes that the operator
+    set stay."""
 
     def share(given: int | None, budget_bytes: int | None, default_bytes: int) -> int:
         if given is not None:
@@ -269,7 +271,7 @@ def _with_pools(engine: EngineOptions, resources: Resources, num_replicas: int) 
 
 
 def _group_of(manifest: Manifest, source: str, variant: str | None = None) -> GroupOptions:
-    """Replicas of a source, or of one variant of it, on all hosts together."""
+    """Group options of a source, or of one variant of it, on all hosts together."""
     hosts = manifest.hosts
     if hosts is None:
         return GroupOptions()
@@ -279,17 +281,17 @@ def _group_of(manifest: Manifest, source: str, variant: str | None = None) -> Gr
 
 
 def _spec(entry: Entry, source: Source, options: LoadOptions, footprint: Footprint, group: GroupOptions) -> ReplicaSpec:
-    """The load of an entry. On several hosts its key includes the placement of the group, so that a manifest which
-    changes that places another group beside the old one, and the old one is drained."""
+    """Load specification of an entry. With several hosts its key includes the group's placement: a manifest that
+    changes it creates a new group, and the old group is drained."""
     own = (source.fingerprint, entry.variant)
     placed = (group.num, sorted(group.resources.items()), group.spread, group.policy.value, group.max_imbalance)
     facts = own if group == GroupOptions() else (*own, *placed)
     digest = hashlib.blake2b(repr(facts).encode()).hexdigest()[:KEY_DIGITS]
 
     def measure(loaded: Loaded) -> int:
-        if source.is_stub:  # its weights are a fiction
+        if source.is_stub:  # its weights are fictitious
             return footprint.resident_bytes
-        assert loaded.weights_bytes is not None, "only a stub's are a fiction"
+        assert loaded.weights_bytes is not None, "only a stub has no measured weights"
         weights = loaded.weights_bytes
         return group.num * (weights + loaded.config.num_blocks * loaded.geometry.bytes_per_block)
 

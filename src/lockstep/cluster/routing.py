@@ -1,4 +1,4 @@
-"""Routing: what a request becomes at each of its hops. Pure: requests and answers in, requests and decisions out."""
+"""Routing: builds the request of each hop, and decides which model answers next. Pure."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Meaning of the entry model's answer."""
+    """Routing decision that follows from the entry model's answer."""
 
     intent: str | None
-    """What was read from it; None: nothing."""
+    """Value read from the answer; None: no value was found."""
     target: str | None
-    """Id of who answers next; None: the answer stands."""
+    """Id of the model that answers next; None: the entry model's answer is returned."""
     is_fallback: bool = False
-    """The target is the fallback, as the rule names no model."""
+    """True if the target is the fallback because the rule selects no model."""
 
 
 class Router:
-    """The routing of one manifest, with what follows from it worked out once."""
+    """Routing of one manifest, with derived values computed once."""
 
     def __init__(self, manifest: Manifest, routing: Routing) -> None:
         self.entry = routing.entry
@@ -46,19 +46,19 @@ class Router:
             constraint=Constraint.choice(choices),
         )
         self._decisions = {choice: self._decided(choice) for choice in choices}
-        """What the entry may say, and what it means."""
-        self._meanings = tuple((choice, decision.target) for choice, decision in self._decisions.items())
+        """Decision for each answer that the entry model may give."""
+        self._targets = tuple((choice, decision.target) for choice, decision in self._decisions.items())
 
     @staticmethod
     def of(manifest: Manifest) -> Router | None:
-        """None: no request is routed."""
+        """Return the routing of a manifest; None: requests are not routed."""
         return None if manifest.routing is None else Router(manifest, manifest.routing)
 
     def question(self, call: GenerationRequest) -> GenerationRequest:
-        """The entry model's part of a call: greedy, and only an id of the rule, or none of them.
+        """Request for the entry model's hop: greedy, and constrained to the words of the rule.
 
         Raises:
-            InvalidParameterError: the prompt is tokens, which mean something to one model only.
+            InvalidParameterError: the prompt is token ids, which are valid for one model only.
         """
         return replace(
             call,
@@ -71,7 +71,7 @@ class Router:
         )
 
     def decide(self, answer: str) -> Decision:
-        """Decide who answers next."""
+        """Decide which model answers next."""
         return self._decisions.get(answer) or self._decided(answer)
 
     def _decided(self, answer: str) -> Decision:
@@ -82,13 +82,14 @@ class Router:
         return Decision(value, self._fallback, is_fallback=self._fallback is not None)
 
     def foresee(self, beginning: str) -> str | None:
-        """Foresee who will answer next, as soon as the beginning of the entry's answer leaves one target only."""
-        possible = {target for choice, target in self._meanings if choice.startswith(beginning)}
+        """Target of the routing decision, as soon as the beginning of the entry's answer determines it; None: it does
+        not yet."""
+        possible = {target for choice, target in self._targets if choice.startswith(beginning)}
         return possible.pop() if beginning and len(possible) == 1 else None
 
 
 def addressed(call: GenerationRequest, entry: Entry) -> GenerationRequest:
-    """A call as one model is to answer it: its persona, its sampling where the call sets none, its priority."""
+    """Return a call with a model's persona, its priority, and its sampling defaults where the call sets none."""
     return replace(
         call,
         model=entry.id,
@@ -99,14 +100,14 @@ def addressed(call: GenerationRequest, entry: Entry) -> GenerationRequest:
 
 
 def _with_persona(prompt: Prompt, entry: Entry) -> Prompt:
-    """Only conversations have room for a persona; a plain prompt is the caller's own."""
+    """Add the persona to a conversation; a plain prompt stays as it is."""
     words = entry.system_prompt
     if words is None or not isinstance(prompt, Conversation):
         return prompt
     own: Mapping[str, Any] = {"role": "system", "content": words}
     messages: Sequence[Mapping[str, Any]] = prompt.messages
     if entry.persona is Persona.SUFFIX:
-        last = len(messages) - prompt.continue_final  # what is gone on with stays the last
+        last = len(messages) - prompt.continue_final  # a message to be continued stays last
         return replace(prompt, messages=[*messages[:last], own, *messages[last:]])
     first = messages[0] if messages else {}
     if first.get("role") == "system" and isinstance(first.get("content"), str):
@@ -130,5 +131,5 @@ def _conversation(prompt: Prompt) -> Conversation:
     if isinstance(prompt, str):
         return Conversation([{"role": "user", "content": prompt}], reasoning="off")
     raise InvalidParameterError(
-        "the prompt is token ids, which mean something to one model only; name a model, or send text", param="prompt"
+        "the prompt is token ids, which are valid for one model only; name a model, or send text", param="prompt"
     )

@@ -1,7 +1,7 @@
-"""Session locations: the KV that the worker and its store hold of each session, read on demand.
+"""Session locations: queries which KV the worker and its store hold for each session, on demand.
 
-Events alone do not tell: stores evict blocks when others need the room, the device releases pinned blocks before a
-request waits, and a new worker starts with the files of the one before it. Event loop only.
+Events alone are not enough: stores evict blocks when space is needed, the device releases pinned blocks before a
+request waits, and a new worker starts with the files of the previous one. Event loop only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lockstep.worker.supervised import SupervisedWorker
 
 
 class SessionLocations:
-    """Asks where sessions are, one question at a time however many want to know.
+    """Query of session locations; concurrent callers share one query.
 
     Args:
-        models: those that there are, by id.
-        has_store: whether KV that leaves the device is kept.
+        models: returns the current models, by id.
+        has_store: returns whether KV that leaves the device is stored.
     """
 
     def __init__(
@@ -36,18 +36,19 @@ class SessionLocations:
         self._sessions = sessions
         self._models = models
         self._has_store = has_store
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
-        """The next query, which answers every caller that came after the running one began."""
+        """Next query; it serves all callers that arrived after the running query started."""
 
     async def find(self) -> None:
-        """Bring what is known of each session up to date; where the worker does not answer, it is unknown."""
+        """Update the stored and retained tokens of each session. If the worker does not answer, the stored tokens are
+        unknown."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._find())
         await asyncio.shield(self._next)
 
     async def _find(self) -> None:
-        async with self._turn:
+        async with self._lock:
             self._next = None
             if not self._sessions.by_id:
                 return
@@ -59,10 +60,10 @@ class SessionLocations:
             environments = [_environment_of(each) for each in loaded.values()]
             on_device, kept = await self._worker.session_locations(environments)
             if on_device is not None:
-                self._note_device(on_device)
-            self._note_kept(kept, {key: (index, each) for index, (key, each) in enumerate(loaded.items())})
+                self._update_device(on_device)
+            self._update_stored(kept, {key: (index, each) for index, (key, each) in enumerate(loaded.items())})
 
-    def _note_device(self, report: SessionsReport) -> None:
+    def _update_device(self, report: SessionsReport) -> None:
         by_id = self._sessions.by_id
         for session in by_id.values():
             session.kept_tokens.clear()
@@ -71,8 +72,8 @@ class SessionLocations:
                 if each.session_id in by_id and each.num_tokens:
                     by_id[each.session_id].kept_tokens[each.owner] = each.num_tokens
 
-    def _note_kept(self, report: KeptReport | None, loaded: Mapping[str, tuple[int, Loaded]]) -> None:
-        """Note what the store has, by models whose blocks it would be."""
+    def _update_stored(self, report: KeptReport | None, loaded: Mapping[str, tuple[int, Loaded]]) -> None:
+        """Update the stored tokens of each session, by model."""
         known, by_id = None if report is None else report.sessions, self._sessions.by_id
         for session in by_id.values():
             session.is_stored_known = known is not None or not self._has_store()

@@ -1,6 +1,8 @@
-"""Sessions: conversations that keep their KV, how many a model may hold on the device, who waits, and who gives way.
+"""Sessions: tracks conversations whose KV is retained, limits how many a model holds on the device, and selects which
+wait or are evicted.
 
-A request without a session id is a session of its own that ends with it. Event loop only; times are values.
+A request without a session id forms its own session, which ends with it. Event loop only; times are passed in as
+values.
 """
 
 from __future__ import annotations
@@ -16,50 +18,51 @@ from lockstep.cluster.snapshot import KVLocation, SessionSnapshot
 from lockstep.errors import LockstepError, QueueFullError
 
 MAX_SESSIONS = 4096
-"""That are remembered; beyond it the least recently used idle one is forgotten."""
+"""Maximum number of sessions that are remembered; beyond it the least recently used idle one is forgotten."""
 MAX_WAITING_SESSIONS = 1024
-"""Requests that wait for one model's sessions; more are refused."""
+"""Maximum number of requests that wait for one model's sessions; further ones are rejected."""
 _SEPARATOR = "\0"
-"""Between a caller, whose name has none, and an id, which may be anything."""
+"""Separator of caller and id in a key. A caller's name never contains it; an id may."""
 
 
 class SessionName(NamedTuple):
-    """Name of a conversation: callers do not share one, however they call it."""
+    """Name of a session: callers have separate sessions even under the same id."""
 
     caller: str
-    """Name of its API key; empty: there was none."""
+    """Name of the caller's API key; empty: the request had no key."""
     id: str
-    """The client's name for it."""
+    """Session id that the client sent."""
 
     @property
     def key(self) -> str:
-        """Both in one text, by which sessions are known here and at the worker; without a caller mostly the id."""
+        """Caller and id as one string, under which the cluster and the worker store the session. Without a caller it is
+        usually the id."""
         return f"{self.caller}{_SEPARATOR}{self.id}" if self.caller or _SEPARATOR in self.id else self.id
 
     @classmethod
     def of(cls, key: str) -> SessionName:
-        """The name that a key was made of."""
+        """Parse a key into the name from which it was built."""
         caller, separator, id_ = key.partition(_SEPARATOR)
         return cls(caller, id_) if separator else cls("", key)
 
 
 class StoredTokens(NamedTuple):
-    """Tokens of a session that are kept outside of the device."""
+    """Tokens of a session that are stored outside of the device."""
 
     total: int
     host: int
     disk: int
-    """Some may be in host memory as well."""
+    """Tokens on disk; some of them may also be in host memory."""
 
     @property
     def has_place(self) -> bool:
-        """False if a worker has reported only their number."""
+        """False if the worker has reported only the total."""
         return bool(self.host or self.disk or not self.total)
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One named conversation."""
+    """One named session."""
 
     id: str
     """Key of its name."""
@@ -69,17 +72,17 @@ class Session:
     num_requests: int = 0
     num_active: int = 0
     kept_tokens: dict[str, int] = field(default_factory=dict)
-    """By model: tokens of its last prompt that are kept on the device."""
+    """By model: tokens of its last prompt that are retained on the device."""
     stored: dict[str, StoredTokens] = field(default_factory=dict)
-    """By model: tokens of its last prompt that are kept in host memory or on disk."""
+    """By model: tokens of its last prompt that are stored in host memory or on disk."""
     is_stored_known: bool = True
-    """Whether the present worker has reported it."""
+    """True if the current worker has reported the stored tokens."""
     is_held: bool = True
-    """At least one model holds it."""
-    is_taken: bool = False
-    """A model has taken a request of it, now or before this server."""
+    """True if at least one model holds the session on the device."""
+    is_accepted: bool = False
+    """True if a model has accepted a request of the session, now or before this server started."""
     is_evicted: bool = False
-    """A model has given up its KV since its last request."""
+    """True if a model has evicted its KV since its last request."""
 
     def snapshot(self, now_s: float) -> SessionSnapshot:
         stored = StoredTokens(*map(sum, zip((0, 0, 0), *self.stored.values(), strict=True)))
@@ -116,18 +119,19 @@ class ModelSessions:
     """Sessions whose KV one model holds.
 
     Args:
-        limit: how many may be held at once; None: no request waits, and `MAX_SESSIONS` named ones are held when idle.
-        on_swept: called with the idle session that gave way.
+        limit: maximum number of sessions held at once; None: no request waits, and up to `MAX_SESSIONS` idle named
+            sessions are held.
+        on_evicted: called with the idle session that was evicted for another one.
     """
 
-    def __init__(self, limit: int | None, on_swept: Callable[[str], None]) -> None:
+    def __init__(self, limit: int | None, on_evicted: Callable[[str], None]) -> None:
         self.limit = limit
-        self._on_swept = on_swept
+        self._on_evicted = on_evicted
         self._num_ephemeral = 0
         self._active: dict[str, int] = {}
-        """Requests in flight by named session."""
+        """Number of open requests by named session."""
         self._idle: dict[str, None] = {}
-        """Least recently used first."""
+        """Idle sessions, least recently used first."""
         self._waiting: deque[tuple[asyncio.Future[None], str | None]] = deque()
 
     @property
@@ -143,35 +147,35 @@ class ModelSessions:
         return len(self._waiting)
 
     def is_open(self, session: str | None) -> bool:
-        """True where a request of a session may run at once."""
+        """True if a request of the session may run at once."""
         return not self._waiting and self._has_room(session)
 
     async def enter(self, session: str | None) -> None:
-        """Wait until a request of a session may run; every one leaves by `leave`.
+        """Wait until a request of a session may run; each successful call is paired with a call of `leave`.
 
         Raises:
-            QueueFullError: too many wait already.
+            QueueFullError: too many requests wait already.
         """
         if self.is_open(session):
             self._take(session)
             return
         if len(self._waiting) >= MAX_WAITING_SESSIONS:
             raise QueueFullError(f"{MAX_WAITING_SESSIONS} requests already wait for this model's sessions")
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = (turn, session)
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = (slot, session)
         self._waiting.append(waiter)
         try:
-            await turn
+            await slot
         except asyncio.CancelledError:
-            if not turn.cancelled() and turn.done() and turn.exception() is None:
+            if not slot.cancelled() and slot.done() and slot.exception() is None:
                 self.leave(session)
-            elif waiter in self._waiting:  # else somebody left meanwhile, and it was passed over
+            elif waiter in self._waiting:  # otherwise it was removed from the queue meanwhile
                 self._waiting.remove(waiter)
-                self._next()  # whoever stood behind it may have had room all the while
+                self._next()  # requests behind it may have had room all along
             raise
 
     def leave(self, session: str | None) -> None:
-        """Let a request go that has ended; a named session stays as an idle one."""
+        """Record the end of a request; a named session stays held as an idle one."""
         if session is None:
             self._num_ephemeral -= 1
         elif self._active[session] > 1:
@@ -185,7 +189,7 @@ class ModelSessions:
         return session in self._active or session in self._idle
 
     def drop(self, session: str) -> bool:
-        """Give up an idle session's KV; returns True where it was held."""
+        """Evict an idle session; returns True if it was held."""
         is_held = session in self._idle
         self._idle.pop(session, None)
         if is_held:
@@ -193,16 +197,16 @@ class ModelSessions:
         return is_held
 
     def resize(self, limit: int | None) -> None:
-        """Set another limit, for who comes from now on; who waits may have room now."""
+        """Set a new limit. It applies to new requests, and waiting requests may run now."""
         self.limit = limit
         self._next()
 
     def fail_all(self, error: LockstepError) -> None:
-        """End the wait of all with an error."""
+        """Fail all waiting requests with an error."""
         while self._waiting:
-            turn, _ = self._waiting.popleft()
-            if not turn.done():
-                turn.set_exception(error)
+            slot, _ = self._waiting.popleft()
+            if not slot.done():
+                slot.set_exception(error)
 
     def _has_room(self, session: str | None) -> bool:
         limit = self.limit
@@ -210,7 +214,7 @@ class ModelSessions:
 
     @property
     def _num_excess(self) -> int:
-        """Sessions that are held beyond the limit; without one, idle ones beyond `MAX_SESSIONS`."""
+        """Number of sessions held beyond the limit; without a limit, idle ones beyond `MAX_SESSIONS`."""
         return len(self._idle) - MAX_SESSIONS if self.limit is None else self.num_held - self.limit
 
     def _take(self, session: str | None) -> None:
@@ -222,25 +226,25 @@ class ModelSessions:
         while self._idle and self._num_excess > 0:
             oldest = next(iter(self._idle))
             del self._idle[oldest]
-            self._on_swept(oldest)
+            self._on_evicted(oldest)
 
     def _next(self) -> None:
         while self._waiting and self._has_room(self._waiting[0][1]):
-            turn, session = self._waiting.popleft()
-            if not turn.done():
+            slot, session = self._waiting.popleft()
+            if not slot.done():
                 self._take(session)
-                turn.set_result(None)
+                slot.set_result(None)
 
 
-class SessionNews(NamedTuple):
-    """Change of a session at one gateway, for all others; clocks differ, so that it holds ages."""
+class SessionUpdate(NamedTuple):
+    """Update of a session at one gateway, for all other gateways. It contains ages, as the hosts' clocks differ."""
 
     id: str
     model: str
     age_s: float
     idle_s: float
     num_requests: int
-    """Since the last report."""
+    """Number of requests since the last report."""
     is_ended: bool = False
 
 
@@ -248,24 +252,24 @@ class Sessions:
     """All sessions of a cluster: named ones, and those of requests without a session id.
 
     Args:
-        is_shared: whether other gateways have sessions of the same models, and are informed of these.
+        is_shared: whether other gateways serve the same models and receive updates about these sessions.
     """
 
     def __init__(self, is_shared: bool = False) -> None:
         self.by_id: dict[str, Session] = {}
-        """Named ones, least recently used first."""
+        """Named sessions by key, least recently used first."""
         self._num_ephemeral = 0
         self._is_shared = is_shared
-        self._untold: dict[str, int] = {}
-        """Sessions that have changed since the last report, and their requests since then."""
+        self._unreported: dict[str, int] = {}
+        """Number of requests since the last report, by session that has changed since then."""
 
     @property
     def num_live(self) -> int:
-        """Sessions whose requests are being answered, or whose KV is held."""
+        """Number of sessions with open requests or with KV on the device."""
         return self._num_ephemeral + sum(bool(each.num_active or each.is_held) for each in self.by_id.values())
 
     def begin(self, id_: str | None, model: str, now_s: float) -> bool:
-        """Note a request of a session; returns True where it is a new one with a name."""
+        """Count a request of a session; returns True if this creates a named session."""
         if id_ is None:
             self._num_ephemeral += 1
             return False
@@ -281,33 +285,34 @@ class Sessions:
         self._change(id_, 1)
         return is_new
 
-    def taken(self, id_: str | None) -> None:
-        """Note that a model has taken a request of a session."""
+    def accepted(self, id_: str | None) -> None:
+        """Record that a model has accepted a request of a session."""
         if (session := self.by_id.get(id_ or "")) is not None:
-            session.is_taken = True
+            session.is_accepted = True
 
     def store(self, id_: str, model: str, stored: StoredTokens, now_s: float) -> None:
-        """Note what a model keeps of a session outside of the device, as it is of one that ran before this server."""
+        """Record the tokens of a session that a model stores outside of the device. The session may predate this
+        server."""
         session = self.by_id.get(id_)
         if session is None and stored.total and len(self.by_id) < MAX_SESSIONS:
-            session = self.by_id[id_] = Session(id_, model, now_s, now_s, is_held=False, is_taken=True)
+            session = self.by_id[id_] = Session(id_, model, now_s, now_s, is_held=False, is_accepted=True)
         if session is not None:
             session.stored[model] = stored
 
     def forget_refused(self, id_: str) -> bool:
-        """Forget a session of which nothing was ever taken; returns False where something was, or is being answered."""
+        """Forget a session if no request of it was ever accepted and none is open; returns whether it was forgotten."""
         session = self.by_id.get(id_)
-        if session is None or session.is_taken or session.num_active:
+        if session is None or session.is_accepted or session.num_active:
             return False
         del self.by_id[id_]
         return True
 
     def end(self, id_: str | None, now_s: float) -> None:
-        """Note the end of a request, whatever became of it."""
+        """Count the end of a request, whatever its result."""
         if id_ is None:
             self._num_ephemeral -= 1
         elif (session := self.by_id.get(id_)) is not None:
-            session.num_active = max(0, session.num_active - 1)  # one that was ended and began anew counts its own
+            session.num_active = max(0, session.num_active - 1)  # a session that was ended and recreated counts its own
             session.last_used_s = now_s
             self._change(id_, 0)
 
@@ -319,24 +324,25 @@ class Sessions:
     # -- other gateways -----------------------------------------------------------------------------------------------
 
     def _change(self, id_: str, num_requests: int) -> None:
-        if self._is_shared and (id_ in self._untold or len(self._untold) < MAX_SESSIONS):
-            self._untold[id_] = self._untold.get(id_, 0) + num_requests
+        if self._is_shared and (id_ in self._unreported or len(self._unreported) < MAX_SESSIONS):
+            self._unreported[id_] = self._unreported.get(id_, 0) + num_requests
 
-    def news(self, now_s: float) -> tuple[SessionNews, ...]:
-        """Changes since the last report."""
-        untold, self._untold = self._untold, {}
+    def take_updates(self, now_s: float) -> tuple[SessionUpdate, ...]:
+        """Return the updates since the last report."""
+        unreported, self._unreported = self._unreported, {}
         found = []
-        for id_, num_requests in untold.items():
+        for id_, num_requests in unreported.items():
             session = self.by_id.get(id_)
             if session is None:
-                found.append(SessionNews(id_, "", 0.0, 0.0, num_requests, is_ended=True))
+                found.append(SessionUpdate(id_, "", 0.0, 0.0, num_requests, is_ended=True))
                 continue
             idle_s = 0.0 if session.num_active else now_s - session.last_used_s
-            found.append(SessionNews(id_, session.model, now_s - session.began_s, idle_s, num_requests))
+            found.append(SessionUpdate(id_, session.model, now_s - session.began_s, idle_s, num_requests))
         return tuple(found)
 
-    def hear(self, news: Iterable[SessionNews], now_s: float) -> None:
-        """Take over what others tell: who comes back to a session here finds it, and its KV is not given up as idle."""
+    def apply_updates(self, news: Iterable[SessionUpdate], now_s: float) -> None:
+        """Apply updates from other gateways, so that a session that continues here is found and its KV is not evicted
+        as idle."""
         for each in news:
             session = self.by_id.get(each.id)
             if each.is_ended:
@@ -347,12 +353,13 @@ class Sessions:
                 if len(self.by_id) >= MAX_SESSIONS:
                     continue
                 began_s, used_s = now_s - each.age_s, now_s - each.idle_s
-                session = self.by_id[each.id] = Session(each.id, each.model, began_s, used_s, is_taken=True)
+                session = self.by_id[each.id] = Session(each.id, each.model, began_s, used_s, is_accepted=True)
             session.num_requests += each.num_requests
             session.last_used_s = max(session.last_used_s, now_s - each.idle_s)
 
     def idle(self, limits: SessionLimits, now_s: float) -> list[Session]:
-        """Sessions whose KV may be evicted, as they are idle for long; those beyond the limit are forgotten."""
+        """Sessions that have been idle long enough for their KV to be evicted. Sessions beyond `MAX_SESSIONS` are
+        forgotten."""
         excess = len(self.by_id) - MAX_SESSIONS
         for session in list(self.by_id.values())[: max(0, excess)]:
             if not session.num_active and not session.is_held:

@@ -1,4 +1,5 @@
-"""Live cluster state: models, replicas, sessions, and the events of their transitions."""
+"""Live cluster state: holds the models, replicas and sessions of a cluster, and emits the events of their
+transitions."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from lockstep.cluster.recorded import RecordedBackend, RecordedModel
 from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replica_state import FAILED, STANDBY, ReplicaState
 from lockstep.cluster.replicas import LOST, Replicas
-from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device_alone, here, open_manifest
+from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device_alone, local_part, open_manifest
 from lockstep.cluster.route_recorder import RouteRecorder
 from lockstep.cluster.session_locations import SessionLocations
 from lockstep.cluster.sessions import ModelSessions, Session, SessionName, Sessions, StoredTokens
@@ -45,13 +46,14 @@ from lockstep.worker.supervised import Notice, SupervisedWorker
 log = logging.getLogger(__name__)
 
 MAX_TRANSITIONS = 256
-"""That are remembered."""
+"""Number of transitions that are kept for snapshots."""
 DRAIN_S = 10.0
-"""For calls to what goes; then they are cut."""
+"""Time in seconds that open calls get to finish before a replica is unloaded; after it they are aborted."""
 REPLACED = "replaced"
-"""Why a replica goes that the manifest does not have any more."""
+"""Reason of the unload of a replica that a new manifest no longer declares."""
 LRU_REASONS = ("room", "idle")
-"""Why an idle session gives up its KV, least recently used first; else it goes with the model or worker that has it."""
+"""Reasons that evict the least recently used idle session. For any other reason a session's KV goes together with the
+model or worker that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,42 +62,42 @@ class ClusterOptions:
 
     backend: Backend | OneModel | RecordedBackend = Backend.AUTO
     load: LoadOptions = field(default_factory=LoadOptions)
-    """Of every model, unless its own ``engine`` sets something else."""
+    """Load options of every model; the model's own ``engine`` block overrides them."""
     worker: WorkerOptions = field(default_factory=WorkerOptions)
     policy: PlanPolicy = field(default_factory=PlanPolicy)
     drain_s: float = DRAIN_S
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Where the keys of remote models are looked up."""
+    """Environment variables from which the API keys of remote models are read."""
     kv: KVStoreOptions = field(default_factory=KVStoreOptions)
-    """Where KV is kept outside of the device; a manifest's budgets go before these."""
+    """Options of the KV store outside of the device; the manifest's budgets override them."""
     folder: Path | None = None
-    """Where the operator's manifest lies: of the models there, any may be named over HTTP."""
+    """Directory of the operator's manifest. Manifests sent over HTTP may name any model in it."""
     open_controller: OpenController = ray_controller
-    """Finds or starts the controller of a cluster on several hosts."""
+    """Function that finds or starts the controller of a cluster on several hosts."""
     is_fixed: bool = False
-    """Requests may read it and not change it: it was made of a command line, without a file."""
+    """True if the manifest was built from command-line flags. HTTP requests may read it but not change it."""
 
 
 class ClusterState:
-    """Models that calls go to, and the replicas under them. Changed by booting, by reloading, and by hand.
+    """Current models of a cluster and the replicas that serve them. Startup, reloads and management requests change it.
 
     Args:
-        manifest: what will be served at first.
+        manifest: the first manifest to serve.
     """
 
     def __init__(self, options: ClusterOptions, manifest: Manifest) -> None:
         self.options = options
         self.now_s = options.worker.clock
         self.models = ModelSet(manifest, served_by(manifest, options.backend), _unopened)
-        """The models that calls go to, or will when they have been opened."""
+        """Models that serve calls, or will serve them once their artifacts are opened."""
         self.sessions = Sessions(is_shared=manifest.hosts is not None)
         trace = options.worker.trace
         self._routes = None if trace is None or manifest.hosts is None else RouteRecorder(trace)
         self.hosts: MultiHostBackend | None = None
-        """Where the models are on several hosts; None: all are here."""
+        """Backend of a cluster on several hosts; None: all models run on this machine."""
         self.worker: SupervisedWorker | HostedWorkers
         if manifest.hosts is None:
-            self.worker = SupervisedWorker(options.worker, self._noticed)
+            self.worker = SupervisedWorker(options.worker, self._on_notice)
         else:
             self.hosts = MultiHostBackend(
                 manifest,
@@ -103,7 +105,7 @@ class ClusterState:
                 options.kv,
                 options.policy,
                 lambda: self.models,
-                self._noticed,
+                self._on_notice,
                 self._apply_controller_state,
                 self.sessions,
                 options.open_controller,
@@ -112,9 +114,9 @@ class ClusterState:
             self.worker = self.hosts.workers
         self.events = EventLog()
         self.counters = Counters()
-        self._kept = HostStore()
+        self._host_store = HostStore()
         self.session_locations = SessionLocations(
-            self.worker, self.sessions, lambda: self.models.by_id, lambda: self._kept.is_open
+            self.worker, self.sessions, lambda: self.models.by_id, lambda: self._host_store.is_open
         )
         self.transitions: deque[TransitionSnapshot] = deque(maxlen=MAX_TRANSITIONS)
         self._plans = None if trace is None or self.hosts is not None else PlanRecorder(trace)
@@ -124,34 +126,34 @@ class ClusterState:
         if self.hosts is not None:
             self.hosts.replicas = self.replicas
         self.on_manifest: Callable[[str], None] = lambda text: None
-        """Called with a manifest that another gateway has brought in."""
+        """Called with the text of a manifest that another gateway applied."""
         self.opened: Opened | None = None
-        """The resolved artifacts of the models that calls go to; None: nothing was opened yet."""
+        """Resolved artifacts of the models that serve calls; None: no artifact has been opened yet."""
         self.is_booted = False
         self._coming: ModelSet | None = None
-        """The models of a manifest that is being brought in."""
+        """Models of a manifest that is being applied."""
 
     @property
     def loading(self) -> str:
-        """Reason why no request is answered before the boot has ended, in one sentence."""
+        """Error message for calls that arrive before startup has finished."""
         return "the model is loading" if len(self.models.by_id) == 1 else "the models are loading"
 
-    def meant(self, manifest: Manifest) -> None:
-        """Know the models of a manifest by their names, before anything was opened."""
+    def declare(self, manifest: Manifest) -> None:
+        """Replace the declared models before any artifact is opened; they can then be found by name."""
         assert self.opened is None, "models that were opened are replaced"
         self.models = ModelSet(manifest, served_by(manifest, self.options.backend), _unopened)
 
     def check_opened(self) -> None:
-        """Refuse what needs the models' sources; UnavailableError until they have been opened."""
+        """Raise UnavailableError until the models' sources have been opened."""
         if self.opened is None:
             raise UnavailableError(self.loading)
 
     def find(self, name: str | None) -> Model:
-        """The model that a call is for.
+        """Find the model of a call.
 
         Raises:
-            ModelNotFoundError: no model has that name.
-            UnavailableError: no request is answered yet.
+            ModelNotFoundError: no model has this name.
+            UnavailableError: the cluster has not started yet.
         """
         model = self.models.find(name)
         if not self.is_booted:
@@ -161,15 +163,15 @@ class ClusterState:
     # -- from a manifest to models --------------------------------------------------------------------------------
 
     async def open(self, manifest: Manifest, progress: LoadProgress | None = None, *, fetches: bool = True) -> Opened:
-        """Open a manifest's sources and weigh them against its budgets.
+        """Open a manifest's sources and check their sizes against its budgets.
 
         Args:
-            fetches: whether models come from the hub; if not, those that would have to are left out.
+            fetches: whether models may be downloaded from the hub. If False, models that need a download are left out.
 
         Raises:
             ArtifactError: a source cannot be served.
-            ConfigError: a remote model says not where it is.
-            OverBudgetError: the models need more than the budgets.
+            ConfigError: a remote model has no base URL.
+            OverBudgetError: the models need more than the budgets allow.
         """
         served = served_by(manifest, self.options.backend)
         is_alone = has_device_alone(served)
@@ -177,13 +179,14 @@ class ClusterState:
         report = None if progress is None else partial(call_on, loop, progress)
 
         def open_them() -> Opened:
-            those = served if fetches else here(served)
+            those = served if fetches else local_part(served)
             return open_manifest(those, self.options.load, held_bytes, report, is_alone=is_alone)
 
         return self.weighed(await in_thread(open_them))
 
     def weighed(self, opened: Opened) -> Opened:
-        """The same, corrected by what loads have measured; OverBudgetError: its models need more than its budgets."""
+        """Replace predicted sizes by the sizes measured at load. OverBudgetError: the models need more than the budgets
+        allow."""
         loaded = {replica.key: replica.loaded for replica in self.replicas.all() if replica.loaded is not None}
         opened = corrected(opened, loaded)
         if reason := refusal(opened.table):
@@ -191,7 +194,7 @@ class ClusterState:
         return opened
 
     def build(self, manifest: Manifest, opened: Opened) -> ModelSet:
-        """Make the models of a manifest; those that it does not change go on as they are."""
+        """Build the models of a manifest. Models that it does not change are reused."""
         before = self.models.by_id if self.opened is not None else {}
 
         def make(declared: Entry, entry: Entry) -> Model:
@@ -202,8 +205,10 @@ class ClusterState:
             if old is not None and (old.entry, old.declared, old.replica) == (entry, declared, replica):
                 return old
             remote = self._remote(entry, old) if replica is None else None
-            is_kept = old is not None and old.replica is replica  # and so is the KV of its sessions
-            sessions = old.sessions if old is not None and is_kept else ModelSessions(limit, self._sweeper(entry.id))
+            is_kept = old is not None and old.replica is replica  # the KV of its sessions stays too
+            sessions = (
+                old.sessions if old is not None and is_kept else ModelSessions(limit, self._eviction_callback(entry.id))
+            )
             model = Model(entry, declared, replica, remote, sessions)
             if old is not None:
                 model.num_requests = old.num_requests
@@ -222,21 +227,21 @@ class ClusterState:
             log.warning("%s: %s, which api_key_env names, is not set; no key is sent", entry.id, key_name)
         return RemoteModel(entry, key or None)
 
-    def _sweeper(self, model: str) -> Callable[[str], None]:
-        """A function that gives up the KV of a session which gives way to another one."""
+    def _eviction_callback(self, model: str) -> Callable[[str], None]:
+        """Return a function that frees the KV of a session evicted for another one."""
 
-        def sweep(session: str) -> None:
-            self.swept(session, (model,), "room")
+        def evict(session: str) -> None:
+            self.record_eviction(session, (model,), "room")
             self.replicas.run(self.free(session, model))
 
-        return sweep
+        return evict
 
     def announce(self, models: ModelSet | None) -> None:
-        """Show transitions of these models as well, as they are about to come; None: no longer."""
+        """Include these models in the shown transitions before they serve calls; None: stop including them."""
         self._coming = models
 
     def apply(self, models: ModelSet, opened: Opened) -> None:
-        """Send calls to these models from now on."""
+        """Make these models serve calls from now on."""
         notes = (*models.declared.notes, *cut_texts(opened.table.budgets)) if opened is not self.opened else ()
         for note in notes:
             log.warning("%s", note)
@@ -244,7 +249,7 @@ class ClusterState:
         for model in models.by_id.values():
             model.sessions.resize(_session_limit(model.entry, models.declared))
         self.replicas.budget_bytes = opened.table.budgets.gpu.effective_bytes
-        for spec in reversed(list(opened.specs.values())):  # of several with one key, the first one's stands
+        for spec in reversed(list(opened.specs.values())):  # if several specs share a key, the first one wins
             self.replicas.take_over(spec)
         for replica in self.replicas.all():
             self.pin(replica, models)
@@ -254,15 +259,15 @@ class ClusterState:
         self.replicas.pump()
 
     def _open_store(self, manifest: Manifest) -> None:
-        """Have the worker keep what sessions come back for, within the manifest's budgets."""
+        """Make the worker open its KV store with the manifest's budgets."""
         kv, resources = self.options.kv, manifest.resources
         host_bytes = kv.host_bytes if resources.swap_bytes is None else resources.swap_bytes
         disk_bytes = kv.disk_bytes if resources.disk_kv_budget_bytes is None else resources.disk_kv_budget_bytes
         wanted = replace(kv, host_bytes=host_bytes, disk_bytes=disk_bytes)
-        self.worker.open_store(self._kept.opened(wanted))
+        self.worker.open_store(self._host_store.opened(wanted))
 
     def pin(self, replica: ReplicaState, models: ModelSet) -> None:
-        """Let a replica know what its models ask of it."""
+        """Update a replica's pinning and priority from the models that share it."""
         replica.pin([model.entry for model in models.by_id.values() if model.replica is replica])
         self.worker.prioritise(replica.key, replica.priority)
 
@@ -270,7 +275,7 @@ class ClusterState:
         """Wait until a replica is resident.
 
         Raises:
-            LockstepError: why it is not.
+            LockstepError: the replica could not be loaded.
         """
         try:
             await self.replicas.acquire(replica, is_patient=False)
@@ -279,41 +284,41 @@ class ClusterState:
         self.replicas.release(replica)
 
     def warnings(self) -> tuple[str, ...]:
-        """Warnings for the operator while calls are answered."""
+        """Warnings for the operator that do not stop the cluster from serving."""
         recorders = (self._plans, self._routes)
         faults = (self.worker.recording_fault, *(each.fault for each in recorders if each is not None))
         why = "; ".join(dict.fromkeys(filter(None, faults)))
-        recording = f"nothing is recorded now: {why}; requests are answered all the same" if why else ""
+        recording = f"recording has stopped: {why}; requests are still served" if why else ""
         hosts = () if self.hosts is None else self.hosts.warnings()
-        return tuple(filter(None, (recording, self._kept.fault, self.worker.kv_fault, *hosts)))
+        return tuple(filter(None, (recording, self._host_store.fault, self.worker.kv_fault, *hosts)))
 
     async def close(self) -> None:
-        """End the worker, and what is recorded."""
+        """Close the worker and the recorders."""
         await self.worker.close()
         if self.hosts is not None:
             await self.hosts.close()
-        await asyncio.to_thread(self._kept.close)
+        await asyncio.to_thread(self._host_store.close)
         for recorder in (self._plans, self._routes):
             if recorder is not None:
                 await asyncio.to_thread(recorder.close)
 
-    # -- what is seen of it ---------------------------------------------------------------------------------------
+    # -- snapshots ------------------------------------------------------------------------------------------------
 
     def models_on(self, replica: ReplicaState) -> tuple[Model, ...]:
-        """The models that share a replica, those that are coming included."""
+        """Models that share a replica, including those of a manifest that is being applied."""
         sets = [models for models in (self._coming, self.models) if models is not None]
         found = {m.id: m for models in sets for m in models.by_id.values() if m.replica is replica}
         return tuple(found.values())
 
     def trouble(self, replica: ReplicaState) -> str:
-        """Reason why calls of a replica would not be answered at once, in one sentence; empty: they would."""
+        """Reason why a replica's calls would not be served at once, in one sentence; empty: they would be."""
         return self.worker.trouble or replica.trouble()
 
     def snapshot(self, is_replacing: bool) -> ClusterSnapshot:
-        """Snapshot of the whole cluster at this moment.
+        """Build a snapshot of the whole cluster.
 
         Args:
-            is_replacing: whether a manifest is being brought in.
+            is_replacing: whether a manifest is being applied.
         """
         models, now_s = self.models, self.now_s()
         return ClusterSnapshot(
@@ -348,9 +353,9 @@ class ClusterState:
 
     # -- sessions -------------------------------------------------------------------------------------------------
 
-    def swept(self, session_id: str, owners: Sequence[str], reason: str) -> None:
-        """Note that models gave up a session's KV. However many they are, and when: until its next request that is one
-        eviction. Of remote models, which keep none, it is none."""
+    def record_eviction(self, session_id: str, owners: Sequence[str], reason: str) -> None:
+        """Record that models evicted a session's KV. All evictions of a session until its next request count as one.
+        Remote models hold no KV, so they add none."""
         by_id, session = self.models.by_id, self.sessions.by_id.get(session_id)
         if session is None or not owners:
             return
@@ -365,25 +370,25 @@ class ClusterState:
             self.session_event("session_evicted", session_id, model=shown, reason=reason)
 
     def ended(self, key: str | None, now_s: float) -> None:
-        """Note the end of a request, whatever became of it; a session whose requests were all refused was none."""
+        """Record the end of a request. A session whose requests were all rejected is forgotten."""
         self.sessions.end(key, now_s)
         if key is not None and self.sessions.forget_refused(key):
             for model in self.models.by_id.values():
                 model.sessions.drop(key)
 
     def session_event(self, type_: str, key: str, **fields: str) -> None:
-        """Tell of a session by its client's name for it, and whose it is."""
+        """Emit a session event with the session's id and its caller."""
         name = SessionName.of(key)
         self.events.emit(type_, caller=name.caller, session=name.id, **fields)
 
     async def free(self, session: str, model: str) -> None:
-        """Let the worker unpin what an idle session keeps for a model."""
+        """Make the worker unpin the blocks that an idle session holds for a model."""
         found = self.models.by_id.get(model)
         if found is not None and found.replica is not None and found.replica.phase is Phase.RESIDENT:
             await self.worker.sweep(found.replica.key, session, model)
 
     def _drop_held(self, session: str, reason: str) -> None:
-        self.swept(session, [m.id for m in self.models.by_id.values() if m.sessions.drop(session)], reason)
+        self.record_eviction(session, [m.id for m in self.models.by_id.values() if m.sessions.drop(session)], reason)
 
     def _session_changed(self, change: SessionChange) -> None:
         if change.what == "kept":
@@ -391,15 +396,16 @@ class ClusterState:
                 session.kept_tokens[change.owner] = change.num_tokens
             return
         model = self.models.by_id.get(change.owner)
-        if model is not None and change.what == "swept":
+        is_evicted = change.what == "swept"  # plain: a value on the wire
+        if model is not None and is_evicted:
             stored = StoredTokens(change.num_stored_tokens, 0, 0)
             self.sessions.store(change.session_id, change.owner, stored, self.now_s())
-        if model is not None and change.what == "swept" and model.sessions.drop(change.session_id):
-            self.swept(change.session_id, (change.owner,), change.reason or "")
+        if model is not None and is_evicted and model.sessions.drop(change.session_id):
+            self.record_eviction(change.session_id, (change.owner,), change.reason or "")
 
     async def sweep_idle(self, now_s: float) -> None:
-        """Give up the KV of sessions that nobody comes back to: those of low models first and of critical ones last, by
-        who answered last, and within a class the least recently used first."""
+        """Evict the KV of sessions that have been idle too long. Sessions whose last answer came from a low-priority
+        model go first, those of critical models last; within a priority, the least recently used go first."""
         by_id = self.models.by_id
 
         def urgency(session: Session) -> int:
@@ -408,7 +414,7 @@ class ClusterState:
         for session in sorted(self.sessions.idle(self.models.declared.sessions, now_s), key=urgency):
             holders = [model.id for model in by_id.values() if model.sessions.holds(session.id)]
             self._drop_held(session.id, "idle")
-            session.is_held = False  # also where the model that held it is gone from the manifest
+            session.is_held = False  # the model that held it may be gone from the manifest
             session.kept_tokens.clear()
             for model in holders:
                 await self.free(session.id, model)
@@ -421,8 +427,8 @@ class ClusterState:
         if self.hosts is not None and (text := self.hosts.client.newer_manifest):
             self.on_manifest(text)
 
-    def _noticed(self, notice: Notice | GroupLost) -> None:
-        """Bring the state up to date with what the worker reports."""
+    def _on_notice(self, notice: Notice | GroupLost) -> None:
+        """Update the state from a notice of the worker."""
         match notice:
             case StepReport():
                 self.events.emit(
@@ -443,7 +449,8 @@ class ClusterState:
             case Lost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
                 for session in tuple(self.sessions.by_id.values()):
-                    session.is_stored_known = not self._kept.is_open  # what was on the device may have been copied
+                    # A store may hold copies of the KV that the device has lost.
+                    session.is_stored_known = not self._host_store.is_open
                     session.kept_tokens.clear()
                     self._drop_held(session.id, LOST)
                 self.replicas.worker_lost()
@@ -454,7 +461,7 @@ class ClusterState:
                 self.replicas.pump()
 
     def _moved(self, replica: ReplicaState, before: Phase, reason: str, duration_s: float) -> None:
-        """Count, remember and announce that a replica has entered another phase."""
+        """Count, store and emit a replica's change of phase."""
         after = FAILED if reason == FAILED else _shown(replica.phase)
         duration_ms = 0.0 if replica.phase in (Phase.LOADING, Phase.UNLOADING) else round(duration_s * 1e3, 3)
         for model in self.models_on(replica):
@@ -481,18 +488,18 @@ class ClusterState:
 
 
 def _unopened(declared: Entry, entry: Entry) -> Model:
-    """A model of the manifest whose artifact is not read yet: it has names, and answers no request."""
+    """Build a model whose artifact has not been read yet: it can be found by name but serves no requests."""
     return Model(entry, declared, None, None, ModelSessions(None, lambda session: None))
 
 
 def _shown(phase: Phase) -> str:
-    """The phase of a replica as the state of its models."""
+    """Tier name that the snapshot shows for a replica's phase."""
     return STANDBY if phase is Phase.ABSENT else phase.value
 
 
 def _session_limit(entry: Entry, manifest: Manifest) -> int | None:
-    """Limit of the sessions that a model may have at once; those of a remote one hold nothing on the device, so that
-    its connections bound them."""
+    """Maximum number of sessions that a model may hold at once. A remote model holds nothing on the device, so its
+    connections set the limit."""
     if entry.max_active_sessions is not None:
         return entry.max_active_sessions
     return MAX_CONNECTIONS if entry.tier is Tier.REMOTE else manifest.sessions.max_active_sessions

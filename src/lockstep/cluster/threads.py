@@ -1,7 +1,7 @@
-"""Threads for work that no one has to wait for, and a bounded number of places for it.
+"""Background threads: runs blocking work off the event loop, with a limit on the number of threads.
 
-A server that is stopped while it hashes, fetches gigabytes or tokenises a book ends at once, where one of asyncio's
-own threads would be joined first.
+They are daemon threads: a server that is stopped while it hashes files, downloads gigabytes or tokenises a book ends at
+once. The interpreter would first join asyncio's own threads.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from lockstep.errors import QueueFullError
 T = TypeVar("T")
 
 LONG_BYTES = 256 << 10
-"""Work on more than this is long: it takes tenths of a second, and memory that is given back afterwards."""
-SHORT_PLACES, LONG_PLACES = 2, 1
-"""Threads at once. A long text takes a core, and a hundred times its size in memory."""
+"""Amount of data above which work counts as long: it takes tenths of a second, and memory that is released
+afterwards."""
+SHORT_THREADS, LONG_THREADS = 2, 1
+"""Number of threads for short and for long work. A long text occupies a core and takes a hundred times its size in
+memory."""
 TRIM_AFTER_S = 0.5
-"""After the last work of a long time; what it was about is gone by then as well."""
+"""Delay in seconds after the last work before memory is released; by then the work's data has been freed."""
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Run work on a thread of its own, and return or raise what it does.
+    """Run a function on its own thread, and return its value or raise its error.
 
-    Leaving early leaves it to its end, or to the end of the process.
+    If the caller is cancelled, the function runs to its end, or to the end of the process.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -42,87 +44,88 @@ async def in_thread(work: Callable[[], T]) -> T:
             value = work()
         except Exception as error:
             call_on(loop, settle, done, done.set_exception, error)
-        except BaseException as error:  # native code that panics raises no `Exception`; it is still waited for
-            call_on(loop, settle, done, done.set_exception, _given_up(error))
+        except BaseException as error:  # native code that panics raises no `Exception`; callers still wait for it
+            call_on(loop, settle, done, done.set_exception, _as_error(error))
         else:
             call_on(loop, settle, done, done.set_result, value)
-        del done  # as below: the frames that an error came through have this one
+        del done  # as below: the frames of an error refer to it
 
     threading.Thread(target=body, args=(done,), name="lockstep-aside", daemon=True).start()
     try:
         return await done
     finally:
-        del done  # which has an error whose frames have it: they would keep each other, and all that the work was about
+        del done  # break the cycle of the error and its frames, which would keep the work's data alive
 
 
-def _given_up(error: BaseException) -> RuntimeError:
-    """An error that those who wait can catch as any other."""
-    failure = RuntimeError(f"work aside gave up: {error!r}")
+def _as_error(error: BaseException) -> RuntimeError:
+    """Wrap the error of a panic in an ordinary one that callers can catch."""
+    failure = RuntimeError(f"background work failed: {error!r}")
     failure.__cause__ = error
     return failure
 
 
 def call_on(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *arguments: object) -> None:
-    """Call something on a loop from another thread; do nothing where the loop has ended meanwhile."""
+    """Schedule a call on a loop from another thread; does nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(what, *arguments)
 
 
-class Workbench:
-    """A few places for work that would hold up an event loop, first come first served. Used from one loop.
+class WorkerThreads:
+    """A few threads for work that would block an event loop, first come, first served. Used from one loop.
 
-    Short work has places of its own, so that it does not stand behind long work.
+    Short work has its own threads, so it never waits for long work.
 
     Args:
-        max_waiting_bytes: what the work that waits may be about in all.
+        max_waiting_bytes: maximum amount of data of all waiting work together.
     """
 
     def __init__(self, max_waiting_bytes: int) -> None:
-        self._short, self._long = asyncio.Semaphore(SHORT_PLACES), asyncio.Semaphore(LONG_PLACES)
+        self._short, self._long = asyncio.Semaphore(SHORT_THREADS), asyncio.Semaphore(LONG_THREADS)
         self._max_waiting_bytes = max_waiting_bytes
         self._num_waiting_bytes = 0
         self._num_kept_bytes = 0
-        """That work was about since memory was given back: many short texts leave as much as a long one."""
+        """Amount of processed data since memory was last released; many short texts take as much memory as a long
+        one."""
         self._trimming: asyncio.TimerHandle | None = None
 
     async def do(self, work: Callable[[], T], num_bytes: int) -> T:
-        """Run work as soon as there is a place, and return or raise what it does. Who leaves early gives up its turn;
-        what has begun keeps its place to its end.
+        """Run a function as soon as a thread is free, and return its value or raise its error. If the caller is
+        cancelled, waiting work is dropped and running work continues.
 
         Args:
-            num_bytes: what it is about.
+            num_bytes: amount of data that the work processes.
 
         Raises:
-            QueueFullError: too much waits.
+            QueueFullError: too much work waits already.
         """
-        lane = self._long if num_bytes > LONG_BYTES else self._short
-        await self._enter(lane, num_bytes)
+        slots = self._long if num_bytes > LONG_BYTES else self._short
+        await self._enter(slots, num_bytes)
         working = asyncio.get_running_loop().create_task(in_thread(work))
-        working.add_done_callback(lambda ended: self._end(ended, lane, num_bytes))
+        working.add_done_callback(lambda ended: self._end(ended, slots, num_bytes))
         try:
             return await asyncio.shield(working)
         finally:
             del working  # as `done` in `in_thread`
 
-    async def _enter(self, lane: asyncio.Semaphore, num_bytes: int) -> None:
-        if not lane.locked():
-            await lane.acquire()  # at once
+    async def _enter(self, slots: asyncio.Semaphore, num_bytes: int) -> None:
+        if not slots.locked():
+            await slots.acquire()  # does not wait
             return
         if self._num_waiting_bytes + num_bytes > self._max_waiting_bytes:
             raise QueueFullError(
-                f"{self._num_waiting_bytes} bytes of long requests wait to be read, of {self._max_waiting_bytes} that "
-                "may; try again later"
+                f"{self._num_waiting_bytes} of at most {self._max_waiting_bytes} bytes of requests already wait to be "
+                "processed; try again later"
             )
         self._num_waiting_bytes += num_bytes
         try:
-            await lane.acquire()
+            await slots.acquire()
         finally:
             self._num_waiting_bytes -= num_bytes
 
-    def _end(self, ended: asyncio.Task[Any], lane: asyncio.Semaphore, num_bytes: int) -> None:
+    def _end(self, ended: asyncio.Task[Any], slots: asyncio.Semaphore, num_bytes: int) -> None:
         if not ended.cancelled():
-            ended.exception()  # seen, also where its asker has left: no fault to be logged
-        lane.release()
+            ended.exception()  # mark the error as retrieved even if the caller was cancelled
+        slots.release()
         self._num_kept_bytes += num_bytes
         if self._num_kept_bytes > LONG_BYTES:
             self._trim_soon()
@@ -134,12 +137,12 @@ class Workbench:
 
     def _trim(self) -> None:
         self._trimming, self._num_kept_bytes = None, 0
-        threading.Thread(target=give_back_memory, name="lockstep-trim", daemon=True).start()
+        threading.Thread(target=release_memory, name="lockstep-trim", daemon=True).start()
 
 
-def give_back_memory() -> None:
-    """Return what is free in the C library's heaps to the system, which glibc keeps: a tokenised book leaves a
-    gigabyte. Elsewhere nothing."""
+def release_memory() -> None:
+    """Return the free memory of the C library's heaps to the system. glibc would keep it, and a tokenised book leaves a
+    gigabyte. Does nothing with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

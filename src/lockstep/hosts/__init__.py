@@ -1,1 +1,2 @@
-"""Several hosts: Ray places device workers and watches them; gateways speak to them and balance over them"""
+"""Several hosts: Ray places device workers and restarts them; gateways connect to them and balance requests over
+them."""

@@ -1,7 +1,8 @@
-"""Groups: the replicas of one artifact on several workers, of which the balancer chooses one for each request.
+"""Replica groups: sends each request to one of an artifact's replicas on several workers, chosen by a balancer.
 
-A request whose replica goes before its first token is sent to another replica, once; after it, it ends with the error.
-Changes of a replica are logged here, one line each, by the names of its model and host.
+If a request's replica is lost before the first token, the request is sent once to another replica. If it is lost later,
+the request ends with the error. Each state change of a replica is logged on one line with the names of its model and
+host.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 SILENCE_S = 10.0
-"""A worker on a network that is silent for this time counts as lost; its health is checked every second, and it
-loads nothing while it serves."""
-REFUSED_AGAIN_S = 5.0
-"""Until a link that was refused is tried again: a file may have been corrected, or a worker started anew."""
+"""Time in seconds after which a silent worker on the network counts as lost. Its health is checked every second, and it
+loads no model while it serves."""
+RETRY_REJECTED_S = 5.0
+"""Time in seconds until a rejected connection is tried again: a file may have been corrected or the worker
+restarted."""
 ANSWER_S = 4.0
-"""Silent for so long, it gets no new requests."""
+"""Time in seconds after which a silent worker gets no new requests."""
 
 
 class RouteWatcher(Protocol):
-    """Receives all inputs and decisions of a group's balancer, in order; `cluster.route_recorder` records them."""
+    """Receiver of all inputs and decisions of a group's balancer, in order; `cluster.route_recorder` records them."""
 
     def opened(self, group: str, num_replicas: int, policy: RoutingPolicy, max_imbalance: int) -> None: ...
     def admitted(self, group: str, replica: int) -> None: ...
@@ -53,34 +55,34 @@ class RouteWatcher(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One replica of a group: where it is, and what is known of it."""
+    """One replica of a group: its location, connection and state."""
 
     number: int
     place: ReplicaStatus | None = None
-    """By the owner's last word; None: it has not spoken of it."""
+    """Last status from the controller; None: there is none yet."""
     worker: SupervisedWorker | None = None
-    """The link to where it is; None: it is nowhere."""
+    """Connection to the replica's worker; None: not connected."""
     loaded: Loaded | None = None
     fault: str = ""
-    """Why it gets nothing although it is there; empty: it does."""
-    reach_at_s: float = 0.0
-    """Before this time it is not reached again, as its link was refused."""
+    """Reason why the replica gets no requests although its worker runs; empty: it gets requests."""
+    retry_at_s: float = 0.0
+    """Time before which a rejected connection is not tried again."""
     lost_s: float | None = None
-    """When its loss was logged; None: it is there, or was never."""
-    num_lives: int = 0
-    """Workers that were lost under it: requests that were open at one of them are not open any more."""
+    """When its loss was logged; None: it is available, or never was."""
+    generation: int = 0
+    """Number of times that its worker was lost. Requests of an earlier generation are no longer open."""
     use: ReplicaUse = field(default_factory=ReplicaUse)
 
 
 class Group:
-    """The replicas of one artifact, as one gateway has them. Event loop only.
+    """Replicas of one artifact, as seen by one gateway. Event loop only.
 
     Args:
-        key: of the replica, at the planner and at each worker.
-        on_change: called when the group has its first replica, or has lost its last.
-        notify: told what workers say of sessions.
-        routes: told every choice and what it was made of; None: nobody.
-        name: of the model, for messages.
+        key: key of the replica in the planner and in each worker.
+        on_change: called when the first replica becomes available, and when the last one is lost.
+        notify: called with the workers' notices about sessions.
+        routes: receives each routing decision and its inputs; None: routing is not recorded.
+        name: returns the model's name, for messages.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Group:
         self.balancer = balancer
         self.members = tuple(Member(number) for number in range(balancer.num_replicas))
         self.loaded: Loaded | None = None
-        """Whose artifact and environment all replicas must have: the first that came."""
+        """Artifact and environment that every replica must match: those of the first replica that loaded it."""
         self._link = link
         self._on_change = on_change
         self._notify = notify
@@ -113,23 +115,27 @@ class Group:
         for member in self.members:
             self._withdraw(member, is_lost=False)
 
-    # -- where replicas are ----------------------------------------------------------------------------------------
+    # -- connections ----------------------------------------------------------------------------------------------
 
-    def moved(self, place: ReplicaStatus) -> None:
-        """Take over where a replica is, by the owner's word; one that could not be reached is tried again."""
+    def update(self, place: ReplicaStatus) -> None:
+        """Apply a status from the controller. A replica that could not be reached is tried again."""
         member = self.members[place.number]
         before, member.place = member.place, place
         is_there = place.state in (ReplicaPhase.READY, ReplicaPhase.LEAVING) and place.port
-        if member.worker is not None and before is not None and (not is_there or _where(before) != _where(place)):
-            self._leave(member, place.reason or "it is not where it was")
+        if (
+            member.worker is not None
+            and before is not None
+            and (not is_there or _address_of(before) != _address_of(place))
+        ):
+            self._close_link(member, place.reason or "it has moved to another address")
         if is_there and member.worker is None:
-            self._reach(member, place)
+            self._open_link(member, place)
         if place.state is ReplicaPhase.LEAVING:
             self._withdraw(member, is_lost=False)
         elif self.is_linked(member) and not member.fault:
             self._admit(member)
 
-    def _reach(self, member: Member, place: ReplicaStatus) -> None:
+    def _open_link(self, member: Member, place: ReplicaStatus) -> None:
         link = self._link
         options = WorkerOptions(
             "network",
@@ -138,27 +144,27 @@ class Group:
             stream_interval_s=self._stream_interval_s,
             clock=self._now_s,
         )
-        worker = SupervisedWorker(options, lambda notice: self._noticed(member, worker, notice))
+        worker = SupervisedWorker(options, lambda notice: self._on_notice(member, worker, notice))
         member.worker = worker
-        self._run(self._greet(member, worker))
+        self._run(self._connect(member, worker))
 
-    async def _greet(self, member: Member, worker: SupervisedWorker) -> None:
+    async def _connect(self, member: Member, worker: SupervisedWorker) -> None:
         try:
             await worker.start()
-        except LockstepError as error:  # another secret or version, or files that cannot be used
+        except LockstepError as error:  # e.g. another secret, another version, or unusable files
             if member.worker is worker:
-                member.worker, member.reach_at_s = None, self._now_s() + REFUSED_AGAIN_S
-                self._set_fault(member, f"the link to its worker is refused: {error}")
+                member.worker, member.retry_at_s = None, self._now_s() + RETRY_REJECTED_S
+                self._set_fault(member, f"cannot connect to its worker: {error}")
             await worker.close()
 
     def _set_fault(self, member: Member, fault: str) -> None:
-        """Note why a replica gets no requests although it is there; logged when it changes."""
+        """Set the reason why a running replica gets no requests; a new reason is logged."""
         if fault and fault != member.fault:
             log.error("%s gets no requests: %s", self.label(member), fault)
         member.fault = fault
 
     def label(self, member: Member) -> str:
-        """A replica by its model, number and host, for messages."""
+        """Model, number and host of a replica, for messages."""
         host = "" if member.place is None or not member.place.host else f" on {member.place.host}"
         return f"{self._name()}#{member.number}{host}"
 
@@ -167,37 +173,37 @@ class Group:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _leave(self, member: Member, reason: str = "") -> None:
-        """Hang up on a replica.
+    def _close_link(self, member: Member, reason: str = "") -> None:
+        """Close the connection to a replica.
 
         Args:
-            reason: why it is not where it was; empty: it may well be, and this end closes.
+            reason: why the replica is no longer at its address; empty: this gateway closes.
         """
         worker, member.worker = member.worker, None
-        self._went(member, reason)
+        self._on_lost(member, reason)
         if worker is not None:
-            gone = ReplicaGoneError(f"the replica of the model went ({reason}); send the request again")
+            gone = ReplicaGoneError(f"the model's replica is gone ({reason}); send the request again")
             self._run(worker.close(gone if reason else None))
 
     async def close(self) -> None:
-        """Close the links; the workers go on."""
+        """Close the connections; the workers keep running."""
         for member in self.members:
-            self._leave(member)
+            self._close_link(member)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def watch(self) -> None:
-        """Withdraw replicas whose workers are silent, admit those that answer again, and try refused links again."""
+        """Withdraw replicas whose workers are silent, admit those that answer again, and retry rejected connections."""
         now_s = self._now_s()
         for member in self.members:
             place, worker = member.place, member.worker
             if place is None or place.state not in (ReplicaPhase.READY, ReplicaPhase.LEAVING):
                 continue
-            if worker is None and now_s >= member.reach_at_s:
-                self._reach(member, place)
+            if worker is None and now_s >= member.retry_at_s:
+                self._open_link(member, place)
             elif worker is None or member.loaded is None or member.fault:
                 continue
             elif worker.trouble and self.balancer.is_there(member.number):
-                self._note_lost(member, worker.trouble)
+                self._log_lost(member, worker.trouble)
                 self._withdraw(member, is_lost=False)
             elif not worker.trouble and place.state is ReplicaPhase.READY:
                 self._admit(member)
@@ -208,12 +214,12 @@ class Group:
         return any(self.balancer.is_there(member.number) for member in self.members)
 
     def num_open(self, number: int) -> int:
-        """Requests that are open at a replica."""
+        """Number of requests that are open at a replica."""
         worker = self.members[number].worker
         return 0 if worker is None else worker.num_open
 
     def trouble(self, member: Member) -> str:
-        """The reason why a replica gets no requests, in one sentence; empty: it does."""
+        """Reason why a replica gets no requests, in one sentence; empty: it gets requests."""
         if self.balancer.is_there(member.number):
             return ""
         place = member.place
@@ -224,16 +230,16 @@ class Group:
         if member.worker is not None and member.worker.is_up:
             return member.worker.trouble or "its worker has not reported the model yet"
         why = "" if member.worker is None else member.worker.link_fault
-        return f"there is no link to its worker: {why}" if why else "there is no link to its worker"
+        return f"not connected to its worker: {why}" if why else "not connected to its worker"
 
     @property
     def is_refused(self) -> bool:
-        """True if the links to all replicas that are ready are refused, as by another secret."""
+        """True if the connections to all ready replicas are rejected, e.g. because of another secret."""
         there = [each for each in self.members if each.place is not None and each.place.state is ReplicaPhase.READY]
         return bool(there) and all(each.fault and each.worker is None for each in there)
 
     def is_linked(self, member: Member) -> bool:
-        """True if a replica's worker has the model and answers this gateway."""
+        """True if a replica's worker has loaded the model and answers this gateway."""
         worker = member.worker
         return worker is not None and worker.is_up and member.loaded is not None and not worker.trouble
 
@@ -243,8 +249,8 @@ class Group:
         """Send a tokenised request to the replica that the balancer chooses.
 
         Raises:
-            WorkerLostError: none is there.
-            QueueFullError, InvalidParameterError: as `SupervisedWorker.submit`.
+            WorkerLostError: no replica is available.
+            QueueFullError, InvalidParameterError: as in `SupervisedWorker.submit`.
         """
         hashes: tuple[bytes, ...] = ()
         if self.loaded is not None and self.balancer.policy is RoutingPolicy.PREFIX and request.pooling is None:
@@ -259,46 +265,46 @@ class Group:
         return mailbox
 
     def choose(self, hashes: tuple[bytes, ...], session: str | None) -> Member:
-        """The replica of a request; WorkerLostError: none is there."""
+        """Choose the replica for a request; WorkerLostError: none is available."""
         choice = self.balancer.choose(hashes, session)
         if self._routes is not None:
             self._routes.chosen(self.key, hashes, session, choice)
         if choice is None:
-            gone = f"no replica of {self._name()} is there; send the request again"
+            gone = f"no replica of {self._name()} is available; send the request again"
             raise WorkerLostError(gone, retry_after_s=RETRY_AFTER_S)
         member = self.members[choice.replica]
         member.use.routed[choice.why] += 1
         return member
 
-    def ended(self, member: Member, life: int) -> None:
-        """Note the end of a request that a replica was given in one of its lives."""
-        if member.num_lives == life:
+    def ended(self, member: Member, generation: int) -> None:
+        """Count the end of a request, unless the worker that served it was lost since."""
+        if member.generation == generation:
             self.balancer.ended(member.number)
             if self._routes is not None:
                 self._routes.ended(self.key, member.number)
 
-    # -- what workers say -------------------------------------------------------------------------------------------
+    # -- notices of workers ------------------------------------------------------------------------------------------
 
-    def _noticed(self, member: Member, worker: SupervisedWorker, notice: Notice) -> None:
+    def _on_notice(self, member: Member, worker: SupervisedWorker, notice: Notice) -> None:
         if member.worker is not worker:
-            return  # it was left already
+            return  # the connection was closed already
         match notice:
             case Loaded(key) if key == self.key:
-                self._came(member, notice)
+                self._on_loaded(member, notice)
             case Unloaded(key) if key == self.key:
-                self._went(member, "its worker unloaded the model")
+                self._on_lost(member, "its worker unloaded the model")
             case Lost(reason):
-                self._went(member, f"its worker was lost: {reason}")
+                self._on_lost(member, f"its worker was lost: {reason}")
             case ContentsChanged(key, news) if key == self.key:
                 self.balancer.learn(member.number, news)
                 if self._routes is not None:
                     self._routes.learned(self.key, member.number, news)
             case Loaded() | Unloaded() | ContentsChanged():
-                pass  # of other groups' replicas there
+                pass  # replicas of other groups on this worker
             case _:
                 self._notify(notice)
 
-    def _came(self, member: Member, loaded: Loaded) -> None:
+    def _on_loaded(self, member: Member, loaded: Loaded) -> None:
         member.loaded = loaded
         if self.loaded is None or not self.is_there:
             self.loaded = loaded
@@ -306,21 +312,21 @@ class Group:
         if not member.fault and (member.place is None or member.place.state is not ReplicaPhase.LEAVING):
             self._admit(member)
 
-    def _went(self, member: Member, reason: str) -> None:
-        """Note that a replica is lost to this gateway.
+    def _on_lost(self, member: Member, reason: str) -> None:
+        """Handle the loss of a replica's worker or model.
 
         Args:
-            reason: for the log; empty: this end closes.
+            reason: for the log; empty: this gateway closes.
         """
         if member.worker is None and member.loaded is None and not self.balancer.is_there(member.number):
             return
         if reason and self.balancer.is_there(member.number):
-            self._note_lost(member, reason)
+            self._log_lost(member, reason)
         member.loaded = None
-        member.num_lives += 1
+        member.generation += 1
         self._withdraw(member, is_lost=True)
 
-    def _note_lost(self, member: Member, reason: str) -> None:
+    def _log_lost(self, member: Member, reason: str) -> None:
         if member.lost_s is None:
             log.warning("%s is lost: %s", self.label(member), reason)
             member.lost_s = self._now_s()
@@ -330,9 +336,9 @@ class Group:
             return
         was_there, now_s = self.is_there, self._now_s()
         if member.lost_s is not None:
-            log.warning("%s is there again after %.1f s", self.label(member), now_s - member.lost_s)
+            log.warning("%s is available again after %.1f s", self.label(member), now_s - member.lost_s)
             member.lost_s = None
-        member.use.came(now_s)
+        member.use.mark_available(now_s)
         self.balancer.admit(member.number)
         if self._routes is not None:
             self._routes.admitted(self.key, member.number)
@@ -342,7 +348,7 @@ class Group:
     def _withdraw(self, member: Member, is_lost: bool) -> None:
         was_there = self.is_there
         if member.place is not None and self.balancer.is_there(member.number):
-            member.use.went(self._now_s())
+            member.use.mark_unavailable(self._now_s())
         self.balancer.withdraw(member.number, is_lost)
         if self._routes is not None:
             self._routes.withdrawn(self.key, member.number, is_lost)
@@ -351,18 +357,18 @@ class Group:
 
 
 class HostedMailbox:
-    """Mailbox of one request of a group, as `lockstep.worker.pending.Mailbox` is of one at a worker."""
+    """Mailbox of one request of a group; the counterpart of `lockstep.worker.pending.Mailbox` for one worker."""
 
     __slots__ = (
+        "_generation",
         "_group",
         "_has_tokens",
         "_hashes",
+        "_inner",
         "_is_second",
-        "_life",
         "_member",
         "_request",
         "_station",
-        "_there",
         "_worker",
     )
 
@@ -372,9 +378,9 @@ class HostedMailbox:
         self._hashes = hashes
         self._member: Member | None = None
         self._worker: SupervisedWorker | None = None
-        self._there: Mailbox | None = None
-        """The mailbox at the worker that answers now; None: none does."""
-        self._life = 0
+        self._inner: Mailbox | None = None
+        """Mailbox at the worker that answers now; None: none does."""
+        self._generation = 0
         self._station: CallStation | None = None
         self._has_tokens = False
         self._is_second = False
@@ -387,23 +393,24 @@ class HostedMailbox:
     @station.setter
     def station(self, station: CallStation | None) -> None:
         self._station = station
-        if self._there is not None:
-            self._there.station = station
+        if self._inner is not None:
+            self._inner.station = station
 
     def send(self) -> None:
-        """Send the request to the replica that the balancer chooses; ReplicaGoneError: it went in this moment."""
+        """Send the request to the replica that the balancer chooses; ReplicaGoneError: the replica was lost
+        meanwhile."""
         member = self._group.choose(self._hashes, self._request.session_id)
-        self._member, self._worker, self._life = member, member.worker, member.num_lives
+        self._member, self._worker, self._generation = member, member.worker, member.generation
         try:
-            assert member.worker is not None, "who is chosen is there"
-            self._there = member.worker.submit(self._group.key, self._request)
-            self._there.station = self._station
+            assert member.worker is not None, "the balancer only chooses connected replicas"
+            self._inner = member.worker.submit(self._group.key, self._request)
+            self._inner.station = self._station
         except BaseException:
             self.leave()
             raise
 
     def send_again(self) -> None:
-        """Send it to another replica, once."""
+        """Send the request to another replica; done once at most."""
         self._is_second = True
         if self._member is not None:
             self._member.use.num_retried += 1
@@ -411,20 +418,20 @@ class HostedMailbox:
         self.send()
 
     def leave(self) -> None:
-        """Give up what is not answered yet."""
+        """Drop the request; its remaining outputs are not needed."""
         member, self._member = self._member, None
-        there, self._there = self._there, None
-        if there is not None and self._worker is not None:
-            self._worker.leave(there)
+        inner, self._inner = self._inner, None
+        if inner is not None and self._worker is not None:
+            self._worker.leave(inner)
         if member is not None:
-            self._group.ended(member, self._life)
+            self._group.ended(member, self._generation)
 
     async def take(self) -> list[TokenOutput]:
-        """All outputs that have come, as `lockstep.worker.pending.Mailbox.take`."""
+        """Return all outputs received so far; as `lockstep.worker.pending.Mailbox.take`."""
         while True:
-            assert self._there is not None, "it was sent, and not left"
+            assert self._inner is not None, "the request was sent and is still open"
             try:
-                outputs = await self._there.take()
+                outputs = await self._inner.take()
             except ReplicaGoneError:
                 if self._has_tokens or self._is_second:
                     raise
@@ -435,18 +442,18 @@ class HostedMailbox:
 
 
 def difference(one: Loaded, other: Loaded) -> str:
-    """The reason why two replicas do not give the same bits, in one sentence; empty: they do."""
+    """Reason why two replicas do not compute identical bits, in one sentence; empty: they do."""
     if one.fingerprint != other.fingerprint:
-        return f"it has another artifact than the first replica ({other.fingerprint[:12]}, not {one.fingerprint[:12]})"
+        return f"its artifact differs from the first replica's ({other.fingerprint[:12]}, not {one.fingerprint[:12]})"
     if one.config.block_size != other.config.block_size or one.config.max_model_len != other.config.max_model_len:
-        return "its blocks or its context are of another size than the first replica's"
+        return "its block size or context length differs from the first replica's"
     names = dict.fromkeys((*one.environment, *other.environment))
     differing = [name for name in names if one.environment.get(name) != other.environment.get(name)]
     if differing:
         pairs = (f"{name} {other.environment.get(name)}, not {one.environment.get(name)}" for name in differing)
-        return f"its answers may have other bits than the first replica's: {', '.join(pairs)}"
+        return f"its answers may differ in bits from the first replica's: {', '.join(pairs)}"
     return ""
 
 
-def _where(place: ReplicaStatus) -> tuple[str, int]:
+def _address_of(place: ReplicaStatus) -> tuple[str, int]:
     return place.address, place.port

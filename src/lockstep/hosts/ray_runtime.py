@@ -1,9 +1,9 @@
-"""Ray as the runtime that places replicas, and has actors of any class, found by their names.
+"""Ray runtime: places replicas as Ray actors, and runs actors of any class that are found by their names.
 
-Each replica is a detached actor of its own, found by its name in the cluster's namespace. Ray finds it a host, starts
-it again when its process or its host is lost, and takes no part in requests. Calls of Ray that may block run on
-threads; every one is bounded, and what Ray raises comes as `PlacingError`. An error of ours that an actor's method
-raises comes as it is.
+Each replica is a detached actor, found by its name in the cluster's namespace. Ray chooses a host for it and restarts
+it when its process or host is lost; requests do not pass through Ray. Ray calls that may block run on threads, each
+with a time limit. Ray's errors are raised as `PlacingError`; a LockstepError raised by an actor's method is raised
+unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.hosts.ray_connection import (
     prepare_environment,
     sentence,
 )
-from lockstep.hosts.replica_actor import Here, ReplicaHost
+from lockstep.hosts.replica_actor import LocalHost, ReplicaHost
 from lockstep.hosts.values import Demand, Host, LinkOptions, ReplicaName, ReplicaStatus, choose_host
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.logs import log_to_stderr
@@ -40,31 +40,31 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONTROLLER = "controller"
-"""Name of the actor that replicas report to; its method is `placed`."""
+"""Name of the actor to which replicas report; its method is `placed`."""
 ASK_LIMIT_S = 1.0
-"""Limit of an actor's report of its state; one that is not placed yet does not answer."""
+"""Time in seconds for an actor to report its status; an actor that is not placed yet does not answer."""
 END_LIMIT_S = 10.0
-"""For the worker of a replica that is removed; then its actor is killed, and the worker with it."""
+"""Time in seconds for the worker of a removed replica to end; after it the actor is killed together with the worker."""
 GONE_LIMIT_S = 10.0
-"""For the name of a killed actor to be free again."""
+"""Time in seconds for the name of a killed actor to become free."""
 HEAD = "node:__internal_head__"
-"""Ray's resource of the host with its head, without which no actor is placed: others than replicas live there, since
-they would be of no use without it, and are lost with no other host."""
+"""Ray resource of the head host. Actors other than replicas are placed there: without the head no actor can be placed
+anyway, and the loss of another host then does not affect them."""
 START_LIMIT_S = 60.0
-"""For an actor to be made, and its process to be started, perhaps by another one at the same time."""
+"""Time in seconds for an actor to be created and its process started, possibly by several gateways at once."""
 START_AGAIN_S = 0.5
 STARTED = ""
-"""Call that an actor answers as soon as it has started."""
+"""Pseudo-method that an actor answers once it has started."""
 LOOK_S = 0.05
 MAX_CONCURRENCY = 1000
-"""Calls that an actor works on at once; most of them wait for news."""
+"""Number of calls that an actor processes at once; most of them wait for updates."""
 RESTART_PAUSE_S = 1.0
-"""Before an actor gives up that cannot start; Ray starts the next at once."""
+"""Pause in seconds before an actor that failed to start exits; Ray restarts it at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """Options that all replicas of a cluster are placed with; paths are those of each host."""
+    """Options that all replicas of a cluster share; paths refer to each host's own file system."""
 
     link: LinkOptions
     worker: WorkerOptions = field(default_factory=WorkerOptions)
@@ -72,15 +72,15 @@ class ReplicaOptions:
 
 
 async def connect(ray: str, cluster: str, replicas: ReplicaOptions) -> RayRuntime:
-    """Join a Ray cluster, or start one of our own that ends with this process.
+    """Join a Ray cluster, or start a private one that ends with this process.
 
     Args:
-        ray: ``HOST:PORT``; or ``auto``: RAY_ADDRESS, the cluster that this machine belongs to, or else one of our own
-            that listens on loopback only.
-        cluster: name of the Lockstep cluster, of which there may be several on one Ray cluster.
+        ray: ``HOST:PORT`` or ``auto``. ``auto`` uses RAY_ADDRESS, else the cluster that this machine belongs to, else
+            starts a private one that listens on loopback only.
+        cluster: name of the Lockstep cluster; one Ray cluster may run several.
 
     Raises:
-        PlacingError: it cannot be reached, does not let us in, or Ray is not installed.
+        PlacingError: the Ray cluster cannot be reached, rejects the connection, or Ray is not installed.
     """
     address = await choose_address(ray)
     prepare_environment(address)
@@ -90,9 +90,9 @@ async def connect(ray: str, cluster: str, replicas: ReplicaOptions) -> RayRuntim
 
 
 class RayRuntime:
-    """`lockstep.hosts.values.Runtime` by Ray's actors. Event loop only.
+    """Implementation of `lockstep.hosts.values.Runtime` with Ray actors. Event loop only.
 
-    It can be given to an actor, and is there by that actor's own connection.
+    It can be passed to an actor, where it uses that actor's own connection.
     """
 
     def __init__(self, cluster: str, replicas: ReplicaOptions, connection: Connection | None = None) -> None:
@@ -100,29 +100,30 @@ class RayRuntime:
         self.namespace = f"lockstep.{cluster}"
         self._replicas = replicas
         self._connection = connection
-        """None: this process belongs to Ray."""
+        """Connection to the Ray cluster; None: this process is a Ray worker."""
         self._calls: Calls | None = None
         self._placing = asyncio.Lock()
         self._node_ids: dict[ReplicaName, str] = {}
-        """Hosts of replicas, by their own word, and before that by our choice."""
+        """Node ids of replicas: the chosen ones, until each replica reports its own."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayRuntime, (self.cluster, self._replicas)
 
     async def close(self) -> None:
-        """Leave Ray; what is placed stays, unless the cluster is our own."""
+        """Leave Ray. Placed replicas stay, unless the Ray cluster is private."""
         if self._connection is not None:
             await self._connection.close()
 
     # -- actors of any class ------------------------------------------------------------------------------------------
 
     async def named(self, name: str, kind: Callable[..., object], *args: object) -> NamedActor:
-        """Find the detached actor of a name, or have one made of a plain asyncio class; its `start` is awaited first.
+        """Find a detached actor by name, or create it from a plain asyncio class. The actor's `start` has finished on
+        return.
 
-        Processes of a Ray cluster that has just been started take their time, more so where several ask at once.
+        The processes of a new Ray cluster start slowly, even more so when several clients connect at once.
 
         Raises:
-            PlacingError: it does not answer within `START_LIMIT_S`.
+            PlacingError: the actor does not answer within `START_LIMIT_S`.
         """
         actor = NamedActor(self, name, kind, args)
         loop = asyncio.get_running_loop()
@@ -137,15 +138,15 @@ class RayRuntime:
                 await asyncio.sleep(START_AGAIN_S)
 
     def find(self, name: str) -> NamedActor:
-        """The detached actor of a name, whether it is there or not."""
+        """Return the detached actor of a name, whether it exists or not."""
         return NamedActor(self, name)
 
     async def end(self, name: str) -> None:
-        """Kill the actor of a name for good; one that is not there is gone already."""
+        """Kill a named actor for good; does nothing if it does not exist."""
         await self.do(f"{name} cannot be ended", partial(_kill, self.namespace, name), GONE_LIMIT_S)
 
     async def do(self, what: str, work: Callable[[], T], limit_s: float = CALL_LIMIT_S) -> T:
-        """Do work of Ray's that may block; PlacingError: it takes too long, or Ray raised an error over it."""
+        """Run a Ray call that may block on a thread; PlacingError: it timed out, or Ray raised an error."""
         if self._calls is None:
             self._calls = Calls()
         return await self._calls.do(what, work, limit_s)
@@ -167,7 +168,7 @@ class RayRuntime:
     async def place(self, demand: Demand, number: int, avoid: Sequence[str] = ()) -> None:
         name = ReplicaName(demand.key, number)
         args = (self, demand, number, self._replicas)
-        async with self._placing:  # each sees where those before it go
+        async with self._placing:  # each placement sees the hosts chosen before it
             host = choose_host(demand, await self.hosts(), avoid, self._node_ids)
             if host is not None:
                 self._node_ids[name] = host.node_id
@@ -178,7 +179,7 @@ class RayRuntime:
     async def remove(self, name: ReplicaName) -> None:
         actor = self.find(str(name))
         with contextlib.suppress(PlacingError):
-            await actor.call("place", limit_s=ASK_LIMIT_S)  # one that waits for room has nothing to end
+            await actor.call("place", limit_s=ASK_LIMIT_S)  # an actor that waits for room has nothing to end
             await actor.call("close", limit_s=END_LIMIT_S)
         await self.end(str(name))
         self._node_ids.pop(name, None)
@@ -195,10 +196,10 @@ class RayRuntime:
 
 
 class NamedActor:
-    """A detached actor, by its name: its methods are called as if it were here.
+    """Proxy of a detached actor: calls its methods by name.
 
     Args:
-        kind: the class that it is made of where it is not there; None: it is not made.
+        kind: class from which the actor is created if it does not exist; None: it is not created.
     """
 
     def __init__(
@@ -216,10 +217,10 @@ class NamedActor:
         return partial(self.call, method)
 
     async def handle(self) -> Any:
-        """Ray's handle of it.
+        """Return Ray's handle of the actor.
 
         Raises:
-            PlacingError: it is not there.
+            PlacingError: the actor does not exist.
         """
         if self._handle is None:
             options = {"resources": {HEAD: 0.001}}
@@ -228,7 +229,7 @@ class NamedActor:
         return self._handle
 
     async def call(self, method: str, *args: object, limit_s: float = CALL_LIMIT_S) -> Any:
-        """Call a method, and return or raise what it does.
+        """Call a method, and return its value or raise its error.
 
         Raises:
             PlacingError: the actor does not answer within the limit.
@@ -244,7 +245,7 @@ class NamedActor:
         except PlacingError:
             raise
         except Exception as error:
-            self._handle = None  # a successor of its name may have come
+            self._handle = None  # a successor may have taken the name
             raise PlacingError(f"{what}: {sentence(error)}") from error
         if not is_value:
             raise answer
@@ -254,41 +255,42 @@ class NamedActor:
 # -- in an actor's process --------------------------------------------------------------------------------------------
 
 
-class Resident:
-    """Inhabitant of an actor's process: an object of a plain asyncio class, and the calls that come for it."""
+class ActorProcess:
+    """Wrapper in an actor's process: holds an object of a plain asyncio class and dispatches calls to it."""
 
     def __init__(self, name: str, kind: Callable[..., object], args: tuple[object, ...]) -> None:
         log_to_stderr("text", "info", name)
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, by its count of processors; ours know better
-        with contextlib.suppress(OSError):  # only a superuser may; others say so to `ray start`
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it from its CPU count; our own default is better
+        with contextlib.suppress(OSError):  # needs root; otherwise set the priority of `ray start`
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        self._resident = kind(*args)
+        self._object = kind(*args)
         self._starting = asyncio.get_running_loop().create_task(self._start())
 
     async def _start(self) -> None:
-        start = getattr(self._resident, "start", None)
+        start = getattr(self._object, "start", None)
         try:
             if start is not None:
                 await start()
         except Exception as error:
             defect = None if isinstance(error, LockstepError) else error
-            log.error("it cannot start, and is started again: %s", error, exc_info=defect)
+            log.error("the actor failed to start and will be restarted: %s", error, exc_info=defect)
             await asyncio.sleep(RESTART_PAUSE_S)
             os._exit(1)
 
     async def call(self, method: str, args: tuple[object, ...]) -> tuple[bool, object]:
-        """Call a method: True and its value, or False and its error, which Ray would wrap in one of its own."""
+        """Call a method. Returns True and its value, or False and its error, as Ray would wrap a raised error."""
         await asyncio.shield(self._starting)
         if method == STARTED:
             return True, None
         try:
-            return True, await getattr(self._resident, method)(*args)
+            return True, await getattr(self._object, method)(*args)
         except LockstepError as error:
             return False, error
 
 
 class PlacedReplica:
-    """`ReplicaHost` on the host that Ray found for it; it reports to the current controller."""
+    """Actor class of a replica: runs a `ReplicaHost` on the host that Ray chose, and reports to the current
+    controller."""
 
     def __init__(self, runtime: RayRuntime, demand: Demand, number: int, options: ReplicaOptions) -> None:
         self._runtime = runtime
@@ -298,21 +300,27 @@ class PlacedReplica:
         self._host: ReplicaHost | None = None
 
     async def start(self) -> None:
-        """Start its worker."""
-        here = await self._runtime.do("this host is not known", _here)
-        owner, options = self._runtime.find(CONTROLLER), self._options
+        """Start the replica's worker."""
+        here = await self._runtime.do("cannot find this host in the Ray cluster", _local_host)
+        controller, options = self._runtime.find(CONTROLLER), self._options
         self._host = ReplicaHost(
-            self._demand, self._number, options.worker, options.link, here, partial(owner.call, "placed"), options.store
+            self._demand,
+            self._number,
+            options.worker,
+            options.link,
+            here,
+            partial(controller.call, "placed"),
+            options.store,
         )
         await self._host.start()
 
     async def place(self) -> ReplicaStatus:
-        """Its own word of how it is."""
+        """Return the replica's current status."""
         assert self._host is not None, "it has started"
         return self._host.place
 
     async def close(self) -> None:
-        """End its worker."""
+        """End the replica's worker."""
         assert self._host is not None, "it has started"
         await self._host.close()
 
@@ -329,11 +337,11 @@ def _actor(
     host: Host | None = None,
     label: str = "",
 ) -> Any:
-    """Handle of a named actor, which is made if there is a class; at once, also where no host has room.
+    """Get the handle of a named actor, creating it if a class is given. Returns at once, even if no host has room.
 
     Args:
-        host: where it is to be, now and when it is started again, as long as there is room.
-        label: for its log; empty: its name.
+        host: preferred host, at first and after each restart, as long as it has room.
+        label: name in its log; empty: the actor's name.
     """
     ray = imported()
     if kind is None:
@@ -341,7 +349,7 @@ def _actor(
     if host is not None:
         at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         options = {**options, "scheduling_strategy": at(host.node_id, soft=True, _spill_on_unavailable=True)}
-    made = ray.remote(Resident).options(
+    made = ray.remote(ActorProcess).options(
         name=name,
         namespace=namespace,
         lifetime="detached",
@@ -355,14 +363,14 @@ def _actor(
 
 
 def _options(demand: Demand, avoid: Sequence[str]) -> dict[str, Any]:
-    """Ray's options of a replica: resources, hosts that it may be on, and how several lie where no host is chosen."""
+    """Build Ray's options for a replica: resources, excluded hosts, and the spreading strategy if no host is chosen."""
     named = dict(demand.resources)
     strategy = "SPREAD" if demand.spread else "DEFAULT"
     options: dict[str, Any] = {"num_cpus": named.pop("CPU", 0), "scheduling_strategy": strategy}
     if named_memory := int(named.pop("memory", 0)):
         options["memory"] = named_memory
     elif not any(demand.resources.values()):
-        options["memory"] = 1  # Ray passes over a host that was chosen for who asks for nothing
+        options["memory"] = 1  # Ray ignores the chosen host for an actor without resource requests
     if "GPU" in named:
         options["num_gpus"] = named.pop("GPU")
     if named:
@@ -375,7 +383,7 @@ def _options(demand: Demand, avoid: Sequence[str]) -> dict[str, Any]:
 def _kill(namespace: str, name: str) -> None:
     """Kill an actor for good, and wait until its name is free."""
     ray = imported()
-    with contextlib.suppress(ValueError):  # it is gone already
+    with contextlib.suppress(ValueError):  # it does not exist any more
         ray.kill(ray.get_actor(name, namespace), no_restart=True)
     while name in _names(namespace):
         time.sleep(LOOK_S)
@@ -392,7 +400,7 @@ def _replica_name(name: str) -> ReplicaName | None:
 
 
 def _hosts() -> list[Host]:
-    """All hosts by name; a lost one that has come back under its name is listed once."""
+    """List all hosts by name. A lost host that came back under the same name is listed once."""
     ray = imported()
     free, nodes = ray._private.state.available_resources_per_node(), ray.nodes()
     names = Counter(node["NodeName"] for node in nodes if node["Alive"])
@@ -407,7 +415,7 @@ def _hosts() -> list[Host]:
 
 
 def _own(resources: Mapping[str, float]) -> dict[str, float]:
-    """Resources that can be requested: without those that Ray counts for itself."""
+    """Resources that can be requested, without those that Ray counts for itself."""
     return {
         name: amount
         for name, amount in sorted(resources.items())
@@ -415,7 +423,7 @@ def _own(resources: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _here() -> Here:
+def _local_host() -> LocalHost:
     node_id = imported().get_runtime_context().get_node_id()
     host = next(host for host in _hosts() if host.node_id == node_id)
-    return Here(host.name, node_id, host.address)
+    return LocalHost(host.name, node_id, host.address)

@@ -1,6 +1,6 @@
-"""One placed replica: a device worker that listens for gateways, its model, and reports of its state.
+"""Replica host: runs one placed replica, i.e. a device worker that listens for gateways, and reports its status.
 
-Independent of Ray, whose actor runs it (`lockstep.hosts.ray_runtime`). The worker is started again when it is lost,
+It does not depend on Ray, whose actor runs it (`lockstep.hosts.ray_runtime`). When the worker is lost, it is restarted
 and the model is loaded again, until the controller removes the replica.
 """
 
@@ -29,35 +29,35 @@ from lockstep.worker.supervised import Notice, SupervisedWorker
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 1.0
-"""After a load that failed; doubled by each further one."""
+"""Delay in seconds after a failed load; doubled with each consecutive failure."""
 MAX_BACKOFF_S = 60.0
 SUSPECT_LOADS = 2
-"""Workers that ended over a load before it is tried in a throw-away process."""
-FIRST_TELL_AGAIN_S = 0.2
-"""Time until a report that could not be delivered is sent again."""
-MAX_TELL_AGAIN_S = 5.0
+"""Number of workers that ended during a load before the model is first tried in a throw-away process."""
+FIRST_RESEND_S = 0.2
+"""Delay in seconds before a report that could not be delivered is sent again."""
+MAX_RESEND_S = 5.0
 CLOSE_LIMIT_S = 8.0
-"""For an orderly end of the worker; it bounds itself to less."""
+"""Time in seconds for the worker to end in an orderly way; its own limit is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
-    """The host that a replica is on, as others know it."""
+class LocalHost:
+    """Host of a replica: its name, Ray node id and address."""
 
     host: str
     node_id: str
     address: str
-    """Where its workers listen."""
+    """Address on which the replica's workers listen."""
 
 
 class ReplicaHost:
-    """One replica and its workers, one after the other. Event loop only.
+    """One replica and its successive workers. Event loop only.
 
     Args:
-        worker: options of the worker process; its kind and where it listens are set here.
-        tell: called with the newest place whenever it has changed, and again until it does not raise. Places that
-            changed meanwhile are passed over.
-        store: the KV store that each worker opens, in folders of this replica's own; None: none.
+        worker: options of the worker process; its kind and listening address are set here.
+        report: called with the current status whenever it changes, and again until it raises no error. Intermediate
+            statuses are skipped.
+        store: KV store that each worker opens, in this replica's own directory; None: there is no store.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class ReplicaHost:
         number: int,
         worker: WorkerOptions,
         link: LinkOptions,
-        here: Here,
-        tell: Callable[[ReplicaStatus], Awaitable[None] | None],
+        here: LocalHost,
+        report: Callable[[ReplicaStatus], Awaitable[None] | None],
         store: KVStoreOptions | None = None,
     ) -> None:
         self._demand = demand
         self._options = replace(worker, kind="process", address=None, ahead=None, listen=_listen(link, here.address))
-        self._tell = tell
+        self._report = report
         self._worker: SupervisedWorker | None = None
         self._is_changed = asyncio.Event()
-        self._is_untold = asyncio.Event()
+        self._is_unreported = asyncio.Event()
         self._num_failures = 0
-        """Loads that failed in a row."""
+        """Number of consecutive failed loads."""
         self._num_lost = 0
-        """Workers in a row that ended while they loaded the model."""
+        """Number of consecutive workers that ended while they loaded the model."""
         self._tasks: list[asyncio.Task[None]] = []
         self.place = ReplicaStatus(
             demand.key,
@@ -91,7 +91,7 @@ class ReplicaHost:
             actor_pid=os.getpid(),
         )
         self._store = None if store is None else _own_store(store, self.place.name)
-        self._kept = HostStore()
+        self._host_store = HostStore()
 
     @property
     def name(self) -> ReplicaName:
@@ -102,45 +102,45 @@ class ReplicaHost:
         return self._demand.label(self.place.number)
 
     async def start(self) -> None:
-        """Start the worker, load the model, and see to it that both stay; returns at once."""
+        """Start the worker and load the model in the background, and restart both when they are lost."""
         loop = asyncio.get_running_loop()
-        self._is_untold.set()
-        self._tasks = [loop.create_task(self._live()), loop.create_task(self._tell_places())]
+        self._is_unreported.set()
+        self._tasks = [loop.create_task(self._run()), loop.create_task(self._send_reports())]
 
     async def close(self) -> None:
-        """End the worker, and tell nothing more; within a bounded time."""
+        """End the worker and stop reporting, within a limited time."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._end_worker()
-        await asyncio.to_thread(self._kept.close)
+        await asyncio.to_thread(self._host_store.close)
 
     # -- the worker ---------------------------------------------------------------------------------------------------
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         while True:
             try:
-                worker = await self._present_worker()
+                worker = await self._current_worker()
                 await self._load(worker)
                 await self._until_lost(worker)
             except WorkerLostError as error:
                 self._num_lost += error.is_suspect
                 self._set(state=ReplicaPhase.STARTING, reason=str(error), port=0, pid=0)
-            except Exception as error:  # whatever it is, nothing else would ever load it
+            except Exception as error:  # without this loop the model would not be loaded again
                 await self._failed(error)
 
-    async def _present_worker(self) -> SupervisedWorker:
-        """The worker, started where there is none, or as soon as its successor is there.
+    async def _current_worker(self) -> SupervisedWorker:
+        """Return the current worker, after starting it if there is none, or waiting for its restart.
 
         Raises:
             UsageError, ExecutorError: no process can be started.
         """
         if self._worker is None:
-            self._set(state=ReplicaPhase.STARTING)  # why it failed before stays said
-            self._worker = SupervisedWorker(self._options, self._notified)
+            self._set(state=ReplicaPhase.STARTING)  # keeps the reason of an earlier failure
+            self._worker = SupervisedWorker(self._options, self._on_notice)
             await self._worker.start()
             if self._store is not None:
-                self._worker.open_store(await asyncio.to_thread(self._kept.opened, self._store))
+                self._worker.open_store(await asyncio.to_thread(self._host_store.opened, self._store))
         while not self._worker.is_up:
             self._is_changed.clear()
             await self._is_changed.wait()
@@ -148,11 +148,11 @@ class ReplicaHost:
         return self._worker
 
     async def _load(self, worker: SupervisedWorker) -> None:
-        """Load the model, and be ready.
+        """Load the model and become ready.
 
         Raises:
-            LockstepError: it cannot be loaded, or no gateway could connect to it.
-            WorkerLostError: the worker was lost over it.
+            LockstepError: the model cannot be loaded, or the worker cannot listen.
+            WorkerLostError: the worker was lost during the load.
         """
         demand = self._demand
         self._set(state=ReplicaPhase.LOADING)
@@ -163,16 +163,16 @@ class ReplicaHost:
             priority=demand.priority,
             is_suspect=self._num_lost >= SUSPECT_LOADS,
         )
-        listening = worker.listening  # said before anything that it was told to do
+        listening = worker.listening  # reported before any reply to a command
         if listening is None or worker.loaded(demand.key) is None:
-            raise WorkerLostError("the device worker ended when it had just loaded the model")
+            raise WorkerLostError("the device worker ended right after it had loaded the model")
         if listening.fault:
             raise UnavailableError(f"the worker cannot listen: {listening.fault}")
         self._num_failures = self._num_lost = 0
         self._set(state=ReplicaPhase.READY, reason="", address=listening.host, port=listening.port)
 
     async def _until_lost(self, worker: SupervisedWorker) -> None:
-        """Wait as long as the worker has the model; WorkerLostError: how it ended."""
+        """Wait until the worker no longer has the model; WorkerLostError: the reason."""
         loaded = worker.loaded(self._demand.key)
         while worker.loaded(self._demand.key) is loaded:
             self._is_changed.clear()
@@ -180,13 +180,13 @@ class ReplicaHost:
         raise WorkerLostError(self.place.reason or "the device worker ended")
 
     async def _failed(self, error: Exception) -> None:
-        """A load failed, or there is no worker: begin anew with another process after a while."""
+        """Handle a failed load or worker start: after a delay, a new process is started."""
         if not isinstance(error, LockstepError):
-            log.error("a defect over %s", self._label, exc_info=error)
+            log.error("internal error in %s", self._label, exc_info=error)
         self._num_failures += 1
         delay_s = backoff_s(self._num_failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
         reason = str(error) if isinstance(error, LockstepError) else repr(error)
-        log.warning("%s cannot be loaded, and is tried again in %.0f s: %s", self._label, delay_s, reason)
+        log.warning("%s could not be loaded; next attempt in %.0f s: %s", self._label, delay_s, reason)
         await self._end_worker()
         self._set(state=ReplicaPhase.FAILED, reason=reason, port=0, pid=0)
         await asyncio.sleep(delay_s)
@@ -198,39 +198,40 @@ class ReplicaHost:
                     await self._worker.close()
             self._worker = None
 
-    def _notified(self, notice: Notice) -> None:
+    def _on_notice(self, notice: Notice) -> None:
         if isinstance(notice, Lost):
             reason = f"the device worker ended with {notice.reason}"
             self._set(state=ReplicaPhase.STARTING, reason=reason, port=0, pid=0)
         self._is_changed.set()
 
-    # -- its place ----------------------------------------------------------------------------------------------------
+    # -- status -------------------------------------------------------------------------------------------------------
 
     def _set(self, **changes: object) -> None:
         place = msgspec.structs.replace(self.place, **changes)
         if place != self.place:
             self.place = msgspec.structs.replace(place, version=place.version + 1)
-            self._is_untold.set()
+            self._is_unreported.set()
 
-    async def _tell_places(self) -> None:
+    async def _send_reports(self) -> None:
         num_failures = 0
         while True:
-            await self._is_untold.wait()
-            self._is_untold.clear()
+            await self._is_unreported.wait()
+            self._is_unreported.clear()
             try:
-                telling = self._tell(self.place)
-                if telling is not None:
-                    await telling
+                sending = self._report(self.place)
+                if sending is not None:
+                    await sending
                 num_failures = 0
-            except Exception as error:  # nothing else would ever tell what comes later
+            except Exception as error:  # without this loop later changes would not be reported
                 num_failures += 1
-                log.debug("%s cannot report its place: %s", self._label, error)
-                await asyncio.sleep(backoff_s(num_failures, FIRST_TELL_AGAIN_S, MAX_TELL_AGAIN_S))
-                self._is_untold.set()
+                log.debug("%s could not report its status: %s", self._label, error)
+                await asyncio.sleep(backoff_s(num_failures, FIRST_RESEND_S, MAX_RESEND_S))
+                self._is_unreported.set()
 
 
 def _own_store(store: KVStoreOptions, name: ReplicaName) -> KVStoreOptions | None:
-    """The store with a folder on disk that no other replica of this host has: a folder is one process's at a time."""
+    """KV store options with a directory that no other replica on this host uses, because only one process may use a
+    directory."""
     if not (store.host_bytes or (store.disk_dir and store.disk_bytes)):
         return None
     folder = Path(store.disk_dir).expanduser() / blake2b(str(name).encode(), digest_size=8).hexdigest()
@@ -238,7 +239,7 @@ def _own_store(store: KVStoreOptions, name: ReplicaName) -> KVStoreOptions | Non
 
 
 def _listen(link: LinkOptions, address: str) -> ListenOptions:
-    """The listening end of a worker on this host; paths are those of this host's user."""
+    """Listening options of a worker on this host; paths refer to this host's user."""
     cert, key = (os.path.expanduser(path) for path in (link.tls_cert, link.tls_key))
     secret = str(Path(link.secret_file).expanduser())
     return ListenOptions(address, 0, secret, cert, key, link.allows_plain)

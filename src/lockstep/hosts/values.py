@@ -1,5 +1,5 @@
-"""Placement as values: replicas that are wanted, where each is, how each is used, and the hosts that there are. No Ray,
-no clock."""
+"""Placement values: describes demanded replicas, their location and use, and the hosts of a cluster. No Ray, no
+clock."""
 
 from __future__ import annotations
 
@@ -16,63 +16,64 @@ from lockstep.engine.options import LoadOptions
 from lockstep.spelling import listed
 
 MAX_REPLICAS = 1024
-"""In one model's group."""
+"""Maximum number of replicas in one model's group."""
 SLOTS_PER_REPLICA = 2
-"""Numbers of a group for each of its replicas: one that moves is beside its successor for a while."""
+"""Replica numbers of a group for each of its replicas, because a replica that moves coexists with its successor for a
+while."""
 
 
 class LinkOptions(msgspec.Struct, frozen=True):
-    """Links between gateways and workers: whom each believes; the same on every host."""
+    """Options of the connections between gateways and workers; the same on every host."""
 
     secret_file: str
-    """Path of the shared secret on each host; only the path travels."""
+    """Path of the shared secret on each host; only the path is sent over the network."""
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
-    """PEM files on each host; empty: no TLS."""
+    """Path of a PEM file on each host, as for the two fields above; empty: no TLS."""
     allows_plain: bool = False
-    """Whether prompts may travel in clear beyond a machine."""
+    """Whether prompts may be sent unencrypted between machines."""
 
 
 class GroupOptions(msgspec.Struct, frozen=True):
-    """Replicas of one artifact, and how a manifest has them placed and chosen."""
+    """Replicas of one artifact, and a manifest's options for their placement and routing."""
 
     num: int = 1
     resources: Mapping[str, float] = {}
-    """Of each: ``CPU``, ``memory`` in bytes, and resources that hosts were given by name."""
+    """Resources of each replica: ``CPU``, ``memory`` in bytes, and named resources of hosts."""
     spread: bool = False
-    """Whether on as many hosts as there are; else on as few."""
+    """Whether replicas are spread over as many hosts as possible; otherwise over as few."""
     policy: RoutingPolicy = RoutingPolicy.PREFIX
     max_imbalance: int = 4
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """The replicas of one artifact, as they are wanted."""
+    """Demand for the replicas of one artifact."""
 
     key: str
-    """Of the planner's replica, and of each replica at its worker."""
+    """Key of the replica in the planner and at each worker."""
     source: str
     options: LoadOptions
     priority: int = Priority.NORMAL
     num: int = 1
     resources: Mapping[str, float] = {}
-    """Of each: ``CPU``, ``memory`` in bytes, and resources that hosts were given by name."""
+    """Resources of each replica: ``CPU``, ``memory`` in bytes, and named resources of hosts."""
     spread: bool = False
-    """Whether on as many hosts as there are; else as few."""
+    """Whether replicas are spread over as many hosts as possible; otherwise over as few."""
     name: str = ""
-    """Of the model, or the first of several, for messages."""
+    """Name of the model, or of the first of several, for messages."""
 
     def label(self, number: int) -> str:
-        """A replica by its model and number, for messages."""
+        """Model and number of a replica, for messages."""
         return f"{self.name or self.key}#{number}"
 
 
 class ReplicaName(NamedTuple):
-    """One replica of a group."""
+    """Name of one replica of a group."""
 
     key: str
     number: int
-    """From 0."""
+    """Number within the group, from 0."""
 
     def __str__(self) -> str:
         return f"{self.key}#{self.number}"
@@ -84,39 +85,39 @@ class ReplicaPhase(StrEnum):
     WAITING = "waiting"
     """No host has room for it."""
     STARTING = "starting"
-    """Its worker is on its way, for the first time or again."""
+    """Its worker is starting, for the first time or again."""
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"
-    """It could not be loaded, and is tried again."""
+    """It could not be loaded, and will be tried again."""
     LEAVING = "leaving"
-    """It gets no new requests, and goes when those that it has have ended."""
+    """It gets no new requests, and ends when its open requests have ended."""
     UNREACHABLE = "unreachable"
-    """Placed, and without a link to the server that shows it; only a server's own view has this state."""
+    """It is placed, but the server that shows it is not connected to it. Only a server's own view has this state."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One replica: where it is, and how it is."""
+    """Location and state of one replica."""
 
     key: str
     number: int
     state: ReplicaPhase
     reason: str = ""
-    """Why it is not ready, in one sentence."""
+    """Reason why it is not ready, in one sentence."""
     host: str = ""
-    """Name of the host; empty: it is on none."""
+    """Name of the host; empty: it is on no host."""
     node_id: str = ""
     """Ray's id of the host."""
     address: str = ""
     port: int = 0
-    """Where its worker listens; 0: nowhere."""
+    """Port on which its worker listens; 0: none."""
     pid: int = 0
-    """Of the worker's process."""
+    """Process id of the worker."""
     actor_pid: int = 0
     num_starts: int = 0
-    """Workers that were started for it."""
+    """Number of workers started for it so far."""
     version: int = 0
-    """Counts its actor's words, which may come in another order."""
+    """Version of the actor's reports, which may arrive out of order."""
 
     @property
     def name(self) -> ReplicaName:
@@ -125,100 +126,104 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class ReplicaUse:
-    """Use that one gateway makes of a replica, counted through all workers that were started for it.
+    """Use of a replica by one gateway, counted over all workers that were started for it.
 
-    The router counts `routed` and `num_retried`, and reports when the replica comes and goes; seconds are of one
-    monotonic clock.
+    The group counts `routed` and `num_retried`, and reports when the replica becomes available or is lost. Times are
+    seconds of one monotonic clock.
     """
 
     routed: dict[Why, int] = field(default_factory=lambda: dict.fromkeys(Why, 0))
-    """Requests that it was given, by the reason of the choice."""
+    """Number of requests sent to it, by the reason of the choice."""
     num_retried: int = 0
-    """Of these, those that went to another replica since its worker was lost before their first token."""
+    """Number of these requests that were sent to another replica, because its worker was lost before their first
+    token."""
     num_away: int = 0
-    """Times that it went after it had been there."""
+    """Number of times that it was lost after it had been available."""
     _away_s: float = 0.0
-    _went_s: float | None = None
-    """When it went; None: it is there, or was never."""
+    _lost_s: float | None = None
+    """When it was lost; None: it is available, or never was."""
 
     @property
     def num_routed(self) -> int:
         return sum(self.routed.values())
 
-    def went(self, now_s: float) -> None:
-        """It was there, and gets no requests from now on; a second call changes nothing."""
-        if self._went_s is None:
-            self._went_s = now_s
+    def mark_unavailable(self, now_s: float) -> None:
+        """Record that it gets no more requests; a second call changes nothing."""
+        if self._lost_s is None:
+            self._lost_s = now_s
             self.num_away += 1
 
-    def came(self, now_s: float) -> None:
-        """It gets requests from now on."""
+    def mark_available(self, now_s: float) -> None:
+        """Record that it gets requests again."""
         self._away_s = self.away_s(now_s)
-        self._went_s = None
+        self._lost_s = None
 
     def away_s(self, now_s: float) -> float:
-        """Seconds without it, after it had been there first, up to now."""
-        return self._away_s + (0.0 if self._went_s is None else now_s - self._went_s)
+        """Total time without it in seconds, since it was first available."""
+        return self._away_s + (0.0 if self._lost_s is None else now_s - self._lost_s)
 
 
 class Host(msgspec.Struct, frozen=True):
-    """One machine, or one part of it, that replicas may be placed on."""
+    """Machine, or part of a machine, on which replicas may be placed."""
 
     name: str
-    """As its Ray node was named, else its address."""
+    """Name of its Ray node, or else its address."""
     node_id: str
     address: str
     is_there: bool
     resources: Mapping[str, float]
-    """All of it: ``CPU``, ``memory`` in bytes, and those by name."""
+    """Total resources: ``CPU``, ``memory`` in bytes, and named ones."""
     free: Mapping[str, float]
     is_drained: bool = False
-    """It gets no replicas."""
+    """Whether the host is drained, so that it gets no replicas."""
 
 
 class Runtime(Protocol):
-    """Places replicas; `lockstep.hosts.ray_runtime` does it by Ray's actors. Used from one event loop."""
+    """Interface that places replicas; `lockstep.hosts.ray_runtime` implements it with Ray actors. Used from one event
+    loop."""
 
     def use(self, link: LinkOptions) -> bool:
-        """Have replicas that are placed from now on linked in this way; whether it is another one than before."""
+        """Use these link options for replicas placed from now on; returns whether they differ from the previous
+        ones."""
         ...
 
     async def hosts(self) -> Sequence[Host]:
-        """All hosts, those that were lost included, by name."""
+        """All hosts by name, including lost ones."""
         ...
 
     async def found(self) -> Sequence[ReplicaName]:
-        """Replicas that are placed already, by an earlier controller."""
+        """Replicas that an earlier controller has placed."""
         ...
 
     async def place(self, demand: Demand, number: int, avoid: Sequence[str] = ()) -> None:
-        """Have a replica placed, and placed again whenever it is lost; returns at once. Its actor tells how it is.
+        """Place a replica, and place it again whenever it is lost. Returns at once; the replica's actor reports its
+        status.
 
         Args:
-            avoid: node ids of hosts that it is not to be on.
+            avoid: node ids of hosts on which it must not be placed.
         """
         ...
 
     async def remove(self, name: ReplicaName) -> None:
-        """End a replica's worker and its actor; one that is not there is gone already."""
+        """End a replica's worker and its actor; does nothing if they do not exist."""
         ...
 
     async def ask(self, name: ReplicaName) -> ReplicaStatus | None:
-        """A replica's state, as it reports it; None: it does not answer now."""
+        """Request a replica's status; None: it does not answer now."""
         ...
 
 
 def choose_host(
     demand: Demand, hosts: Sequence[Host], avoid: Sequence[str], placed: Mapping[ReplicaName, str]
 ) -> Host | None:
-    """The host for one more replica; None: none has room now, or none has been heard of.
+    """Choose the host for one more replica; None: no host has room now, or no host is known.
 
-    Replicas of a group that is spread go where fewest of it are, others where most are; among equals it is the host
-    with the fewest replicas of all groups, then the first by name.
+    A replica of a spread group goes to the host with the fewest replicas of the group, any other to the host with the
+    most. Among equal hosts, the one with the fewest replicas of all groups is chosen, then the first by name.
 
     Args:
-        avoid: node ids of hosts that it is not to be on.
-        placed: node ids of the replicas that are placed, or about to be.
+        avoid: node ids of hosts on which it must not be placed.
+        placed: node ids of all replicas that are placed or being placed.
     """
 
     def rank(host: Host) -> tuple[int, int, str]:
@@ -232,20 +237,20 @@ def choose_host(
 
 
 def hosts_with_room(demand: Demand, hosts: Sequence[Host]) -> list[str]:
-    """Names of the hosts that could take one more replica now."""
+    """Names of the hosts that have room for one more replica now."""
     there = [host for host in hosts if host.is_there and not host.is_drained]
     return [host.name for host in there if all(host.free.get(name, 0.0) >= n for name, n in demand.resources.items())]
 
 
 def why_waiting(demand: Demand, hosts: Sequence[Host]) -> str:
-    """The reason why a replica is on no host, in one sentence."""
+    """Reason why a replica is on no host, in one sentence."""
     wanted = ", ".join(_amount(name, amount) for name, amount in demand.resources.items()) or "room for a worker"
     there = [host for host in hosts if host.is_there and not host.is_drained]
     if not there:
-        return "no host is there that takes replicas"
+        return "no available host accepts replicas"
     fitting = hosts_with_room(demand, hosts)
     if fitting:
-        return f"its process is not started yet, though {listed(fitting)} can take it"
+        return f"its process has not started yet, although {listed(fitting)} has room"
     free = (", ".join(_amount(name, host.free.get(name, 0.0)) for name in demand.resources) for host in there)
     each = (f"{host.name} has {amounts}" for host, amounts in zip(there, free, strict=True))
     return f"no host has {wanted} free: {'; '.join(each)}"

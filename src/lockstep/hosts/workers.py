@@ -1,7 +1,7 @@
-"""Workers on several hosts as one, with the surface of a `SupervisedWorker`; its replicas are groups of theirs.
+"""Workers on several hosts: presents them as one `SupervisedWorker`, whose replicas are groups on these workers.
 
-The controller determines where replicas are (`apply`); this package has the links to them. Loading is connecting: a
-group is loaded when its first replica answers, and unloaded when its links are closed.
+The controller decides where replicas run and reports it through `apply`; this class connects to them. A group is loaded
+when its first replica answers, and unloaded when its connections are closed.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from lockstep.worker.supervised import Notice, SupervisedWorker
 
 RETRY_AFTER_S = 2.0
 NO_REPLICA_S = 15.0
-"""Bound of the wait for a model without a replica. While none can take a request, and none is being started or loaded,
-calls wait so long; then they end, and further ones are refused at once until a replica is there. Where the links to all
-replicas are refused, as by another secret, no call waits."""
+"""Time in seconds that calls wait for a model without a replica. It runs while no replica can take a request and none
+is starting or loading. After it, waiting calls fail, and new calls are rejected at once until a replica is available.
+If the connections to all replicas are rejected, e.g. because of another secret, no call waits."""
 WATCH_S = 0.5
-"""Between two looks at replicas that are silent, or whose links were refused."""
+"""Interval in seconds at which silent replicas and rejected connections are checked."""
 COMING = (ReplicaPhase.STARTING, ReplicaPhase.LOADING)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLost:
-    """Notice that no replica of a group is there any more."""
+    """Notice that a group has lost its last replica."""
 
     key: str
 
 
 class HostedWorkers:
-    """Replicas of one gateway's models, wherever they are. Event loop only.
+    """Replicas of one gateway's models on all hosts. Event loop only.
 
     Args:
-        notify: called with what workers report of sessions, and with groups that are lost.
-        options_of: how a group is placed and chosen from, by its key.
-        routes: called with every choice.
-        name_of: the name of a group's model by its key, for messages.
+        notify: called with the workers' notices about sessions, and with groups that were lost.
+        options_of: returns the placement and routing options of a group, by key.
+        routes: called with each routing decision.
+        name_of: returns the name of a group's model by key, for messages.
     """
 
     pid = None
@@ -68,13 +68,13 @@ class HostedWorkers:
     ) -> None:
         self._now_s = clock
         self.groups: dict[str, Group] = {}
-        """Those that were loaded, or are being loaded, by key."""
+        """Groups that are loaded or loading, by key."""
         self.fault = ""
-        """Why reports of the controller are missing or old, in one sentence; empty: they are neither."""
-        self.trouble = "the hosts are not known yet"
-        """The reason why no request would be answered now, in one sentence; empty: there is none."""
+        """Reason why reports of the controller are missing or old, in one sentence; empty: they are current."""
+        self.trouble = "the controller has not reported the hosts yet"
+        """Reason why no request can be served now, in one sentence; empty: there is none."""
         self.link = link
-        """How gateways and workers are linked."""
+        """Options of the connections between gateways and workers."""
         self._options_of = options_of
         self._notify = notify
         self._routes = routes
@@ -82,41 +82,43 @@ class HostedWorkers:
         self._name_of = name_of
         self._places: dict[tuple[str, int], ReplicaStatus] = {}
         self._lost_s: dict[str, float] = {}
-        """When groups lost their last replica, by key; those that never had one, or were unloaded, are left out."""
+        """When groups lost their last replica, by key; groups that never had one, or were unloaded, are absent."""
         self._coming_s: dict[str, float] = {}
-        """When replicas of groups were last reported as being started or loaded, by key."""
+        """When replicas of groups were last reported as starting or loading, by key."""
         self._contact_s = 0.0
-        """When the controller last reported what it sees."""
+        """When the controller last reported the current state of replicas."""
         self._watching: asyncio.Task[None] | None = None
         self._waiting: dict[str, asyncio.Future[None]] = {}
         """Loads that wait for the first replica of a group."""
 
-    # -- where replicas are ----------------------------------------------------------------------------------------
+    # -- placements -----------------------------------------------------------------------------------------------
 
     def apply(self, places: Iterable[ReplicaStatus]) -> None:
-        """Take over where all replicas are."""
+        """Apply the statuses of all replicas."""
         now = {(place.key, place.number): place for place in places}
         for gone in [name for name in self._places if name not in now]:
-            self._tell(ReplicaStatus(*gone, ReplicaPhase.WAITING, "it was taken away"))
+            self._update(ReplicaStatus(*gone, ReplicaPhase.WAITING, "it was removed"))
         self._places = now
         for place in now.values():
-            self._tell(place)
+            self._update(place)
 
-    def note_contact(self, is_current: bool) -> None:
-        """Note a report of the controller, whether it brought news or not.
+    def record_contact(self, is_current: bool) -> None:
+        """Record a report of the controller, whether its state has changed or not.
 
         Args:
-            is_current: whether it can see replicas now; else its places are those that it saw last.
+            is_current: whether the controller can list replicas now; otherwise its report has their last known
+                placements.
         """
         if is_current:
             self._contact_s = now_s = self._now_s()
             self._coming_s |= {place.key: now_s for place in self._places.values() if place.state in COMING}
 
     def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
-        """The error of calls to a group that has had no replica for `NO_REPLICA_S`; None: it has one, or they may wait.
+        """Error for calls to a group that has had no replica for `NO_REPLICA_S`; None: it has a replica, or calls may
+        wait.
 
         Args:
-            since_s: when a call began to wait for it; None: it comes now.
+            since_s: when the call began to wait; None: it has just arrived.
         """
         group = self.groups.get(replica)
         if group is not None and group.is_there:
@@ -124,14 +126,14 @@ class HostedWorkers:
         now_s = self._now_s()
         begun_s = self._lost_s.get(replica, now_s if since_s is None else since_s)
         is_placed = any(place.key == replica for place in self._places.values())
-        coming_s = self._coming_s.get(replica, begun_s) if is_placed else self._contact_s  # its turn may be yet to come
+        coming_s = self._coming_s.get(replica, begun_s) if is_placed else self._contact_s  # it may be next
         is_refused = group is not None and group.is_refused
         if not is_refused and now_s - max(begun_s, coming_s) < NO_REPLICA_S:
             return None
         return UnavailableError(self._why_absent(replica), retry_after_s=RETRY_AFTER_S)
 
     def _why_absent(self, key: str) -> str:
-        """The reason why no replica of a group can take a request, in one sentence."""
+        """Reason why no replica of a group can take requests, in one sentence."""
         group, name = self.groups.get(key), self._name_of(key)
         places = [place for place in self._places.values() if place.key == key]
         if group is None:
@@ -139,21 +141,21 @@ class HostedWorkers:
         else:
             numbers = [place.number for place in places if place.number < len(group.members)]
             reasons = [group.trouble(group.members[number]) for number in numbers]
-        why = "; ".join(dict.fromkeys(filter(None, (*reasons, self.fault)))) or "none is placed"
+        why = "; ".join(dict.fromkeys(filter(None, (*reasons, self.fault)))) or "none has been placed"
         return f"no replica of {name} can take requests: {why}"
 
-    def give_up(self, key: str) -> None:
-        """End the load of a group that is not to be there after all."""
+    def cancel_load(self, key: str) -> None:
+        """Fail the load of a group that is no longer wanted."""
         waiting = self._waiting.get(key)
         if waiting is not None and not waiting.done():
-            waiting.set_exception(WorkerLostError("the model was taken away while its replicas were being reached"))
+            waiting.set_exception(WorkerLostError("the model was removed while the gateway connected to its replicas"))
 
-    def _tell(self, place: ReplicaStatus) -> None:
+    def _update(self, place: ReplicaStatus) -> None:
         group = self.groups.get(place.key)
         if group is not None and place.number < len(group.members):
-            group.moved(place)
+            group.update(place)
 
-    def _changed(self, group: Group) -> None:
+    def _on_group_change(self, group: Group) -> None:
         if group.is_there:
             self._lost_s.pop(group.key, None)
             waiting = self._waiting.get(group.key)
@@ -166,7 +168,7 @@ class HostedWorkers:
     # -- as a worker ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Watch replicas from now on; links are made when groups are loaded."""
+        """Start watching replicas; connections are opened when groups are loaded."""
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -176,7 +178,7 @@ class HostedWorkers:
                 group.watch()
 
     async def close(self) -> None:
-        """Close the links; the workers go on."""
+        """Close the connections; the workers keep running."""
         if self._watching is not None:
             self._watching.cancel()
         groups, self.groups = tuple(self.groups.values()), {}
@@ -194,10 +196,11 @@ class HostedWorkers:
         *,
         is_suspect: bool = False,
     ) -> Loaded:
-        """Reach the replicas of a group; returns when the first one answers. What is loaded how is the owner's order.
+        """Connect to the replicas of a group; returns when the first one answers. The controller decides what is loaded
+        where.
 
         Raises:
-            WorkerLostError: the first one was lost in this moment.
+            WorkerLostError: the first replica was lost as soon as it had answered.
         """
         group = self.groups.get(replica) or self._group_of(replica)
         self.groups[replica] = group
@@ -205,7 +208,7 @@ class HostedWorkers:
         try:
             for place in self._places.values():
                 if place.key == replica:
-                    self._tell(place)
+                    self._update(place)
             if not group.is_there:
                 await self._waiting[replica]
         except BaseException:
@@ -214,7 +217,7 @@ class HostedWorkers:
         finally:
             del self._waiting[replica]
         if group.loaded is None:
-            raise WorkerLostError("the first replica of the model was lost when it had just been reached")
+            raise WorkerLostError("the model's first replica was lost right after it had answered")
         return group.loaded
 
     def _group_of(self, key: str) -> Group:
@@ -222,17 +225,17 @@ class HostedWorkers:
         balancer = Balancer(options.num * SLOTS_PER_REPLICA, options.policy, options.max_imbalance)
         routes, interval_s = self._routes, self._stream_interval_s
         name = partial(self._name_of, key)
-        return Group(key, self.link, balancer, self._changed, self._notify, routes, interval_s, name, self._now_s)
+        return Group(key, self.link, balancer, self._on_group_change, self._notify, routes, interval_s, name)
 
     async def unload(self, replica: str) -> None:
-        """Hang up on the replicas of a group; what becomes of them is the owner's order."""
+        """Close the connections to a group's replicas; the controller decides when they are unloaded."""
         group = self.groups.pop(replica, None)
         if group is not None:
             await group.close()
             self._lost_s.pop(replica, None)
 
     def loaded(self, replica: str) -> Loaded | None:
-        """Measurements of a group's first replica; None: no replica is there now."""
+        """Measurements of a group's first replica; None: no replica is available now."""
         group = self.groups.get(replica)
         return group.loaded if group is not None and group.is_there else None
 
@@ -243,29 +246,29 @@ class HostedWorkers:
 
     @property
     def recording_fault(self) -> str:
-        """The reason why a worker records nothing now, by its last word; empty: all do, or none is to."""
+        """Reason why a worker has stopped recording; empty: all record, or recording is off."""
         faults = (worker.recording_fault for worker in self._workers())
         return next((fault for fault in faults if fault), "")
 
     @property
     def kv_fault(self) -> str:
-        """The reason why a worker keeps less KV outside of its device than its budgets allow; empty: none does."""
+        """Reason why a worker stores less KV outside of its device than its budgets allow; empty: none does."""
         return next((worker.kv_fault for worker in self._workers() if worker.kv_fault), "")
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def asked(self, replica: str, request: GenerationRequest) -> Iterator[HostedMailbox]:
-        """The mailbox of a request for a block, which a replica of a group is sent; leaving early aborts it.
+    def open_mailbox(self, replica: str, request: GenerationRequest) -> Iterator[HostedMailbox]:
+        """Submit a request to a replica of a group, and yield its mailbox; leaving the block early aborts the request.
 
         Raises:
-            WorkerLostError: no replica is there.
-            QueueFullError: the chosen worker takes no more requests now.
-            InvalidParameterError: the request holds a number that no message can.
+            WorkerLostError: no replica is available.
+            QueueFullError: the chosen worker accepts no more requests now.
+            InvalidParameterError: the request contains a number that a message cannot hold.
         """
         group = self.groups.get(replica)
         if group is None:
-            raise WorkerLostError("the model is not placed any more; send the request again")
+            raise WorkerLostError("the model is no longer placed; send the request again")
         mailbox = group.submit(request)
         try:
             yield mailbox
@@ -273,16 +276,16 @@ class HostedWorkers:
             mailbox.leave()
 
     def abort_all(self, error: LockstepError, of_replica: str | None = None) -> None:
-        """End every open request, or every one of a group, with this error."""
+        """End all open requests, or those of one group, with this error."""
         for worker in self._workers(of_replica):
             worker.abort_all(error)
 
     @property
     def num_open(self) -> int:
-        """Mailboxes that were not left."""
+        """Number of open mailboxes."""
         return sum(worker.num_open for worker in self._workers())
 
-    # -- questions ------------------------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------------------------
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
         """Metrics by group, of all its replicas together."""
@@ -293,13 +296,14 @@ class HostedWorkers:
         return {key: merged(snapshots) for key, snapshots in found.items() if key in self.groups}
 
     async def check(self) -> Checked | None:
-        """Check each worker between two of its steps; the first fault, or None: a worker does not answer."""
+        """Check the invariants of each worker between two steps. Returns the first violation; None: a worker does not
+        answer."""
         answers = await asyncio.gather(*(worker.check() for worker in self._workers()))
-        faulty = [each for each in answers if each is None or each.fault]
-        return faulty[0] if faulty else next(iter(answers), None)
+        violations = [each for each in answers if each is None or each.fault]
+        return violations[0] if violations else next(iter(answers), None)
 
     async def reset_prefix_cache(self) -> int:
-        """Forget all cached content; returns how many blocks that were."""
+        """Drop all cached content that is not in use; returns the number of blocks."""
         return sum(await asyncio.gather(*(worker.reset_prefix_cache() for worker in self._workers())))
 
     async def sessions(self) -> Mapping[str, tuple[SessionReport, ...]]:
@@ -307,8 +311,8 @@ class HostedWorkers:
         return _sessions_of(await asyncio.gather(*(worker.sessions() for worker in self._workers())))
 
     async def session_locations(self, environments: Sequence[bytes]) -> tuple[SessionsReport | None, KeptReport | None]:
-        """Sessions on all devices by group, and those that are kept outside by environment; None: a worker does
-        not answer in a few seconds."""
+        """Sessions on all devices by group, and stored sessions by environment; None: a worker did not answer in
+        time."""
         answers = await asyncio.gather(*(worker.session_locations(environments) for worker in self._workers()))
         there = [on_device for on_device, _ in answers if on_device is not None]
         kept = [report.sessions for _, report in answers if report is not None and report.sessions is not None]
@@ -319,26 +323,26 @@ class HostedWorkers:
         return on_device, KeptReport(each)
 
     async def sweep(self, replica: str, session_id: str | None = None, owner: str | None = None) -> Swept:
-        """Free what idle sessions keep at any replica of a group."""
+        """Free what idle sessions hold at the replicas of a group."""
         those = self._workers(replica)
         return _total(await asyncio.gather(*(worker.sweep(replica, session_id, owner) for worker in those)))
 
     async def end_session(self, replica: str, session_id: str, owner: str | None = None) -> Swept:
-        """Free what a session keeps at any replica of a group, and let it keep nothing more."""
+        """Free what a session holds at the replicas of a group, and prevent it from holding more."""
         return _total(
             await asyncio.gather(*(w.end_session(replica, session_id, owner) for w in self._workers(replica)))
         )
 
-    # -- what only a worker's owner orders -----------------------------------------------------------------------------
+    # -- for a supervised worker only ---------------------------------------------------------------------------
 
     def prioritise(self, replica: str, priority: int) -> None:
-        """Nothing: a group's class goes with the demand for it."""
+        """Does nothing: a group's priority is part of its demand."""
 
     def open_store(self, options: KVStoreOptions) -> None:
-        """Nothing: each host has its own store, which its workers open."""
+        """Does nothing: the workers of each host open that host's store."""
 
     def watch_steps(self, max_per_s: float) -> None:
-        """Nothing: steps are reported to the process that owns a worker."""
+        """Does nothing: steps are reported to the process that started the worker."""
 
     def _workers(self, of_group: str | None = None) -> list[SupervisedWorker]:
         groups = (

@@ -331,7 +331,7 @@ def sees_all(tenant: str, options: ServerOptions) -> bool:
     return tenant.startswith(_ADMIN) or not (options.api_keys or options.admin_keys)
 
 
-def powers_of(tenant: str, options: ServerOptions) -> Permissions:
+def permissions_of(tenant: str, options: ServerOptions) -> Permissions:
     """Powers of a caller over the sources and servers that a manifest names.
 
     An admin's key has every power. Where there are no keys, and only this machine can call, everybody is the operator;

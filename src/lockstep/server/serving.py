@@ -11,7 +11,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from lockstep.cluster.cluster import Cluster
-from lockstep.cluster.threads import Workbench
+from lockstep.cluster.threads import WorkerThreads
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import context_of
 
@@ -123,11 +123,11 @@ class Serving:
     options: ServerOptions
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     traffic: Traffic = field(default_factory=Traffic)
-    bench: Workbench = field(init=False)
+    bench: WorkerThreads = field(init=False)
     """Where long bodies are read and translated."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bench", Workbench(self.max_held_bytes))
+        object.__setattr__(self, "bench", WorkerThreads(self.max_held_bytes))
 
     @property
     def max_held_bytes(self) -> int:

@@ -263,7 +263,7 @@ class SupervisedWorker:
             self._life.send(Abort(mailbox.replica, (mailbox.request_id,)))
 
     @contextmanager
-    def asked(self, replica: str, request: GenerationRequest) -> Iterator[Mailbox]:
+    def open_mailbox(self, replica: str, request: GenerationRequest) -> Iterator[Mailbox]:
         """The mailbox of a request for a block, as `submit`; leaving the block early aborts it."""
         mailbox = self.submit(replica, request)
         try:
