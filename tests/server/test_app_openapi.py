@@ -21,7 +21,7 @@ from tests.server.process import ServerProcess
 from tests.server.support import NAME
 
 MAX_EXAMPLES = 12
-"""Of each operation; with the generated edge cases about twenty seconds in all."""
+"""Of each operation."""
 
 
 @settings(
@@ -46,12 +46,19 @@ def check_operation(case: schemathesis.Case[Any], server: ServerProcess, session
             case.validate_response(response, excluded_checks=[positive_data_acceptance])
 
 
-def test_every_operation_conforms_to_the_openapi_document(server: ServerProcess, subtests: pytest.Subtests) -> None:
-    """Its edge cases are generated where it runs: as tests of their own, whoever collects tests would generate them."""
+@pytest.mark.parametrize("has_edge_cases", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_operation_conforms_to_the_openapi_document(
+    server: ServerProcess, subtests: pytest.Subtests, has_edge_cases: bool
+) -> None:
+    """Drawn requests, and the edge cases of every field: some thousand requests, which take a minute.
+
+    Cases are generated here: as tests of their own, every collection of tests would generate them.
+    """
     app = create_app(one_model("stub://alpha", (NAME,)), ServerOptions(enable_debug_endpoints=True))
     schema = schemathesis.openapi.from_dict(app.openapi())  # of an application like the server's; it needs no model
     # A deadline that the request itself sets may pass.
     schema.config.checks.not_a_server_error.expected_statuses = ["2xx", "3xx", "4xx", "504"]
+    schema.config.phases.coverage.enabled = has_edge_cases
     load_all_checks()
     num_operations = 0
     for result in get_all_tests(schema=schema, test_func=check_operation, settings=None, given_kwargs=None):
