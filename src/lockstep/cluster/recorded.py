@@ -94,8 +94,7 @@ class RecordedModel:
         began_s = self._clock()
         _check_recordable(call)
         call = await self._prompts.tokenised(self.tokenizer, self.text.max_model_len, call)
-        prompt_ids: tuple[int, ...] = tuple(call.prompt)  # type: ignore[arg-type]  # tokens by now
-        match = self._match(call, prompt_ids)
+        match = self._match(call)
         answer, scale = match.answer, US / self._speed if self._speed else 0.0
         replay = TokenReplay(
             self.tokenizer,
@@ -109,7 +108,7 @@ class RecordedModel:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open[ended] = None
         try:
-            yield (Accepted(self.name, prompt_ids, recorded=_described(match)),)
+            yield (Accepted(self.name, call.prompt_ids, recorded=_described(match)),)
             given = [0] * len(answer.sequences)
             for at_us, index, num_tokens in answer.deliveries:
                 sequence, first = answer.sequences[index], given[index]
@@ -143,15 +142,15 @@ class RecordedModel:
         """End open calls."""
         self.abort_all(UnavailableError("the server is closing"))
 
-    def _match(self, call: GenerationRequest, prompt_ids: tuple[int, ...]) -> Match:
-        query = AnswerQuery(prompt_ids, parameters_as_bytes(call), call.params.n, call.params.seed)
+    def _match(self, call: GenerationRequest) -> Match:
+        query = AnswerQuery(call.prompt_ids, parameters_as_bytes(call), call.params.n, call.params.seed)
         match = self.index.find(query, is_strict=self._is_strict)
         if match is not None:
             return match
         least, most = self.index.lengths
         what = "this prompt, parameters and seed" if self._is_strict else "this prompt or a prefix of it"
         raise NotRecordedError(
-            f"no recorded request of {self.name} has {what}: the prompt has {len(prompt_ids)} tokens; recorded are "
+            f"no recorded request of {self.name} has {what}: the prompt has {len(call.prompt_ids)} tokens; recorded are "
             f"{self.index.num_prompts:,} prompts of {least:,} to {most:,} tokens; record the request with "
             "`lockstep serve --trace DIR --trace-content`" + (", or leave --strict out" if self._is_strict else ""),
             param="prompt",

@@ -180,7 +180,7 @@ class RequestHandler:
                     mailbox.station = CallStation(progress, model.id, key, loaded.config, progress.clock())
                     outputs = await mailbox.take()
                     self._state.sessions.accepted(call.session_id)
-                    yield (Accepted(model.id, tuple(request.prompt), hops),)  # type: ignore[arg-type]  # tokens by now
+                    yield (Accepted(model.id, request.prompt_ids, hops),)
                     while True:
                         if outputs:
                             yield outputs

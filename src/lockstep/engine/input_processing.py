@@ -43,7 +43,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     check_session(request)
     _check_labels(request)
     request = tokenised(model.tokenizer, config.max_model_len, request)
-    prompt_ids: tuple[int, ...] = request.prompt  # type: ignore[assignment]  # tokens by now
+    prompt_ids = request.prompt_ids
     _check_ids(prompt_ids, vocab_size)
     if request.pooling is not None:
         return _prepare_pooling(model, config, request, prompt_ids)

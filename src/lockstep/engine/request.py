@@ -81,3 +81,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str | None = None
     """The requested model name; None: the model that takes requests without a name. An engine has
     one model."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Token ids of a prompt that is tokenised."""
+        assert not isinstance(self.prompt, str | Conversation), "the prompt is tokenised"
+        return tuple(self.prompt)

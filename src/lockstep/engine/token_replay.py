@@ -44,7 +44,7 @@ class TokenReplay:
         num_cached_tokens: int = 0,
         num_preemptions: int = 0,
     ) -> None:
-        prompt_ids: tuple[int, ...] = tuple(request.prompt)  # type: ignore[arg-type]  # tokens by now
+        prompt_ids = request.prompt_ids
         if not prompt_ids:
             raise InvalidParameterError("the prompt is empty; at least one token is needed", param="prompt")
         params = request.params

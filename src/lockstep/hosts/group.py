@@ -255,8 +255,7 @@ class Group:
         hashes: tuple[bytes, ...] = ()
         if self.loaded is not None and self.balancer.policy is RoutingPolicy.PREFIX and request.pooling is None:
             namespace = namespace_of(self.loaded.fingerprint, request.cache_salt)
-            ids: tuple[int, ...] = request.prompt  # type: ignore[assignment]  # tokens by now
-            hashes = block_hashes(namespace, ids, self.loaded.config.block_size)
+            hashes = block_hashes(namespace, request.prompt_ids, self.loaded.config.block_size)
         mailbox = HostedMailbox(self, request, hashes)
         try:
             mailbox.send()

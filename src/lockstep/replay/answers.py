@@ -216,7 +216,7 @@ def _answers_of(requests: Iterable[_Request], notes: tuple[str, ...]) -> Recorde
         name = each.request.model or each.engine.name
         of_name = found.by_name.setdefault(name, RecordedName(name, each.engine))
         of_name.engine = each.engine
-        of_name.index.add(each.request.prompt, _answer_of(each, tuple(ended)))  # type: ignore[arg-type]  # token ids
+        of_name.index.add(each.request.prompt_ids, _answer_of(each, tuple(ended)))
     return found
 
 
