@@ -150,8 +150,8 @@ class RecordedModel:
         least, most = self.index.lengths
         what = "this prompt, parameters and seed" if self._is_strict else "this prompt or a prefix of it"
         raise NotRecordedError(
-            f"no recorded request of {self.name} has {what}: the prompt has {len(call.prompt_ids)} tokens; recorded are "
-            f"{self.index.num_prompts:,} prompts of {least:,} to {most:,} tokens; record the request with "
+            f"no recorded request of {self.name} has {what}: the prompt has {len(call.prompt_ids)} tokens; "
+            f"recorded are {self.index.num_prompts:,} prompts of {least:,} to {most:,} tokens; record the request with "
             "`lockstep serve --trace DIR --trace-content`" + (", or leave --strict out" if self._is_strict else ""),
             param="prompt",
         )
