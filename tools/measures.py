@@ -34,6 +34,7 @@ INDIRECT = frozenset(["What", "Who", "Whom", "Whose", "Of", "How", "Where", "Whe
 """A docstring that begins so is a clause that leans on its neighbour, not a name of the thing or a command."""
 MAP_PAGE = "ARCHITECTURE.md"
 MAP_BEGIN, MAP_END = "<!-- map: `make map` writes it -->", "<!-- end of the map -->"
+_LEADING_COMMENT = re.compile(r"(?://[^\n]*\n)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +335,18 @@ def map_lines(codebase: Codebase) -> Iterator[str]:
             yield f"\n**{title}/** {module.purpose if module.is_package else ''}".rstrip() + "\n"
         if not module.is_package:
             yield f"- `{path.name}`: {module.purpose}"
+    yield from _native_lines(codebase.root)
+
+
+def _native_lines(root: Path) -> Iterator[str]:
+    """A line for each file of C++ that begins with a comment; the others instantiate a header for a processor."""
+    folder = root / "src" / "lockstep" / "executors" / "native" / "cpp"
+    yield f"\n**{folder.relative_to(root / 'src' / 'lockstep').as_posix()}/** The forward pass in C++\n"
+    for path in sorted(folder.glob("*.[ch]pp")):
+        comment = _LEADING_COMMENT.match(path.read_text())
+        if comment is not None:
+            text = " ".join(comment[0].replace("//", " ").split())
+            yield f"- `{path.name}`: {text.partition('. ')[0].rstrip('.')}"
 
 
 def with_map(text: str, lines: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""YAML as nodes that know their lines: of manifests, files of flags and policies of the gate.
+"""YAML reader: parses manifests, flag files and gate policies into nodes, and reports every problem with its line.
 
 A text is bounded before it is looked at, and never turned into objects. Scalars follow YAML 1.2's core schema, so
 ``no`` and ``1:30`` are strings. `YamlNode` is a node with its path. Readers are functions from a node to a value; they

@@ -1,5 +1,4 @@
-"""Manifest files: `parse` reads a manifest from YAML and reports every problem with its line; `dump` writes canonical
-YAML.
+"""Manifest files: `parse` makes a manifest of YAML nodes (`lockstep.yaml_reading`), `dump` writes canonical YAML.
 
 ``parse(dump(manifest)) == manifest``, and the same holds for `plain` written as JSON. Models and blocks are read into
 drafts first, so that a reference to an invalid model is not reported as a second problem. The environment is passed in,

@@ -1,4 +1,4 @@
-"""Replica state: tracks a replica's phase, its load, its open and waiting calls, and the reason of its absence."""
+"""Replica state: one replica's phase, load, back-off after a failed load, and open and waiting calls."""
 
 from __future__ import annotations
 
