@@ -1,4 +1,4 @@
-// What Python calls of attention.hpp.
+// C interface of attention.hpp.
 #include "attention.hpp"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))

@@ -1,4 +1,4 @@
-// What Python calls of elements.hpp: sizes are checked, then every row is computed under the contract's modes.
+// C interface of elements.hpp: sizes are checked, then every row is computed under the contract's modes.
 // Functions return nullptr, or a sentence that describes what is wrong; then nothing was read or written.
 #include <string_view>
 

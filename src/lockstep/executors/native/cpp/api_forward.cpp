@@ -1,4 +1,4 @@
-// What Python calls of forward.hpp. Functions return nullptr, or a sentence that describes what is wrong.
+// C interface of forward.hpp. Functions return nullptr, or a sentence that describes what is wrong.
 #include <new>
 
 #include "forward.hpp"

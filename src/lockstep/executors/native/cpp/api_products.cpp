@@ -1,4 +1,4 @@
-// What Python calls of products, packing and threads. Functions return nullptr, or a sentence that describes what is wrong;
+// C interface of products, packing and threads. Functions return nullptr, or a sentence that describes what is wrong;
 // then nothing was read or written.
 #include <new>
 #include <system_error>

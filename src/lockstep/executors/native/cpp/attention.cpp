@@ -1,4 +1,4 @@
-// A layer's attention divided into work for threads: what is wrong with a step, stores, tiles, segments of long rows.
+// Attention of a layer divided among threads: checks a step, stores keys and values, and cuts work into tiles and segments.
 #include "attention.hpp"
 
 #include <algorithm>

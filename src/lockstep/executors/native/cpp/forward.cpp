@@ -1,3 +1,4 @@
+// Forward pass: executes each operation of a program on the threads of a pool.
 #include "forward.hpp"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Packing: decodes GGUF blocks (Q8_0, Q4_0, Q4_K and others) into groups, and writes groups as panels.
 #include "pack.hpp"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Weights of a GGUF file, block by block, to the panels of product.hpp. Nothing is rounded: a panel has the codes, scales
+// Packing: writes the weights of a GGUF file, block by block, as panels of product.hpp. Nothing is rounded: a panel has
+// the codes, scales
 // and offsets of the file, in another order.
 #pragma once
 

@@ -1,4 +1,5 @@
-// What this processor runs, asked of it: a compiler's own answer needs a run-time library that not all of them have.
+// Processor features: asks the processor which instruction sets it runs, since a compiler's own answer needs a run-time
+// library that not all systems have.
 #pragma once
 
 namespace lockstep::native {

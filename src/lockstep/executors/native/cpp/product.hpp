@@ -1,5 +1,6 @@
-// Products of weights with rows of activations. Both have a scale for each group of 32 columns, so that a group's sum is
-// one of integers, exact in any order. What remains of an output is a sum of floats over groups in ascending order:
+// Products: weights times rows of activations, and the order of their floating-point operations. Both have a scale for
+// each group of 32 columns, so that a group's sum is one of integers, exact in any order. The rest of an output is a sum
+// of floats over groups in ascending order:
 //
 //     acc = fma(float(sum of code * number), weight_scale * row_scale, acc)
 //     acc = fma(weight_offset, row_scale * float(sum of numbers), acc)        of weights with offsets

@@ -1,5 +1,5 @@
-// AVX2: maddubs multiplies unsigned by signed bytes and adds pairs in sixteen bits, where it saturates. It never does here:
-// numbers are from -127 to 127, and the most that is added before the sum is widened to 32 bits is
+// AVX2 product kernel. Its maddubs multiplies unsigned by signed bytes and adds pairs in sixteen bits, where it
+// saturates. It never does here: numbers are from -127 to 127, and the most that is added before the sum is widened to 32 bits is
 //
 //     8 bits    one pair      2 * 128 * 127 = 32,512    (magnitudes of weights; their signs are given to the numbers)
 //     4 bits    eight pairs  16 *  15 * 127 = 30,480
@@ -7,7 +7,7 @@
 //     6 bits    two pairs     4 *  63 * 127 = 32,004    all below 2^15 = 32,768
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "lanes_avx2.hpp"
-#include "product_rules.hpp"
+#include "product_common.hpp"
 
 namespace lockstep::native {
 namespace {

@@ -1,8 +1,8 @@
-// AVX-512 with VNNI: four unsigned codes times four signed numbers are added to an int32 in one instruction. The code of
-// weight 0 is subtracted by the number at which a group's sum begins.
+// AVX-512 product kernel (VNNI): one instruction adds four unsigned codes times four signed numbers to an int32. The code
+// of weight 0 is subtracted by the number at which a group's sum begins.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include "lanes_avx512.hpp"
-#include "product_rules.hpp"
+#include "product_common.hpp"
 
 namespace lockstep::native {
 namespace {

@@ -1,8 +1,8 @@
-// The reference of the other kernels, one number at a time.
+// Portable product kernel: the reference of the other kernels, one number at a time.
 #include <algorithm>
 
 #include "lanes_portable.hpp"
-#include "product_rules.hpp"
+#include "product_common.hpp"
 
 namespace lockstep::native {
 namespace {

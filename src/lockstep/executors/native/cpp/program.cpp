@@ -1,3 +1,4 @@
+// Program checks: reads a program from its encoded form and refuses operations that do not fit their buffers.
 #include "program.hpp"
 
 #include <initializer_list>

@@ -1,4 +1,5 @@
-// Operations of samplers and of vectors over an instruction set's lanes; elements_*.cpp instantiate them.
+// Sampling kernels: temperature and softmax weights of logits, log-probabilities, norms of vectors, over an instruction
+// set's lanes. Each elements_*.cpp instantiates them.
 #pragma once
 
 #include "elementwise.hpp"

@@ -1,5 +1,5 @@
 #if defined(__x86_64__)
-#include "attend.hpp"
+#include "attention_kernel.hpp"
 #include "lanes_avx512.hpp"
 
 namespace lockstep::native {

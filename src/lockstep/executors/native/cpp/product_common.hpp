@@ -1,4 +1,4 @@
-// What the kernels of all instruction sets share: the scale of a group of activations, and products of float weights.
+// Shared by all product kernels: the scale of a group of activations, and products of float weights.
 #pragma once
 
 #include <cstring>

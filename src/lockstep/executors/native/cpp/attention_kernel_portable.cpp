@@ -1,4 +1,4 @@
-#include "attend.hpp"
+#include "attention_kernel.hpp"
 #include "lanes_portable.hpp"
 
 namespace lockstep::native {

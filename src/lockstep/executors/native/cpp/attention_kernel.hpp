@@ -1,4 +1,5 @@
-// The attention kernel over an instruction set's lanes; attend_*.cpp instantiate it.
+// Attention kernel: scores, softmax and sums of values for one tile, over an instruction set's lanes. Each
+// attention_kernel_*.cpp instantiates it.
 #pragma once
 
 #include <cfloat>
