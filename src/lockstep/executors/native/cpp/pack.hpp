@@ -1,6 +1,5 @@
 // Packing: writes the weights of a GGUF file, block by block, as panels of product.hpp. Nothing is rounded: a panel has
-// the codes, scales
-// and offsets of the file, in another order.
+// the codes, scales and offsets of the file, in another order.
 #pragma once
 
 #include "product.hpp"

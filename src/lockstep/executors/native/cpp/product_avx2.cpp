@@ -1,5 +1,6 @@
 // AVX2 product kernel. Its maddubs multiplies unsigned by signed bytes and adds pairs in sixteen bits, where it
-// saturates. It never does here: numbers are from -127 to 127, and the most that is added before the sum is widened to 32 bits is
+// saturates. It never does here: numbers are from -127 to 127, and the most that is added before the sum is widened to 32
+// bits is
 //
 //     8 bits    one pair      2 * 128 * 127 = 32,512    (magnitudes of weights; their signs are given to the numbers)
 //     4 bits    eight pairs  16 *  15 * 127 = 30,480
