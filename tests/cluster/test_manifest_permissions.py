@@ -29,7 +29,7 @@ from lockstep.cluster.remote_exchange import NotPublicError, PublicTransport, is
 from lockstep.cluster.state import ClusterOptions
 from lockstep.errors import ArtifactError, ManifestError, RequestFailedError
 from lockstep.pocket import pocket_path
-from lockstep.server.admission import powers_of
+from lockstep.server.admission import permissions_of
 from lockstep.server.options import ServerOptions
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.remotes import call, crooked, events_of, says, whole
@@ -193,7 +193,7 @@ def test_a_permitted_key_gets_detailed_errors_and_private_remotes(
 
 def test_permissions_are_for_admins_or_for_every_caller_of_a_server_without_remote_access() -> None:
     def powers(tenant: str, **options: Any) -> tuple[bool, bool]:
-        found = powers_of(tenant, ServerOptions(**options))
+        found = permissions_of(tenant, ServerOptions(**options))
         return found.any_source, found.private_remotes
 
     assert powers("") == (True, True)

@@ -27,7 +27,7 @@ from lockstep.errors import (
     RequestError,
     SessionNotFoundError,
 )
-from lockstep.server.admission import powers_of, sees_all
+from lockstep.server.admission import permissions_of, sees_all
 from lockstep.server.body import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import context_of
@@ -173,9 +173,9 @@ async def replace_manifest(request: Request) -> Response:
     wrong. Models that are in both go on as they are, those that are gone answer what they have begun."""
     cluster = _manifested(request)
     text = manifest_text(await request.body(), request.headers.get("content-type", ""))
-    powers = powers_of(context_of(request).tenant, serving_of(request).options)
+    permissions = permissions_of(context_of(request).tenant, serving_of(request).options)
     async with _loading("the manifest is not brought in"):
-        return _json(await cluster.replace(text, powers=powers))
+        return _json(await cluster.replace(text, permissions=permissions))
 
 
 @router.post("/models/{model_id:path}/load", responses=described(ModelSnapshot), operation_id="load_model")
