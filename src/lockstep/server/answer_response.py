@@ -30,15 +30,15 @@ from lockstep.errors import RequestError, RequestFailedError, SlowReaderError
 from lockstep.server.answer import Extension, Framing, Headers, Usage, extension_of, recorded_headers, usage_of
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError, http_error
-from lockstep.server.generation import in_the_requests_words
+from lockstep.server.generation import with_request_param_names
 from lockstep.server.request_context import (
     CLIENT_LEFT_STATUS,
     ClientLeft,
     RequestContext,
     Totals,
+    cancel_on_disconnect,
     context_of,
     disconnected,
-    unless_gone,
 )
 from lockstep.server.serving import serving_of
 
@@ -246,7 +246,7 @@ class AnswerResponse(Response):
     ) -> None:
         super().__init__()
         self._serving, self._context = serving_of(request), context_of(request)
-        self._calls = self._context.placed(calls)
+        self._calls = self._context.with_priority(calls)
         self._make_answer = make_answer
         self._param_names = param_names
         self._is_stream = self._context.is_stream = is_stream
@@ -267,11 +267,11 @@ class AnswerResponse(Response):
         context = self._context
         try:
             watching = self._watch(receive) if self._is_stream else disconnected(receive)
-            await unless_gone(watching, self._respond(send), context)
+            await cancel_on_disconnect(watching, self._respond(send), context)
         except ClientLeft:
             context.status = CLIENT_LEFT_STATUS
         except RequestError as error:
-            raise in_the_requests_words(error, self._param_names) from None
+            raise with_request_param_names(error, self._param_names) from None
         except RuntimeError as error:
             if CONNECTION_RESET not in str(error):
                 raise
@@ -372,7 +372,7 @@ class AnswerResponse(Response):
 
     def _fault_of(self, failure: Exception) -> HttpError:
         if isinstance(failure, RequestError):
-            failure = in_the_requests_words(failure, self._param_names)
+            failure = with_request_param_names(failure, self._param_names)
         return self._context.dialect.put(http_error(failure))
 
     async def _put(self, send: Send, data: bytes, *, more: bool) -> None:

@@ -18,7 +18,7 @@ from lockstep.server.batches.answering import MAX_LOST_TRIES, MAX_TRIES, MAX_WAI
 from lockstep.server.batches.input_file import BatchRequest
 from lockstep.server.batches.job import Job, Reply
 from lockstep.server.batches.journal import Journal
-from lockstep.server.batches.runner import MAX_BESIDE, MAX_SET_BACKS, RunningRequest, has_expired, to_set_back
+from lockstep.server.batches.runner import MAX_BESIDE, MAX_SET_BACKS, RunningRequest, has_expired, to_abort
 from lockstep.server.batches.schema import Batch
 from lockstep.server.batches.store import BatchStore, StoreLimits
 from tests.cluster.support import one_model
@@ -37,9 +37,9 @@ def running(*num_set_backs: int) -> list[RunningRequest]:
 
 def test_all_are_aborted_but_one_that_was_often_enough() -> None:
     each = running(0, MAX_SET_BACKS, 1, MAX_SET_BACKS, MAX_SET_BACKS + 1)
-    assert [one.index for one in to_set_back(each)] == [0, 2, 3, 4]
+    assert [one.index for one in to_abort(each)] == [0, 2, 3, 4]
     assert MAX_BESIDE == 1
-    assert to_set_back(running(MAX_SET_BACKS)) == []
+    assert to_abort(running(MAX_SET_BACKS)) == []
 
 
 async def test_a_request_that_was_aborted_often_enough_is_answered_beside_clients(tmp_path: Path) -> None:

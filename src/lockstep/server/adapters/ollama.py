@@ -42,7 +42,7 @@ from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import Caller
 from lockstep.server.logprobs import TokenLogprob, chat_logprobs
-from lockstep.server.request_context import RequestContext, context_of, disconnected, refusal, unless_gone
+from lockstep.server.request_context import RequestContext, cancel_on_disconnect, context_of, disconnected, refusal
 from lockstep.server.serving import serving_of, translated
 from lockstep.worker.progress import LOADING
 
@@ -243,7 +243,7 @@ async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Respons
     """Answer a prompt in Ollama's shape."""
     if not body.prompt:
         return await _load(request, body, {"response": ""})
-    return await (_go_on(request, body) if body.raw else _answer(request, body, is_chat=False))
+    return await (_continue(request, body) if body.raw else _answer(request, body, is_chat=False))
 
 
 async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *, is_chat: bool) -> Response:
@@ -263,7 +263,7 @@ async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *
     )
 
 
-async def _go_on(request: Request, body: OllamaGenerateBody) -> Response:
+async def _continue(request: Request, body: OllamaGenerateBody) -> Response:
     """Go on with a prompt as it is."""
     serving, context = serving_of(request), context_of(request)
     cluster = serving.cluster
@@ -308,7 +308,7 @@ async def _load(request: Request, body: OllamaBody, said: Mapping[str, Any]) -> 
             queue_deadline_s=serving.options.queue_timeout_s,
             deadline_s=serving.options.request_timeout_s,
         )
-        await unless_gone(disconnected(request.receive), _begun(cluster, call, context), context)
+        await cancel_on_disconnect(disconnected(request.receive), _begun(cluster, call, context), context)
     line = {"model": name, "created_at": now_text(), **said}
     return JSONResponse({**line, "done": True, "done_reason": "unload" if unloads else "load"})
 

@@ -219,7 +219,7 @@ async def delete_file(file_id: str, request: Request) -> Response:
     """Forget a file that no batch is reading."""
     runner = runner_of(request)
     await runner.store.delete_file(file_id, context_of(request).tenant, time.time())
-    runner.look()
+    runner.check_now()
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 

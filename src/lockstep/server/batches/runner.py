@@ -43,10 +43,10 @@ SETTLE_S = 0.02
 STAGGER_S = 0.01
 """Seconds between two starts of batch requests. A client request that arrives during a start waits for it, and would
 wait twice as long for two."""
-TEND_S = 1.0
+CHECK_INTERVAL_S = 1.0
 """Interval, in seconds, at which batches are checked when nothing has happened. A batch may have expired."""
 MAX_REFUSED_S = 15.0
-"""Maximum time, in seconds, between two attempts to write to a failing disk. The first retry is after `TEND_S`; the
+"""Maximum time, in seconds, between two attempts to write to a failing disk. The first retry is after `CHECK_INTERVAL_S`; the
 delay doubles with each attempt."""
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 
@@ -106,7 +106,7 @@ class RunningRequest:
             self.task.cancel()
 
 
-def to_set_back(running: Iterable[RunningRequest]) -> list[RunningRequest]:
+def to_abort(running: Iterable[RunningRequest]) -> list[RunningRequest]:
     """Requests to abort for a client request: all except those that have reached `MAX_SET_BACKS`, up to
     `MAX_BESIDE`."""
     spared = [each for each in running if each.num_set_backs >= MAX_SET_BACKS][:MAX_BESIDE]
@@ -127,7 +127,7 @@ class BatchRunner:
         self._turn = 0
         self._busy_s = 0.0
         """When a client request was last open, on the monotonic clock."""
-        self._handed_in_s = 0.0
+        self._started_s = 0.0
         """When a batch request was last started, on the monotonic clock."""
         self._num_refused = 0
         """Number of consecutive rounds with a disk error."""
@@ -140,7 +140,7 @@ class BatchRunner:
     def add(self, tenant: str, batch: Batch) -> None:
         """Start to run a batch that is in the store."""
         self._open[batch.id] = _Open(tenant, batch, batch)
-        self.look()
+        self.check_now()
 
     def current(self, batch: Batch) -> Batch:
         """Current state of a batch. If it waits because of a disk error, the error is in its faults."""
@@ -167,10 +167,10 @@ class BatchRunner:
             running.abort()
         with suppress(StorageError):
             await self._save(found)
-        self.look()
+        self.check_now()
         return self.current(batch)
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         """Check all batches now, even after a disk error: there may be space again."""
         self._refused_until_s = 0.0
         self._wake.set()
@@ -236,10 +236,10 @@ class BatchRunner:
         wait_s = self._refused_until_s - time.monotonic()
         if wait_s > 0:
             return wait_s
-        if await self._tend_all():
+        if await self._advance_all():
             self._num_refused = 0
-            return self._hand_in()
-        wait_s = min(MAX_REFUSED_S, TEND_S * 2.0 ** min(self._num_refused, 8))
+            return self._start_next()
+        wait_s = min(MAX_REFUSED_S, CHECK_INTERVAL_S * 2.0 ** min(self._num_refused, 8))
         self._num_refused += 1
         self._refused_until_s = time.monotonic() + wait_s
         return wait_s
@@ -250,22 +250,22 @@ class BatchRunner:
         """Handle the arrival of a client request, or the end of the last open one."""
         self._busy_s = time.monotonic()
         if self._serving.traffic.num_open:
-            for each in to_set_back(self._running):
+            for each in to_abort(self._running):
                 each.abort()
         else:
             self._wake.set()
 
-    def _hand_in(self) -> float:
+    def _start_next(self) -> float:
         """Start one request if no client request is open. Return the seconds until the next round."""
         if self._serving.traffic.num_open or not self._serving.lifecycle.is_admitting:
-            return TEND_S
+            return CHECK_INTERVAL_S
         now_s = time.monotonic()
-        wait_s = max(self._busy_s + SETTLE_S, self._handed_in_s + STAGGER_S) - now_s
+        wait_s = max(self._busy_s + SETTLE_S, self._started_s + STAGGER_S) - now_s
         if wait_s > 0:
             return wait_s
         if len(self._running) >= self._serving.options.max_batch_requests or (found := self._next()) is None:
-            return TEND_S
-        self._handed_in_s = now_s
+            return CHECK_INTERVAL_S
+        self._started_s = now_s
         self._running.append(found)
         found.task = asyncio.create_task(self._answer(found), name="batch request")
         found.task.add_done_callback(partial(self._ended, found))
@@ -329,17 +329,17 @@ class BatchRunner:
 
     # -- states of a batch ----------------------------------------------------------------------------------------
 
-    async def _tend_all(self) -> bool:
+    async def _advance_all(self) -> bool:
         """Advance the state of every batch that is due. Return False on a disk error."""
         is_kept = True
         for each in list(self._open.values()):
-            is_kept &= await self._tend(each)
+            is_kept &= await self._try_advance(each)
         if is_kept and self.store.fault is not None:  # an upload may have failed; nothing else here retries it
             await self.store.probe()
             is_kept = self.store.fault is None
         return is_kept
 
-    async def _tend(self, each: _Open) -> bool:
+    async def _try_advance(self, each: _Open) -> bool:
         """Advance the state of a batch if it is due. Return False on a disk error."""
         try:
             await self._advance(each, time.time())
@@ -355,14 +355,14 @@ class BatchRunner:
         if not (each.faults or each.batch.has_ended):
             await self._keep(each)
             await self._save(each)
-            await self._go_on(each, now_s)
+            await self._continue(each, now_s)
         if each.faults and not each.batch.has_ended:
             await self._fail(each, now_s)
         await self._save(each)
         if each.batch.has_ended:
             self._close(each)
 
-    async def _go_on(self, each: _Open, now_s: float) -> None:
+    async def _continue(self, each: _Open, now_s: float) -> None:
         is_over = has_expired(each.batch, now_s)
         if each.job is None and not (each.batch.status == "validating" and (is_over or self._num_jobs >= MAX_JOBS)):
             await self._begin(each)
@@ -440,7 +440,7 @@ class BatchRunner:
         if job is not None:
             await self.store.run(job.close)
 
-    async def _end(self, each: _Open, ended: Batch, of_others: tuple[str, str] | None) -> None:
+    async def _end(self, each: _Open, ended: Batch, unanswered_error: tuple[str, str] | None) -> None:
         """End a batch and write its result files."""
         await self._stop(self._running_of(each))
         await self._keep(each)
@@ -448,8 +448,8 @@ class BatchRunner:
         if job is None:
             each.batch = ended
         else:
-            whole = _counted(ended, job, with_others=of_others is not None)
-            each.batch = each.saved = await store.run(lambda: store.finish(job, whole, time.time(), of_others))
+            whole = _counted(ended, job, counts_unanswered=unanswered_error is not None)
+            each.batch = each.saved = await store.run(lambda: store.finish(job, whole, time.time(), unanswered_error))
 
 
 def has_expired(batch: Batch, now_s: float) -> bool:
@@ -464,16 +464,16 @@ def _keep(job: Job | None, each: _Answer) -> None:
         job.answer(*each)
 
 
-def _counted(batch: Batch, job: Job | None, *, with_others: bool = False) -> Batch:
+def _counted(batch: Batch, job: Job | None, *, counts_unanswered: bool = False) -> Batch:
     """Return the batch with its request counts filled in.
 
     Args:
-        with_others: count requests without a result as failed.
+        counts_unanswered: count requests without a result as failed.
     """
     if job is None:
         return batch
     journal = job.journal
-    num_failed = journal.num_requests - journal.num_completed if with_others else journal.num_failed
+    num_failed = journal.num_requests - journal.num_completed if counts_unanswered else journal.num_failed
     return msgspec.structs.replace(
         batch, num_requests=journal.num_requests, num_completed=journal.num_completed, num_failed=num_failed
     )
