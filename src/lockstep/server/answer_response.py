@@ -166,13 +166,13 @@ class Answer:
                 if isinstance(event, Accepted) and event.prompt_token_ids:  # the answer already exists
                     self.accepted[call] = event
                     for choice in self._choices_of(call):
-                        choice.follow(event.prompt_token_ids)
+                        choice.set_prompt(event.prompt_token_ids)
                 continue
             choice = self.choices[first + event.index]
             before = choice.num_pending_bytes
             choice.feed(event)
             self.num_pending_bytes += choice.num_pending_bytes - before
-            if not choice.is_queued and choice.has_news:
+            if not choice.is_queued and choice.has_updates:
                 choice.is_queued = True
                 self._changed.append(choice)
             if event.request is not None:

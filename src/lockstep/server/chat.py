@@ -30,9 +30,9 @@ from lockstep.server.fields import (
     JsonObject,
     Marked,
     Name,
-    absent,
     in_pieces,
     text_or_list,
+    unsupported,
 )
 from lockstep.server.generation import (
     Caller,
@@ -131,7 +131,7 @@ class Message(Marked):
     """Alternative name of `reasoning_content`; used if `reasoning_content` is absent."""
     refusal: str | None = None
     """With role `assistant`: used as the content if there is no other."""
-    audio: Annotated[None, absent("only text is supported")] = None
+    audio: Annotated[None, unsupported("only text is supported")] = None
     annotations: list[JsonObject] | None = None
     """Ignored, as is `parsed`. The official client adds both to the content."""
     parsed: Any = None
@@ -207,9 +207,9 @@ class ChatBody(GenerationBody):
     """Deprecated form of `tools`. The answer has at most one call, as `function_call`."""
     function_call: FunctionChoice | None = None
     """Deprecated form of `tool_choice`, for use with `functions`."""
-    audio: Annotated[None, absent("only text output is supported")] = None
-    prediction: Annotated[None, absent("predicted outputs are not supported")] = None
-    web_search_options: Annotated[None, absent("web search is not supported")] = None
+    audio: Annotated[None, unsupported("only text output is supported")] = None
+    prediction: Annotated[None, unsupported("predicted outputs are not supported")] = None
+    web_search_options: Annotated[None, unsupported("web search is not supported")] = None
 
 
 router = APIRouter(route_class=LongBodyRoute, tags=["completions"], responses=ERROR_RESPONSES)

@@ -103,7 +103,7 @@ def _json(value: object) -> object:
     return value
 
 
-def absent(why: str) -> BeforeValidator:
+def unsupported(why: str) -> BeforeValidator:
     """Validator for unsupported parameters of OpenAI's API: only null is accepted. ``why`` is the error message."""
 
     def check(value: object) -> None:
@@ -116,10 +116,10 @@ def absent(why: str) -> BeforeValidator:
 NOTHING = WithJsonSchema(
     {"anyOf": [{"type": "null"}, {"const": ""}, {"type": "array", "maxItems": 0}, {"const": False}]}
 )
-"""JSON schema of values without content, for use with `empty`."""
+"""JSON schema of values without content, for use with `only_empty`."""
 
 
-def empty(why: str) -> BeforeValidator:
+def only_empty(why: str) -> BeforeValidator:
     """Validator for unsupported members: only null and values without content are accepted. ``why`` is the error
     message."""
 

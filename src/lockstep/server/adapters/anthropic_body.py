@@ -24,10 +24,10 @@ from lockstep.server.fields import (
     Marked,
     Name,
     ParameterBody,
-    absent,
-    empty,
     in_pieces,
+    only_empty,
     text_or_list,
+    unsupported,
 )
 from lockstep.server.generation import SharedBody, StopString
 from lockstep.server.tools.definitions import MAX_TOOLS, FunctionName
@@ -234,8 +234,8 @@ class CountBody(ParameterBody):
     """Ignored everywhere: the prefix cache does not need it."""
     context_management: ContextManagement | None = None
     """Ignored: messages are never cleared or summarized. A warning reports edits that would have an effect."""
-    mcp_servers: Annotated[None, empty("this server does not call MCP servers"), NOTHING] = None
-    thread: Annotated[None, absent("conversations are not stored; send all messages")] = None
+    mcp_servers: Annotated[None, only_empty("this server does not call MCP servers"), NOTHING] = None
+    thread: Annotated[None, unsupported("conversations are not stored; send all messages")] = None
     speed: Literal["standard"] | None = None
     chat_template_kwargs: JsonObject | None = None
     """Extension of this server: variables for the model's chat template."""
@@ -259,7 +259,7 @@ class MessagesBody(SharedBody, CountBody):
     metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     """Ignored. The answer always reports `standard`."""
-    container: Annotated[None, absent("containers are not supported")] = None
+    container: Annotated[None, unsupported("containers are not supported")] = None
 
 
 WORDS = Vocabulary((  # see `words_of`

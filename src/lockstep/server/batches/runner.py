@@ -46,8 +46,9 @@ wait twice as long for two."""
 CHECK_INTERVAL_S = 1.0
 """Interval, in seconds, at which batches are checked when nothing has happened. A batch may have expired."""
 MAX_REFUSED_S = 15.0
-"""Maximum time, in seconds, between two attempts to write to a failing disk. The first retry is after `CHECK_INTERVAL_S`; the
-delay doubles with each attempt."""
+"""Maximum time, in seconds, between two attempts to write to a failing disk.
+
+The first retry is after `CHECK_INTERVAL_S`; the delay doubles with each attempt."""
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 
 
