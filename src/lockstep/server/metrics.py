@@ -344,7 +344,7 @@ def batch_families(runner: BatchRunner | None, prefix: str) -> Iterator[Metric]:
     answered = [(("completed",), counts.num_completed), (("failed",), counts.num_failed)]
     yield _family(counter, f"{prefix}_requests", "Finished batch requests, by result.", ("result",), answered)
     text = "Number of times that a batch request was aborted for a client request and queued again."
-    yield counter(f"{prefix}_requests_set_back", text, value=counts.num_set_back)
+    yield counter(f"{prefix}_requests_set_back", text, value=counts.num_aborted)
 
 
 def host_families(hosts: Sequence[HostSnapshot], prefix: str) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
 """Batch runner: takes each batch from validation to its end, using only the time in which no client request is open.
 
 Batch requests are started while no client request is open, up to a limit of concurrent requests. When a client request
-arrives, running batch requests are aborted and queued again. A request that was aborted `MAX_SET_BACKS` times runs to
+arrives, running batch requests are aborted and queued again. A request that was aborted `MAX_ABORTS` times runs to
 its end, one such request at a time. So batches make progress under any load that has occasional gaps. A result is
 written to disk before it is counted.
 """
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 MAX_JOBS = 64
 """Maximum number of batches that are worked on at once. Later batches wait for validation."""
-MAX_SET_BACKS = 2
+MAX_ABORTS = 2
 """Maximum number of times that one request is aborted for client requests. Then it runs to its end."""
 MAX_BESIDE = 1
 """Maximum number of batch requests that keep running beside client requests."""
@@ -58,7 +58,7 @@ class RunnerCounts:
 
     num_completed: int = 0
     num_failed: int = 0
-    num_set_back: int = 0
+    num_aborted: int = 0
 
 
 class _Answer(NamedTuple):
@@ -79,7 +79,7 @@ class _Open:
     saved: Batch
     """The batch as it was last saved in the store."""
     job: Job | None = None
-    set_backs: dict[int, int] = field(default_factory=dict)
+    aborts: dict[int, int] = field(default_factory=dict)
     """Number of aborts, by index of a request that is waiting or running again."""
     answers: list[_Answer] = field(default_factory=list)
     """Results that could not be written to disk. There are at most as many as concurrent requests, because no request
@@ -97,7 +97,7 @@ class RunningRequest:
     owner: _Open
     job: Job
     index: int
-    num_set_backs: int
+    num_aborts: int
     task: asyncio.Task[bool] | None = None
     is_answered: bool = False
     """True once the result is being written. The request is not aborted after this point."""
@@ -108,9 +108,9 @@ class RunningRequest:
 
 
 def to_abort(running: Iterable[RunningRequest]) -> list[RunningRequest]:
-    """Requests to abort for a client request: all except those that have reached `MAX_SET_BACKS`, up to
+    """Requests to abort for a client request: all except those that have reached `MAX_ABORTS`, up to
     `MAX_BESIDE`."""
-    spared = [each for each in running if each.num_set_backs >= MAX_SET_BACKS][:MAX_BESIDE]
+    spared = [each for each in running if each.num_aborts >= MAX_ABORTS][:MAX_BESIDE]
     return [each for each in running if each not in spared]
 
 
@@ -281,7 +281,7 @@ class BatchRunner:
             index = owner.job.take()
             if index is not None:
                 self._turn = (self._turn + place + 1) % len(at_work)
-                return RunningRequest(owner, owner.job, index, owner.set_backs.get(index, 0))
+                return RunningRequest(owner, owner.job, index, owner.aborts.get(index, 0))
         return None
 
     async def _answer(self, running: RunningRequest) -> bool:
@@ -308,7 +308,7 @@ class BatchRunner:
                 each = owner.answers[0]
                 await self.store.run(partial(_keep, owner.job, each))
                 del owner.answers[0]
-                owner.set_backs.pop(each.number, None)
+                owner.aborts.pop(each.number, None)
                 self.counts.num_completed += each.reply.is_success
                 self.counts.num_failed += not each.reply.is_success
 
@@ -318,9 +318,9 @@ class BatchRunner:
         self._running.remove(running)
         self._wake.set()
         if task.cancelled():
-            job.set_back(index)
-            owner.set_backs[index] = running.num_set_backs + 1
-            self.counts.num_set_back += 1
+            job.requeue(index)
+            owner.aborts[index] = running.num_aborts + 1
+            self.counts.num_aborted += 1
             return
         error = task.exception()
         if error is not None:  # the batch reports any error
@@ -372,7 +372,7 @@ class BatchRunner:
             return
         if batch.status == "cancelling":
             await self._end(each, batch.moved("cancelled", now_s), None)
-        elif each.job is not None and each.job.journal.is_whole:
+        elif each.job is not None and each.job.journal.is_complete:
             if batch.status == "in_progress":
                 each.batch = batch = batch.moved("finalizing", now_s)
                 await self._save(each)
