@@ -101,7 +101,7 @@ def test_folders_of_a_gate_that_was_killed_are_removed_at_the_next_start(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--host", "0.0.0.0"), "there is no key"),
+        (("--host", "0.0.0.0"), "no API key is set"),
         (("--set", "min_pears=3"), "did you mean 'min_pairs'"),
         (("second.jsonl", "third.jsonl"), "BASELINE CANDIDATE"),
     ],

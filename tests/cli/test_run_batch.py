@@ -65,7 +65,7 @@ def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
 
     for arguments, message in (
         ((str(source), str(target), "stub://a?step_ms=20"), "say --resume, or remove it"),
-        ((str(source), str(target), "stub://b", "--resume"), "no journal of this input"),
+        ((str(source), str(target), "stub://b", "--resume"), "belongs to another input"),
     ):
         refused = run(*arguments, *NAMED)
         assert refused.returncode == 2
@@ -81,9 +81,9 @@ def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "the file holds no request"),
+        (b"", "the file has no requests"),
         (b"{oops\n", "line 1: the line is not valid JSON"),
-        (jsonl([line(0), line(0)]), "line 2: custom_id 'request-0' is that of line 1, too"),
+        (jsonl([line(0), line(0)]), "line 2: custom_id 'request-0' is also used in line 1, too"),
         (jsonl([line(0, model="gpt-4o")]), "line 1: model is 'gpt-4o', and it is 'pocket' here"),
     ],
 )

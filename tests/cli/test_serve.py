@@ -156,8 +156,8 @@ def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
         ((STUB, "--port", "70000"), "Invalid value for '--port': it is '70000' and must be at most 65535 (see --help)"),
         ((STUB, "--port", "http"), "Invalid value for '--port': it is 'http' and must be a whole number (see --help)"),
         ((STUB, "--addr", "9000"), "--addr is '9000'; it must be HOST:PORT"),
-        ((STUB, "--host", "0.0.0.0"), "there is no key: give --api-key KEY"),
-        ((STUB, "--host", "no.such.host.invalid"), "is no address to listen on"),
+        ((STUB, "--host", "0.0.0.0"), "no API key is set: give --api-key KEY"),
+        ((STUB, "--host", "no.such.host.invalid"), "is not an address to listen on"),
         ((STUB, "--host", "192.0.2.1", "--api-key", "k"), "cannot listen on 192.0.2.1"),
         ((STUB, "--api-key", ""), "--api-key is empty"),
         ((STUB, "--api-key", "a,,b"), "--api-key is empty"),
@@ -257,7 +257,7 @@ def test_a_ready_server_logs_its_configuration() -> None:
         f"7 sequences at once; weights of {size(engine['weights_bytes'])}, KV in f16; ",
         f"{engine['isa']}, 1 threads",
         f"metrics: {url}/metrics; documentation of the API: {url}/docs",
-        "a key is needed",
+        "an API key is required",
     ):
         assert words in told, words
     assert told.index("alpha: ready after") < told.index("alpha: context of")
@@ -269,7 +269,9 @@ def test_a_port_in_use_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -
         assert invoke(["serve", STUB, *IN_THREAD, "--port", str(port)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == (f"lockstep: error: 127.0.0.1:{port} is in use; give another --port, or 0 for any free one\n")
+    assert printed.err == (
+        f"lockstep: error: 127.0.0.1:{port} is in use; choose another --port, or 0 for any free port\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_requests_are_read_whatever_else_a_row_has() -> None:
 
 
 def test_a_server_that_does_not_list_requests_has_none() -> None:
-    assert requests_in('{"error":{"message":"There is nothing at /v1/requests.","code":"unknown_path"}}') is None
+    assert requests_in('{"error":{"message":"The path /v1/requests does not exist.","code":"unknown_path"}}') is None
     assert requests_in('{"object":"list","data":[{"state":7}]}') is None
     assert requests_in("<html>") is None
     assert requests_in('{"object":"list","data":[]}') == ()

@@ -13,7 +13,7 @@ from lockstep.executors.constraint import Constraint
 from lockstep.executors.stub import stub_tokenizer_parts
 from lockstep.server.chat import ChatBody, ChatCall, chat_call
 from lockstep.server.completions import CompletionBody, CompletionCalls, completion_calls
-from lockstep.server.generation import Caller, in_the_requests_words, labels_of, shorter_s
+from lockstep.server.generation import Caller, labels_of, shorter_s, with_request_param_names
 from lockstep.server.options import ServerOptions
 from tests.server.tools.models import tokenizer_of
 
@@ -246,11 +246,13 @@ def test_who_is_behind_a_request_is_logged_with_its_labels() -> None:
 
 def test_errors_speak_of_the_requests_own_parameters() -> None:
     names = chat(max_completion_tokens=3, guided_regex="a").names
-    error = in_the_requests_words(InvalidParameterError("max_tokens is 3; it must be more", param="max_tokens"), names)
+    error = with_request_param_names(
+        InvalidParameterError("max_tokens is 3; it must be more", param="max_tokens"), names
+    )
     assert (str(error), error.param) == ("max_completion_tokens is 3; it must be more", "max_completion_tokens")
-    error = in_the_requests_words(InvalidParameterError("the regex constraint is bad", param="constraint"), names)
+    error = with_request_param_names(InvalidParameterError("the regex constraint is bad", param="constraint"), names)
     assert (str(error), error.param) == ("the regex constraint is bad", "guided_regex")
-    error = in_the_requests_words(InvalidParameterError("seed is x", param="seed"), names)
+    error = with_request_param_names(InvalidParameterError("seed is x", param="seed"), names)
     assert error.param == "seed"
 
 

@@ -83,7 +83,7 @@ def test_lines_of_requests_are_there_and_nothing_of_a_prompt_even_where_the_log_
         assert SECRET not in str(lines)
         assert SECRET in server.stderr
         assert client.get(f"/v1/logs?after={lines[-1]['number']}").json()["data"] == []
-        assert any("no key is needed" in line["text"] for line in lines), "and those of the start"
+        assert any("no API key is required" in line["text"] for line in lines), "and those of the start"
 
 
 def test_a_callers_key_does_not_see_them_and_an_admin_key_does() -> None:

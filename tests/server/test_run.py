@@ -216,22 +216,22 @@ def test_the_lines_at_ready_are_limited_in_number() -> None:
         "a, b: context of 100 tokens; KV of 3,200 tokens in 4 MB; 2 sequences at once; weights of 9 MB, "
         "KV in f16; avx2, 2 threads; weights rounded to int8"
     )
-    assert lines[8] == "43 engines more: GET http://h/v1/cluster"
+    assert lines[8] == "43 more engines: GET http://h/v1/cluster"
     assert lines[9:] == [
-        "org/legal: standby, loaded at the first request",
-        "far: remote, answered by another server",
+        "org/legal: standby, loaded on the first request",
+        "far: remote, runs on a remote server",
         "metrics: http://h/metrics; documentation of the API: http://h/docs",
-        "no key is needed: every caller on this machine is its admin",
+        "no API key is required: every caller on this machine is an admin",
     ]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (ServerOptions(allow_unauthenticated=True), "every caller may use and change this server"),
-        (ServerOptions(api_keys=("k",)), "a key is needed"),
-        (ServerOptions(admin_keys=("a",)), "an admin key is needed for what all callers share"),
-        (ServerOptions(api_keys=("k",), admin_keys=("a",)), "an admin key is needed for what all callers share; a key"),
+        (ServerOptions(allow_unauthenticated=True), "every caller can use and change this server"),
+        (ServerOptions(api_keys=("k",)), "an API key is required"),
+        (ServerOptions(admin_keys=("a",)), "an admin key is required for shared state"),
+        (ServerOptions(api_keys=("k",), admin_keys=("a",)), "an admin key is required for shared state; an API key is"),
     ],
 )
 def test_the_required_keys_are_listed_at_ready(options: ServerOptions, words: str) -> None:

@@ -219,7 +219,7 @@ def _answer(
     from lockstep.server.app import create_app
     from lockstep.worker.link import WorkerOptions
 
-    if job.journal.is_whole:  # it was broken off while the output was written
+    if job.journal.is_complete:  # it was broken off while the output was written
         return
     manifest = Manifest.of_model(model, tuple(names), load.chat_template)
     with loading_progress(model) as progress:

@@ -1,6 +1,6 @@
-"""Admission of requests: by keys, hosts and origins of pages, by draining, concurrency and rates.
+"""Admission control: checks API keys, hosts, page origins, shutdown, concurrency and rate limits of requests.
 
-Keys are compared in constant time. Nothing is added to a streamed chunk.
+Keys are compared in constant time. Streamed chunks have no additional cost.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lockstep.server.request_context import RequestContext, refuse
 from lockstep.server.serving import Serving
 
 DRAINING_RETRY_S = 5.0
-"""After this long another server may have taken this one's place."""
+"""Seconds after which another server may have replaced a server that shuts down."""
 WORK = frozenset({"POST", "PUT"})
 BUSY_RETRY_S = 1
-"""When as many requests as allowed are being answered, some will end soon."""
+"""Seconds after which some of the open requests will probably have ended."""
 
 
 class AdmissionMiddleware:
-    """Counts, charges and refuses. Work is whatever is posted or put to a path that needs a key."""
+    """Counts, rate-limits and rejects requests. The limits apply to every POST or PUT to a path that requires a key."""
 
     def __init__(self, app: ASGIApp, serving: Serving, now_s: Callable[[], float] = time.monotonic) -> None:
         options = serving.options
@@ -46,7 +46,7 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
             return
         context: RequestContext = scope["state"]["context"]
-        if context.is_background:  # it was let in with its batch, and waits for all that is counted here
+        if context.is_background:  # admitted with its batch; it yields to all requests counted here
             await self._app(scope, receive, send)
             return
         is_open = scope["path"] in OPEN_PATHS
@@ -68,10 +68,10 @@ class AdmissionMiddleware:
         return host_fault(allowed, scope["headers"]) if allowed else None
 
     def _known_origin(self, scope: Scope, context: RequestContext) -> HttpError | None:
-        if scope["method"] in _READING or context.tenant:  # a page of another origin has no key
+        if scope["method"] in _READING or context.tenant:  # a foreign page has no key
             return None
         options = self._serving.options
-        allows_loopback = options.allows_loopback_origins and asks_models(scope["path"])
+        allows_loopback = options.allows_loopback_origins and is_inference_path(scope["path"])
         return origin_fault(options.cors_origins, allows_loopback, scope["headers"])
 
     def _authenticate(self, scope: Scope, context: RequestContext) -> HttpError | None:
@@ -91,7 +91,7 @@ class AdmissionMiddleware:
         if serving.traffic.num_open >= most:
             return HttpError(
                 429,
-                f"{most} requests are being answered, which is all that this server takes at once; try again later",
+                f"the server has reached its limit of {most} concurrent requests; try again later",
                 code="too_many_requests",
                 headers={"Retry-After": str(BUSY_RETRY_S)},
             )
@@ -112,7 +112,10 @@ MINUTE_S = 60.0
 
 
 class TokenBucket:
-    """Fills at ``per_minute`` up to a minute's worth. May go into debt: an answer's tokens are known afterwards."""
+    """Token bucket that fills at ``per_minute``, up to one minute's worth.
+
+    The level can become negative, because the number of tokens of an answer is known only afterwards.
+    """
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self._capacity = float(per_minute)
@@ -120,7 +123,7 @@ class TokenBucket:
         self._filled_s = now_s
 
     def wait_s(self, now_s: float, amount: float = 1.0) -> float:
-        """Seconds until ``amount`` may be taken; 0: now."""
+        """Seconds until ``amount`` can be taken; 0: now."""
         self._fill(now_s)
         return max(0.0, (amount - self._level) * MINUTE_S / self._capacity)
 
@@ -129,7 +132,7 @@ class TokenBucket:
         self._level -= amount
 
     def resize(self, capacity: float, now_s: float) -> None:
-        """Fill at another rate from now on, and hold no more than a minute's worth of that."""
+        """Change the fill rate. The level is limited to one minute's worth of the new rate."""
         self._fill(now_s)
         self._capacity = capacity
         self._level = min(capacity, self._level)
@@ -147,7 +150,7 @@ class _Buckets:
 
 
 class RateLimits:
-    """Buckets per tenant: as many as there are keys, and one for a server without keys."""
+    """Rate limit buckets of each tenant: one tenant per key, and one for a server without keys."""
 
     def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
         self._requests_per_minute = requests_per_minute
@@ -156,7 +159,7 @@ class RateLimits:
         self._num_sharing = 1
 
     def share(self, num: int, now_s: float) -> None:
-        """Give of each limit one part in so many, as so many gateways hold it together."""
+        """Divide each limit by the number of gateways that share it."""
         if num == self._num_sharing:
             return
         self._num_sharing = num
@@ -170,7 +173,8 @@ class RateLimits:
                 bucket.resize(limit / self._num_sharing, now_s)
 
     def admit(self, tenant: str, now_s: float) -> HttpError | None:
-        """Take one request; or the refusal, if the tenant's requests or tokens of the last minute are too many."""
+        """Take one request from the tenant's bucket. Return an error if the tenant's requests or tokens of the last
+        minute exceed the limit."""
         buckets = self._of(tenant, now_s)
         if buckets.requests is not None:
             wait_s = buckets.requests.wait_s(now_s)
@@ -185,7 +189,7 @@ class RateLimits:
         return None
 
     def spend(self, tenant: str, num_tokens: int, now_s: float) -> None:
-        """Charge what an answer took."""
+        """Charge the tokens of an answer to the tenant."""
         buckets = self._of(tenant, now_s)
         if buckets.tokens is not None:
             buckets.tokens.take(float(num_tokens), now_s)
@@ -204,7 +208,7 @@ def _too_many(what: str, wait_s: float) -> HttpError:
     retry_s = math.ceil(wait_s)
     return HttpError(
         429,
-        f"This key may spend {what} a minute; try again in {retry_s} s.",
+        f"The rate limit of this key is {what} per minute; try again in {retry_s} s.",
         code="rate_limit_exceeded",
         headers={"Retry-After": str(retry_s)},
     )
@@ -224,16 +228,16 @@ OPEN_PATHS = frozenset(
         "/version",
     }
 )
-"""Answered without a key: what probes and scrapers ask for. They tell nothing of any request's content."""
+"""Paths that do not require a key, for probes and scrapers. They expose no content of any request."""
 _LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
 _INFERENCE = re.compile(
     r"/v1/(chat/completions|completions|embeddings|responses(/.*)?|messages(/.*)?|models(/.*)?)|/tokenize|/detokenize"
     r"|/api/[a-z]+"
 )
 _READING = ("GET", "HEAD", "OPTIONS")
-"""Methods that change nothing; every other one is checked for the page that it comes from."""
+"""Methods that change nothing. Requests with any other method are checked for their page origin."""
 _OWN_SITES = ("same-origin", "none")
-"""Values of ``Sec-Fetch-Site`` for this server's own pages and for what a user does in the browser's own windows."""
+"""Values of ``Sec-Fetch-Site`` for the server's own pages and for navigation by the user."""
 _SHOWN_CHARS = 64
 _BEARER = b"bearer "
 _ADMIN = "admin-"
@@ -243,24 +247,24 @@ _OPERATED = re.compile(
 
 
 _OWN = re.compile(r"/v1/(requests|sessions(/.*)?)")
-"""Paths that show each caller what is its own, and so need a key wherever there are any."""
+"""Paths that return only the caller's own data, and so require a key if the server has any keys."""
 
 
-def is_operators(path: str) -> bool:
-    """True if a path shows or changes what belongs to all callers together."""
+def is_operator_path(path: str) -> bool:
+    """True if a path reads or changes state that is shared by all callers."""
     return _OPERATED.fullmatch(path) is not None
 
 
-def asks_models(path: str) -> bool:
-    """True if a path asks models, or shows which there are, and changes nothing that callers share."""
-    return _INFERENCE.fullmatch(path) is not None and not is_operators(path)
+def is_inference_path(path: str) -> bool:
+    """True if a path queries or lists models and changes no shared state."""
+    return _INFERENCE.fullmatch(path) is not None and not is_operator_path(path)
 
 
 class OriginMiddleware:
-    """CORS by kind of path: the pages that a browser lets read what this server answers.
+    """CORS by kind of path: determines which pages can read the server's responses in a browser.
 
-    Pages of loopback origins, which run on the machine of the browser itself, may use models; those of
-    ``origins`` may have every path.
+    Pages of loopback origins run on the same machine as the browser and can use models. Pages of ``origins`` can use
+    every path.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], allows_loopback: bool) -> None:
@@ -278,15 +282,15 @@ class OriginMiddleware:
         self._models = cors(_LOOPBACK_ORIGIN) if allows_loopback else self._others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self._models if asks_models(scope.get("path", "")) else self._others)(scope, receive, send)
+        await (self._models if is_inference_path(scope.get("path", "")) else self._others)(scope, receive, send)
 
 
 class AccessKeys:
-    """The keys of a server. A key's owner is named by its position, so that no log holds a part of a key.
+    """API keys of a server. A key's holder is named by the key's position, so that logs never contain a part of a key.
 
     Args:
-        keys: open what callers use.
-        admin_keys: open everything.
+        keys: keys of callers.
+        admin_keys: keys that grant access to every path.
     """
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
@@ -298,18 +302,19 @@ class AccessKeys:
         return bool(self._digests)
 
     def refusal(self, tenant: str | None, path: str) -> HttpError | None:
-        """The refusal of a path to the owner of a key, or to a request without one; None: it may have it."""
+        """Return the error for a path if the caller may not use it, otherwise None. ``tenant`` is None without a
+        key."""
         is_own = _OWN.fullmatch(path) is not None
-        if self._has_admin_keys and is_operators(path) and not is_own:
+        if self._has_admin_keys and is_operator_path(path) and not is_own:
             is_admin = tenant is not None and tenant.startswith(_ADMIN)
             return None if is_admin else _unauthenticated() if tenant is None else forbidden()
         needs_key = self._has_keys or (self._has_admin_keys and is_own)
         return _unauthenticated() if needs_key and tenant is None else None
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-        """The owner of the key in ``Authorization: Bearer`` or ``X-Api-Key``; None: no key, or none that we know.
+        """Name of the key in ``Authorization: Bearer`` or ``X-Api-Key``; None: no key, or an unknown one.
 
-        Every key is compared with digests of one length and all of them are, so the time tells nothing.
+        Every given key is compared with all digests, which have one length, so the response time reveals nothing.
         """
         found: str | None = None
         for given in _given_keys(headers):
@@ -321,24 +326,24 @@ class AccessKeys:
 
 
 def is_operator(tenant: str, options: ServerOptions) -> bool:
-    """True if a caller, by the name of its key, is an admin; without keys, where only this machine can call."""
+    """True if the caller's key is an admin key. Without keys: true if only this machine can call the server."""
     has_keys = bool(options.api_keys or options.admin_keys)
     return tenant.startswith(_ADMIN) if has_keys else not options.allow_unauthenticated
 
 
 def sees_all(tenant: str, options: ServerOptions) -> bool:
-    """True if a caller, by the name of its key, may see what others ask: an admin, or where there are no keys, all."""
+    """True if a caller can see the requests of others: with an admin key, or if the server has no keys."""
     return tenant.startswith(_ADMIN) or not (options.api_keys or options.admin_keys)
 
 
 def permissions_of(tenant: str, options: ServerOptions) -> Permissions:
-    """Powers of a caller over the sources and servers that a manifest names.
+    """Permissions of a caller over the sources and servers that a manifest names.
 
-    An admin's key has every power. Where there are no keys, and only this machine can call, everybody is the operator;
-    where keys were waived for whoever can reach the server, nobody is.
+    An admin key grants every permission. A server without keys grants them to every caller if only this machine can
+    reach it, and to none if ``allow_unauthenticated`` exposes it.
 
     Args:
-        tenant: the caller's key by its name, as `AccessKeys.tenant` found it; empty: none.
+        tenant: name of the caller's key, as returned by `AccessKeys.tenant`; empty: no key.
     """
     is_admin = is_operator(tenant, options)
     return Permissions(
@@ -351,34 +356,34 @@ def _named(prefix: str, keys: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def forbidden() -> HttpError:
-    """The refusal of a caller's key where an operator's is needed."""
+    """Error for a key that is not an admin key, on a path that requires one."""
     return HttpError(
         403,
-        "This needs an admin key, since it shows or changes what belongs to all callers; this key is not one.",
+        "This path requires an admin key, since it shows or changes state that all callers share.",
         code="admin_key_needed",
     )
 
 
 def _unauthenticated() -> HttpError:
-    """The refusal of a request without a valid key; it does not say whether there was one."""
+    """Error for a request without a valid key. It does not reveal whether there was a key."""
     return HttpError(
         401,
-        "A valid API key is needed: send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`.",
+        "A valid API key is required: send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`.",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
 
 
 def loopback_hosts(host: str) -> tuple[str, ...]:
-    """The names of a server that listens on loopback only."""
+    """Host names of a server that listens on loopback only."""
     return tuple(dict.fromkeys(("localhost", "127.0.0.1", "::1", host)))
 
 
 def host_fault(allowed: Collection[str], headers: Iterable[tuple[bytes, bytes]]) -> HttpError | None:
-    """The refusal of a request that calls the server by a name that is not its own.
+    """Return an error for a request whose Host is not a name of this server, otherwise None.
 
-    A page can point its own name at 127.0.0.1 and so reach a server that only loopback protects; the browser then
-    still sends the page's name.
+    A page can point its own domain at 127.0.0.1 and so reach a server that is protected only by listening on loopback
+    (DNS rebinding). The browser then still sends the page's host name.
     """
     for name, value in headers:
         if name == b"host":
@@ -388,7 +393,7 @@ def host_fault(allowed: Collection[str], headers: Iterable[tuple[bytes, bytes]])
                 return None
     return HttpError(
         403,
-        "This server does not answer to that Host; --allowed-host adds it, and with an --api-key any is accepted.",
+        "The Host header does not name this server; add the name with --allowed-host, or set --api-key to accept any.",
         code="unknown_host",
     )
 
@@ -396,15 +401,15 @@ def host_fault(allowed: Collection[str], headers: Iterable[tuple[bytes, bytes]])
 def origin_fault(
     allowed: Collection[str], allows_loopback: bool, headers: Iterable[tuple[bytes, bytes]]
 ) -> HttpError | None:
-    """The refusal of a request that may change something and that a page of a foreign origin has sent.
+    """Return an error for a request that may change state and was sent by a page of a foreign origin, otherwise None.
 
-    Browsers send some requests without asking the server first: those without a body, of forms, and of uploads. They
-    name the page in ``Origin``, and its relation to the server in ``Sec-Fetch-Site``, which no page can set. Clients
-    that are not browsers send neither.
+    Browsers send some cross-origin requests without a preflight: requests without a body, forms, and uploads. They send
+    the page's origin in ``Origin``, and its relation to the server in ``Sec-Fetch-Site``, which no page can set.
+    Clients that are not browsers send neither.
 
     Args:
-        allowed: origins, or ``*``.
-        allows_loopback: whether pages of loopback origins may send this request.
+        allowed: allowed origins, or ``*``.
+        allows_loopback: whether pages of loopback origins can send this request.
     """
     found = dict(headers)
     origin = found.get(b"origin", b"").decode("latin-1")
@@ -420,8 +425,8 @@ def origin_fault(
     shown = repr(origin[:_SHOWN_CHARS]) if origin else "another site"
     return HttpError(
         403,
-        f"A page of {shown} may send nothing here that can change something; start the server with --cors-origin "
-        "ORIGIN for pages of that origin, or send an API key.",
+        f"Pages of {shown} cannot send requests that may change state; start the server with --cors-origin ORIGIN "
+        "for pages of that origin, or send an API key.",
         code="unknown_origin",
     )
 

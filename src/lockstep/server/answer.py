@@ -1,4 +1,4 @@
-"""Parts that answers share: usage, times, and the hops of routed requests."""
+"""Common members of answers: usage, timing, and the hops of routed requests."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lockstep.version import __version__
 
 MS = 1_000.0
 DISPATCH = "dispatch_to_specialist"
-"""The function that a router is shown to have called."""
+"""Name of the function under which the router's decision is shown as a call."""
 CALL_SUFFIX = "_router"
 encode = msgspec.json.Encoder().encode
 
 
 class PromptTokensDetails(Shape):
     cached_tokens: int
-    """Came from the prefix cache."""
+    """Number of tokens that came from the prefix cache."""
 
 
 class CompletionTokensDetails(Shape):
     reasoning_tokens: int
-    """Before the content, where there were thoughts."""
+    """Number of tokens before the content, if the answer has reasoning."""
 
 
 class Usage(Shape):
@@ -48,15 +48,15 @@ class RoutedHop(Shape):
 
     model: str
     completion: str
-    """Its answer; of several choices the first."""
+    """Answer of the model; its first choice if there are several."""
     intent: str | None
-    """What a router's word was read as."""
+    """The intent that was parsed from the router's answer."""
     latency_ms: float
     usage: Usage
 
 
 class Extension(Shape):
-    """Times of an answer, measured at the engine's steps, and the route that it took."""
+    """Timing of an answer, measured at engine steps, and its route."""
 
     request_id: str
     queue_ms: float
@@ -65,17 +65,17 @@ class Extension(Shape):
     preemptions: int
     session_id: str | None
     warnings: NotRequired[Sequence[str] | None]
-    """What was requested and is not done, also in the header `x-lockstep-warning`."""
+    """Warnings about requested features that are not supported. Also in the header `x-lockstep-warning`."""
     entry_model: NotRequired[str | None]
-    """The model that routed the request; this and the following are there only for a routed one."""
+    """The model that routed the request. This and the following members are only present for routed requests."""
     final_model: NotRequired[str | None]
-    """Who answered it."""
+    """The model that answered."""
     intent: NotRequired[str | None]
-    """The value that was read from the routing model's answer; null: none that the routing rule has."""
+    """Value that was parsed from the routing model's answer; null if it matches no value of the routing rule."""
     latency_ms: NotRequired[float | None]
-    """From the arrival of the request to the end of its answer."""
+    """Time from the arrival of the request to the end of its answer."""
     hops: NotRequired[list[RoutedHop] | None]
-    """All models that were called, in order; the last one answered."""
+    """All models that were called, in order. The last one answered."""
 
 
 class AnswerFunction(Shape):
@@ -91,18 +91,18 @@ class AnswerToolCall(Shape):
 
 @final
 class Tier(Shape, total=False):
-    """The member that answers have whose requests named a service tier; there is one."""
+    """Service tier member, present in the answer if the request set a tier. Its only value is `default`."""
 
     service_tier: Literal["default"] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """Form of a stream, whatever its content."""
+    """Framing of a stream, independent of its content."""
 
     content_type: bytes
     ping: bytes
-    """What is sent in silence."""
+    """Bytes that are sent while there is no output."""
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
@@ -114,39 +114,39 @@ class Framing:
 
 
 SSE = Framing(b"text/event-stream; charset=utf-8", b": ping\n\n")
-"""Server-sent events."""
+"""Framing as server-sent events."""
 
 
 RECORDED_HEADER = b"x-lockstep-recorded"
-"""Which recorded request answered, and how it was matched."""
+"""Header with the recorded request whose answer was replayed, and how it was matched."""
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 def recorded_headers(accepted: Sequence[Accepted]) -> Headers:
-    """Headers for the calls of an answer that a recording answers, one each."""
+    """Headers for the calls that were answered from a recording, one each."""
     return [(RECORDED_HEADER, each.recorded.encode("latin-1", "replace")) for each in accepted if each.recorded]
 
 
 def documented(shape: Any) -> dict[int | str, dict[str, Any]]:
-    """Document the success of a route: a whole answer, or a stream, for whose events OpenAPI 3.1 has no schema."""
+    """OpenAPI success response of a route: a complete answer, or a stream, whose events OpenAPI 3.1 cannot describe."""
     events = {"example": "data: {...}\n\ndata: [DONE]\n\n"}
     return {200: {"model": shape, "description": "The answer.", "content": {"text/event-stream": events}}}
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseMetadata:
-    """Members that all chunks of an answer have in common, and the wishes of its request about usage."""
+    """Members that all chunks of an answer share, and the request's options about usage."""
 
     id: str
     created_s: int
     model: str
     fingerprint: str | None
     include_usage: bool = False
-    """Whether a stream ends with a chunk of usage."""
+    """Whether a stream ends with a chunk that has the usage."""
     continuous_usage: bool = False
-    """Whether each of its chunks has the usage of its choice so far."""
+    """Whether each chunk has the current usage of its choice."""
     names_tier: bool = False
-    """Whether the request named a service tier; there is one."""
+    """Whether the request set a service tier."""
 
     @property
     def tier(self) -> Tier:
@@ -154,7 +154,7 @@ class ResponseMetadata:
 
 
 def metadata_of(prefix: str, card: ModelCard, body: GenerationBody) -> ResponseMetadata:
-    """The metadata of a new answer; ``prefix`` is the kind of its id."""
+    """Create the metadata of a new answer. ``prefix`` is the prefix of its id."""
     options = body.stream_options
     is_continuous = options is not None and bool(options.continuous_usage_stats)
     has_last = None if options is None else options.include_usage
@@ -170,13 +170,13 @@ def metadata_of(prefix: str, card: ModelCard, body: GenerationBody) -> ResponseM
 
 
 def system_fingerprint(card: ModelCard) -> str:
-    """Changes with our version, with where the model came from and with its context length."""
+    """Fingerprint of the server version, the model's source and its context length."""
     what = f"{__version__}\0{card.root}\0{card.max_model_len}"
     return f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
 
 def usage_of(counts: Totals | RequestOutput | Hop, num_reasoning_tokens: int = 0) -> Usage:
-    """The tokens of a request or of one of its hops; a prompt counts once, whatever its `n`."""
+    """Usage of a request or one of its hops. A prompt counts once, independent of `n`."""
     return {
         "prompt_tokens": counts.num_prompt_tokens,
         "completion_tokens": counts.num_output_tokens,
@@ -189,9 +189,9 @@ def usage_of(counts: Totals | RequestOutput | Hop, num_reasoning_tokens: int = 0
 def extension_of(
     context: RequestContext, totals: Totals, accepted: Sequence[Accepted], outputs: Sequence[RequestOutput]
 ) -> Extension:
-    """The extension of an answer that is complete. The rate is that of all prompts together.
+    """Create the extension of a complete answer. The token rate covers all prompts together.
 
-    For a routed request also the route: the model that answered the first prompt, and the `hops` of all prompts.
+    For a routed request it includes the route: the model that answered the first prompt, and the hops of all prompts.
     """
     rate = totals.num_output_tokens / totals.total_s if totals.total_s > 0 else None
     extension: Extension = {
@@ -234,7 +234,7 @@ def _hop(model: str, completion: str, intent: str | None, latency_s: float, coun
 
 
 def dispatch_calls(answer_id: str, hops: Sequence[Hop]) -> list[AnswerToolCall]:
-    """The routing decisions as calls of a function; a hop whose own answer stands has none."""
+    """Routing decisions as function calls. A hop that answered the request itself has none."""
     return [
         {
             "id": f"call_{answer_id}{CALL_SUFFIX}" + (str(index) if index else ""),
@@ -250,5 +250,5 @@ def dispatch_calls(answer_id: str, hops: Sequence[Hop]) -> list[AnswerToolCall]:
 
 
 def is_dispatch(call_id: str, name: str) -> bool:
-    """True if a call in a conversation is a routing decision, sent back: no model wrote it, so none is shown it."""
+    """True if a call in a conversation is a routing decision that was sent back. Such calls are not shown to models."""
     return name == DISPATCH and call_id.startswith("call_") and CALL_SUFFIX in call_id

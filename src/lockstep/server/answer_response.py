@@ -1,9 +1,11 @@
-"""ASGI response that makes an answer: opens its calls, streams or collects them, and takes down what became of them.
+"""ASGI response of a generating endpoint: opens the engine calls, streams or collects the answer, records the outcome.
 
-The calls are opened here, before the status line: what refuses them is a status of its own, but for a stream that has
-shown its route while a model is loaded for it. The client's leaving aborts them. Between the engine and the client
-stands what has not yet been shown, and nothing else: reading goes on while a client is slow, what waits for it becomes
-fewer and longer chunks, and beyond a bound its stream is ended. One `send` per wake-up carries all that is new.
+The calls are opened here, before the status line is sent, so a rejected call gets its own HTTP status. The exception is
+a stream that has already shown its route while a model is being loaded. A client disconnect aborts the calls.
+
+The only buffer between the engine and the client holds output that has not been sent yet. Reading from the engine
+continues while a client is slow, and pending output is merged into fewer, longer chunks. When the pending output
+exceeds a limit, the stream is ended. Each wake-up sends all new output with one `send`.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from lockstep.errors import RequestError, RequestFailedError, SlowReaderError
 from lockstep.server.answer import Extension, Framing, Headers, Usage, extension_of, recorded_headers, usage_of
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError, http_error
-from lockstep.server.generation import in_the_requests_words
+from lockstep.server.generation import with_request_param_names
 from lockstep.server.request_context import (
     CLIENT_LEFT_STATUS,
     ClientLeft,
     RequestContext,
     Totals,
+    cancel_on_disconnect,
     context_of,
     disconnected,
-    unless_gone,
 )
 from lockstep.server.serving import serving_of
 
@@ -44,13 +46,13 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 MAX_OPENING = 64
-"""Calls of one request that are on their way to their acceptance at once."""
+"""Maximum number of calls of one request that wait for acceptance at the same time."""
 MIN_WATCH_S = 0.05
-"""The watch over silence looks no oftener."""
+"""Minimum interval, in seconds, between two checks for a silent stream."""
 MAX_STALL_S = 60.0
-"""A client that takes nothing for so long is left."""
+"""Seconds after which a client that reads nothing is treated as disconnected."""
 CONNECTION_RESET = "the handler is closed"
-"""Error of uvloop for a `send` into a connection that was reset before `receive` could report it."""
+"""Error message of uvloop for a `send` into a connection that was reset before `receive` could report it."""
 
 
 class Encoder(Protocol):
@@ -58,32 +60,33 @@ class Encoder(Protocol):
 
     @property
     def framing(self) -> Framing:
-        """The form of its streams."""
+        """Framing of the streams (SSE or lines of JSON)."""
         ...
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        """Frames that are shown before there is any token."""
+        """Return the frames to send before the first token."""
         ...
 
     def chunk(self, choice: Choice, answer: Answer | None) -> bytes:
-        """Frames that show what a choice has; the whole answer goes with its last end."""
+        """Return the frames for the new output of a choice. ``answer`` is given with the last choice of the last
+        chunk."""
         ...
 
     def end(self, answer: Answer) -> bytes:
-        """The last frames of a stream whose answer is complete."""
+        """Return the last frames of a completed stream."""
         ...
 
     def failed(self, error: HttpError) -> bytes:
-        """The last frames of a stream whose answer will never be."""
+        """Return the last frames of a failed stream."""
         ...
 
     def whole(self, answer: Answer) -> bytes:
-        """The answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         ...
 
 
 class Answer:
-    """Answer in the making: takes the events of one or several calls; shows what is new, or everything at the end."""
+    """Answer under construction: receives the events of one or more calls, returns new frames or the complete body."""
 
     def __init__(
         self, accepted: Sequence[Accepted], choices: Sequence[Choice], encoder: Encoder, context: RequestContext
@@ -92,7 +95,7 @@ class Answer:
         self.accepted = list(accepted)
         self.choices = choices
         self.num_pending_bytes = 0
-        """What waits to be shown, roughly."""
+        """Approximate number of bytes that have not been sent yet."""
         self._encoder = encoder
         self._context = context
         self._choices_per_call = len(choices) // len(accepted)
@@ -103,7 +106,7 @@ class Answer:
         self._shown_tokens = [0] * len(choices)
         self._shown_us = round(context.started_s * 1e6)
         self.shown: list[ShownChunk] | None = None
-        """Chunks that were sent, if they are recorded."""
+        """Chunks that were sent; None if chunks are not recorded."""
 
     @property
     def is_complete(self) -> bool:
@@ -111,14 +114,15 @@ class Answer:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The calls that came to their end."""
+        """Outputs of the calls that have finished."""
         return [output for output in self._outputs if output is not None]
 
     @property
     def unanswered(self) -> list[tuple[int, int]]:
-        """Tokens of prompt and answer for each call that has not come to its end.
+        """Numbers of prompt and output tokens of each call that has not finished.
 
-        A prompt counts as soon as a token came of it; how much of it was cached only the last output tells.
+        Prompt tokens are counted once the call has produced a token. The number of cached tokens is unknown here,
+        because only the last output reports it.
         """
         counts: list[tuple[int, int]] = []
         for call, accepted in enumerate(self.accepted):
@@ -151,24 +155,24 @@ class Answer:
         return self.choices[first : first + self._choices_per_call]
 
     def feed(self, call: int, events: Sequence[Event]) -> None:
-        """Take events of one call, in order.
+        """Add events of one call, in order.
 
         Raises:
-            RequestFailedError: a sequence ended without its answer.
+                RequestFailedError: a sequence ended without a result.
         """
         first = call * self._choices_per_call
         for event in events:
             if not isinstance(event, TokenOutput):
-                if isinstance(event, Accepted) and event.prompt_token_ids:  # the answer was begun when it was routed
+                if isinstance(event, Accepted) and event.prompt_token_ids:  # the answer already exists
                     self.accepted[call] = event
                     for choice in self._choices_of(call):
-                        choice.follow(event.prompt_token_ids)
+                        choice.set_prompt(event.prompt_token_ids)
                 continue
             choice = self.choices[first + event.index]
             before = choice.num_pending_bytes
             choice.feed(event)
             self.num_pending_bytes += choice.num_pending_bytes - before
-            if not choice.is_queued and choice.has_news:
+            if not choice.is_queued and choice.has_updates:
                 choice.is_queued = True
                 self._changed.append(choice)
             if event.request is not None:
@@ -176,7 +180,7 @@ class Answer:
                 self._num_open -= 1
 
     def take(self) -> bytes:
-        """Frames of what has come since the last call: one piece per choice, however many outputs it was."""
+        """Return the frames of all output since the last call: one piece per choice, however many outputs arrived."""
         changed, opening = self._changed, self._opening
         if opening:
             self._opening = b""
@@ -201,32 +205,32 @@ class Answer:
         return data
 
     def end(self) -> bytes:
-        """The last frames of a stream that came to its end."""
+        """Return the last frames of a completed stream."""
         return self._encoder.end(self)
 
     @property
     def framing(self) -> Framing:
-        """The form of its stream."""
+        """Framing of the stream."""
         return self._encoder.framing
 
     def failed(self, error: HttpError) -> bytes:
-        """The last frames of a stream that did not."""
+        """Return the last frames of a failed stream."""
         return self._encoder.failed(error)
 
     def whole(self) -> bytes:
-        """The answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         return self._encoder.whole(self)
 
 
 class AnswerResponse(Response):
-    """Response to a request of one or several calls; used once.
+    """Response to a request of one or more calls. Each instance is used once.
 
     Args:
-        make_answer: called when all calls are accepted.
-        param_names: names of the engine's parameters in the request, where they differ.
-        shows_route: the answer has something to show as soon as it is known who makes it.
-        before_end: awaited when the answer is complete and the client does not know it yet; what it raises fails the
-            answer.
+        make_answer: creates the answer once all calls are accepted.
+        param_names: request parameter names by engine parameter name, where the two differ.
+        shows_route: the stream starts as soon as the call is routed, because its first frames show the route.
+        before_end: awaited when the answer is complete, before its end is sent to the client. If it raises, the answer
+            fails.
     """
 
     def __init__(
@@ -242,16 +246,17 @@ class AnswerResponse(Response):
     ) -> None:
         super().__init__()
         self._serving, self._context = serving_of(request), context_of(request)
-        self._calls = self._context.placed(calls)
+        self._calls = self._context.with_priority(calls)
         self._make_answer = make_answer
         self._param_names = param_names
         self._is_stream = self._context.is_stream = is_stream
         self._shows_route = shows_route
         self._before_end = before_end
         self._loop = asyncio.get_running_loop()
-        self._news = _News(self._loop)
+        self._wakeup = _Wakeup(self._loop)
         self._is_taken = asyncio.Event()
-        """Whether all that has come was shown; who keeps chunks reads on then."""
+        """Set when all received output has been sent. With `keeps_chunks`, the reader waits for it before it
+        continues."""
         self._keeps_chunks = is_stream and self._serving.cluster.keeps_chunks
         self._failure: Exception | None = None
         self._sent_s = self._loop.time()
@@ -262,11 +267,11 @@ class AnswerResponse(Response):
         context = self._context
         try:
             watching = self._watch(receive) if self._is_stream else disconnected(receive)
-            await unless_gone(watching, self._respond(send), context)
+            await cancel_on_disconnect(watching, self._respond(send), context)
         except ClientLeft:
             context.status = CLIENT_LEFT_STATUS
         except RequestError as error:
-            raise in_the_requests_words(error, self._param_names) from None
+            raise with_request_param_names(error, self._param_names) from None
         except RuntimeError as error:
             if CONNECTION_RESET not in str(error):
                 raise
@@ -295,7 +300,7 @@ class AnswerResponse(Response):
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
-            for stream in streams:  # what has not ended is aborted
+            for stream in streams:  # aborts calls that have not finished
                 await stream.aclose()
             if answer is not None:
                 if answer.shown is not None:
@@ -307,7 +312,7 @@ class AnswerResponse(Response):
                 context.finish_reasons = [each.finish_reason.value for output in outputs for each in output.completions]
 
     async def _read(self, answer: Answer, call: int, stream: EventStream) -> None:
-        """Feed the answer with a call's events until it ends; the first failure ends all calls."""
+        """Add the events of a call to the answer until the call ends. The first failure ends all calls."""
         limit, context = self._serving.options.max_pending_bytes, self._context
         try:
             async with aclosing(stream):
@@ -315,20 +320,20 @@ class AnswerResponse(Response):
                     answer.feed(call, events)
                     if context.first_token_s is None and isinstance(events[0], TokenOutput):
                         context.first_token_s = time.monotonic()
-                    self._news.set()
+                    self._wakeup.set()
                     if self._keeps_chunks and not answer.is_complete:
                         self._is_taken.clear()
                         await self._is_taken.wait()
                     if self._is_stream and answer.num_pending_bytes > limit:
                         raise SlowReaderError(
-                            f"the client is too slow: more than {limit} bytes of its answer wait to be read; "
+                            f"the client reads too slowly: more than {limit} bytes of the answer are pending; "
                             "the stream was ended"
                         )
-        except Exception as error:  # whatever it is, a stream's client is told, and the stream has its end
+        except Exception as error:  # any error must end the stream with an error event
             if not self._is_stream:
                 raise
             self._failure = self._failure or error
-            self._news.set()
+            self._wakeup.set()
 
     async def _send_whole(self, answer: Answer, send: Send, others: Headers) -> None:
         if self._before_end is not None:
@@ -339,19 +344,19 @@ class AnswerResponse(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _write(self, answer: Answer, send: Send, headers: Headers) -> HttpError | None:
-        """Stream the answer; returns the error that the client received."""
-        news = self._news
+        """Stream the answer. Return the error that was sent to the client, if any."""
+        wakeup = self._wakeup
         self._sent_s = self._loop.time()
-        news.set()  # an answer may have something to show before its first token
+        wakeup.set()  # there may be frames to send before the first token
         await send({"type": "http.response.start", "status": 200, "headers": [*answer.framing.headers, *headers]})
         while True:
             self._is_taken.set()
-            await news.wait()
+            await wakeup.wait()
             frames = answer.take()
             if self._failure is None and answer.is_complete and self._before_end is not None:
                 try:
                     await self._before_end(answer)
-                except Exception as error:  # whatever it is, the client is told and the stream has its end
+                except Exception as error:  # any error must end the stream with an error event
                     self._failure = error
             if self._failure is not None:
                 fault = self._fault_of(self._failure)
@@ -367,7 +372,7 @@ class AnswerResponse(Response):
 
     def _fault_of(self, failure: Exception) -> HttpError:
         if isinstance(failure, RequestError):
-            failure = in_the_requests_words(failure, self._param_names)
+            failure = with_request_param_names(failure, self._param_names)
         return self._context.dialect.put(http_error(failure))
 
     async def _put(self, send: Send, data: bytes, *, more: bool) -> None:
@@ -381,23 +386,23 @@ class AnswerResponse(Response):
         return self._loop.time() - self._sent_s
 
     async def _watch(self, receive: Receive) -> None:
-        """Wake the writer in silence; returns when the client has left, or takes nothing any more."""
+        """Wake the writer when a ping is due. Return when the client has disconnected or has stopped reading."""
         interval_s = self._serving.options.ping_interval_s
         leaving = self._loop.create_task(disconnected(receive))
         try:
             while not (leaving.done() or (self._is_sending and self._silence_s >= MAX_STALL_S)):
                 await asyncio.wait((leaving,), timeout=max(interval_s - self._silence_s, MIN_WATCH_S))
                 if self._silence_s >= interval_s:
-                    self._news.set()
+                    self._wakeup.set()
         finally:
             leaving.cancel()
 
 
 def totals_of(outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> Totals:
-    """Sum up the answers to a request's prompts.
+    """Sum the outputs of a request's prompts.
 
     Args:
-        unanswered: tokens of prompt and answer for each prompt whose answer broke off.
+        unanswered: numbers of prompt and output tokens of each prompt whose answer was interrupted.
     """
     timings = [output.timings for output in outputs]
     return Totals(
@@ -420,20 +425,20 @@ def _totals_so_far(answer: Answer) -> Totals:
 def conclude(
     context: RequestContext, outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()
 ) -> None:
-    """Take down what became of a request's prompts; the arguments are those of `totals_of`."""
+    """Record the outcome of a request's prompts in its context. The arguments are those of `totals_of`."""
     context.totals = totals_of(outputs, unanswered)
     if context.body is not None:
         context.answers = [completion.text for output in outputs for completion in output.completions]
 
 
 async def accepted_of(streams: Sequence[EventStream], *, when_routed: bool = False) -> list[Accepted]:
-    """The acceptance of all calls of a request.
+    """Wait until all calls of a request are accepted.
 
     Args:
-        when_routed: do not wait for acceptance where it is known who answers, and that this takes time.
+        when_routed: for a call that reports its route first (a model is being loaded), do not wait for acceptance.
 
     Raises:
-        LockstepError: one of them is refused.
+        LockstepError: a call is rejected.
     """
 
     async def first(stream: EventStream) -> Accepted:
@@ -443,20 +448,21 @@ async def accepted_of(streams: Sequence[EventStream], *, when_routed: bool = Fal
                 return Accepted(event.model, (), event.hops)
             (event,) = await anext(stream)
         if not isinstance(event, Accepted):
-            raise RequestFailedError("a call did not begin with its acceptance; this is a bug in Lockstep")
+            raise RequestFailedError("the first event of a call was not its acceptance; this is a bug in Lockstep")
         return event
 
     return await all_of(first, streams, MAX_OPENING)
 
 
 async def all_of(work: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A], most: int) -> list[T]:
-    """The results of some work on each item, in order; begun in order as well, ``most`` at once at most.
+    """Run ``work`` on each item and return the results in order. Items are started in order, at most ``most`` at a
+    time.
 
-    The first in order that fails ends them all, and nothing is begun that is far behind it: of a thousand prompts
-    whose first is too long, no one reads the last.
+    The first failure, in item order, cancels the rest. Items far behind a failed item are never started: if the first
+    of a thousand prompts is too long, the last one is not tokenized.
     """
     if len(items) == 1:
-        return [await work(items[0])]  # which needs no task of its own
+        return [await work(items[0])]  # no separate task is needed
     results: list[T] = []
     running: deque[asyncio.Task[T]] = deque()
     loop = asyncio.get_running_loop()
@@ -474,27 +480,30 @@ async def all_of(work: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A]
         await asyncio.gather(*running, return_exceptions=True)
 
 
-class _News:
-    """Wakes one waiter; several calls before it looks are one. An `asyncio.Event` costs twice as much."""
+class _Wakeup:
+    """Event for one waiter that resets itself: several `set` calls before a `wait` wake it once.
 
-    __slots__ = ("_has_come", "_loop", "_waiter")
+    An `asyncio.Event` costs twice as much.
+    """
+
+    __slots__ = ("_is_set", "_loop", "_waiter")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._has_come = False
+        self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        self._has_come = True
+        self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until there is news; it is none any more afterwards."""
-        if not self._has_come:
+        """Wait until `set` is called, then reset."""
+        if not self._is_set:
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        self._has_come = False
+        self._is_set = False

@@ -1,10 +1,10 @@
-"""Request bodies: read within bounds of bytes and time, checked to be JSON of a structure within reason, and parsed.
+"""Request body reader: reads a body within limits of size and time, checks its JSON structure, and parses it.
 
-What the middleware lets through, a JSON parser and a tokenizer can take: handlers need not fear deep recursion, half
-characters or a million empty lists. Long bodies are checked, parsed and validated on another thread, and what is held
-of them at once is bounded. A parser in C lets no other thread run until it is done, and pydantic lets none. So what has
-many values is read by the standard library's parser in Python, which does the same in ten times the time and lets
-others run meanwhile; and long lists are checked piece by piece (`fields.in_pieces`).
+A body that passes the middleware is safe for JSON parsers and tokenizers: it has no deep nesting, lone surrogates or
+millions of empty lists. Long bodies are checked, parsed and validated on another thread, and their total number of
+bytes in memory is limited. A parser in C blocks all other threads until it is done, and so does pydantic. Bodies with
+many values are therefore parsed by the pure-Python parser of the standard library, which takes ten times as long but
+lets other threads run. Long lists are validated in pieces (`fields.in_pieces`).
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ UPLOAD_TYPE = "multipart/form-data"
 YAML_TYPE = "application/yaml"
 YAML_TYPES = (YAML_TYPE, "application/x-yaml", "text/yaml", "text/x-yaml")
 BODY_TIMEOUT_S = 60.0
-"""Seconds that a client may take to send a body."""
+"""Time limit, in seconds, for a client to send a body."""
 MAX_DEPTH = 128
-"""Objects and lists within each other; parsers and schema compilers recurse."""
+"""Maximum nesting depth of objects and lists. Parsers and schema compilers are recursive."""
 MAX_CONTAINERS = 1 << 17
-"""Objects and lists in all: more than any conversation has, and each takes a microsecond of many steps."""
+"""Maximum number of objects and lists in a body. No conversation needs more, and many stages spend a microsecond on
+each."""
 MAX_MEMBERS = 1 << 14
-"""Of one object: each unknown one is a fault that the response lists."""
+"""Maximum number of members of one object. The error response lists each unknown one."""
 MAX_QUICK_VALUES = 16_384
-"""Text with more commas than that, which part values from each other, is not left to the parser in C."""
+"""Maximum number of commas in text that is parsed in C. The number of commas approximates the number of values."""
 MAX_DISCARDED_BODIES = 8
-"""A refused body of up to this many times the limit is read and dropped, so that its sender sees the refusal."""
+"""A rejected body of up to this many times the limit is read and discarded, so that its sender receives the error."""
 TAKES_YAML = ("PUT", "/v1/manifest")
-"""The one request whose body may be YAML."""
+"""Method and path of the only request whose body can be YAML."""
 UPLOADS = "/v1/files"
-"""The one path whose bodies are not read here: they may be larger, and go to the disk piece by piece."""
+"""The only path whose bodies are not read here. They can be larger and are written to disk in pieces."""
 _WINDOW = 1 << 16
-"""Bytes that are searched in one go."""
+"""Number of bytes that are searched at a time."""
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-_FLESH = bytes(sorted(frozenset(range(256)) - frozenset(b"[]{}:,")))
+_NON_STRUCTURE = bytes(sorted(frozenset(range(256)) - frozenset(b"[]{}:,")))
 _COLON, _BACKSLASH = b":\\"
 _SURROGATES = re.compile(
     rb"\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F])", re.DOTALL
@@ -62,13 +63,13 @@ _SURROGATES = re.compile(
 
 
 class BodyMiddleware:
-    """Hands a body on in one piece, or refuses the request."""
+    """Passes a body on in one piece, or rejects the request."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
         self._bench = serving.bench
         self._keeps_bodies = serving.options.log_prompts
-        """Whether the context gets the body as well."""
+        """Whether the body is also stored in the request context."""
         self._max_bytes = serving.options.max_body_bytes
         self._num_free_bytes = serving.max_held_bytes
 
@@ -79,7 +80,7 @@ class BodyMiddleware:
         held = _Held()
         try:
             replayed = await self._checked(scope, receive, held)
-            if replayed is not None:  # else the client left
+            if replayed is not None:  # None: the client disconnected
                 await self._app(scope, replayed, send)
         except _RefusedError as refused:
             await refuse(refused.error, scope, receive, send)
@@ -87,7 +88,7 @@ class BodyMiddleware:
             self._num_free_bytes += held.num_bytes
 
     async def _checked(self, scope: Scope, receive: Receive, held: _Held) -> Receive | None:
-        """A channel that gives the body of a request, which a parser may see; None: its client left before."""
+        """Return a channel that delivers the checked body; None if the client disconnected first."""
         headers, context = Headers(scope=scope), scope["state"]["context"]
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -121,7 +122,7 @@ class BodyMiddleware:
         return _replay(body, receive)
 
     def _hold(self, num_bytes: int, held: _Held) -> None:
-        """Count a body of so many bytes from now on to the end of its request; short ones are not counted."""
+        """Reserve memory for a body of the given size until its request ends. Short bodies are not counted."""
         if num_bytes <= max(MAX_INLINE_BYTES, held.num_bytes):
             return
         if num_bytes - held.num_bytes > self._num_free_bytes:
@@ -153,7 +154,7 @@ class BodyMiddleware:
     def _too_large(self, *, closes: bool) -> HttpError:
         return HttpError(
             413,
-            f"The body is larger than {self._max_bytes} bytes, which is this server's limit.",
+            f"The body is larger than the limit of {self._max_bytes} bytes.",
             code="body_too_large",
             headers={"Connection": "close"} if closes else {},
         )
@@ -161,7 +162,7 @@ class BodyMiddleware:
 
 @dataclass(slots=True)
 class _Held:
-    """One request's share of the bytes that long bodies may have."""
+    """Number of bytes that one request has reserved for a long body."""
 
     num_bytes: int = 0
 
@@ -173,7 +174,7 @@ class _RefusedError(Exception):
 
 
 def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> HttpError | None:
-    """The fault of a body before anyone parses it; None: there is none. An empty body is no fault here."""
+    """Return the first error of a body before it is parsed, or None. An empty body is not an error here."""
     if not body:
         return None
     kind = kind_of(content_type)
@@ -185,7 +186,7 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
             f"The content type is {kind or 'missing'}; send {right}.",
             code="unsupported_media_type",
         )
-    at = body[:4].find(b"\0")  # by which parsers know UTF-16 and UTF-32: they would read another text than is checked
+    at = body[:4].find(b"\0")  # parsers would detect UTF-16 or UTF-32 and read other text than was checked
     try:
         body.decode()
     except UnicodeDecodeError as error:
@@ -193,80 +194,84 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
     if at >= 0:
         where = f"byte {at} is 0x{body[at]:02x}"
         return _invalid(f"The body is not UTF-8: {where}; send it in UTF-8.", is_yaml=is_yaml)
-    if is_yaml:  # its own reader bounds what it nests, and knows its lines
+    if is_yaml:  # the YAML parser limits nesting and reports lines itself
         return None
     structure = structure_fault(body)
     if structure is not None:
         return _invalid(structure)
     if has_lone_surrogate(body):
-        return _invalid(r"The body holds half of a surrogate pair (like \ud83d alone); send whole characters.")
+        return _invalid(r"The body has half of a surrogate pair (like \ud83d alone); send complete characters.")
     return None
 
 
 def is_unmarked(headers: Headers) -> bool:
-    """True if a body's kind was not said by who wrote it: curl calls it a form, and others say nothing. What comes from
-    a page has to say that it is JSON, which a browser does not send to another origin without asking first."""
+    """True if the content type was not chosen by the sender: curl defaults to a form, other clients send none.
+
+    A browser page must state that the body is JSON. For another origin the browser then sends a preflight request
+    first.
+    """
     return kind_of(headers.get("content-type", "")) in ("", FORM_TYPE) and "origin" not in headers
 
 
 def kind_of(content_type: str) -> str:
-    """A content type without its parameters."""
+    """Return a content type without its parameters."""
     return content_type.partition(";")[0].strip().lower()
 
 
 def structure_fault(body: bytes, max_depth: int = MAX_DEPTH) -> str | None:
-    """The excess of JSON text: too many values, objects and lists in each other or in all, or members of one object.
+    """Return an error if JSON text exceeds a limit: nesting depth, or number of values, containers or members of an
+    object.
 
-    None: there is none. Linear in the text's length.
+    Return None otherwise. The time is linear in the length of the text.
     """
     num_opened, num_colons, num_commas = count(body, b"[") + count(body, b"{"), count(body, b":"), count(body, b",")
     if num_opened <= max_depth and num_colons <= MAX_MEMBERS and num_commas < MAX_VALUES:
         return None
     skeleton = skeleton_of(body)
     if skeleton.count(b",") >= MAX_VALUES:
-        return f"The body has more than {MAX_VALUES} values; send less at once."
+        return f"The body has more than {MAX_VALUES} values; split the request."
     if skeleton.count(b"[") + skeleton.count(b"{") > MAX_CONTAINERS:
-        return f"The body has more than {MAX_CONTAINERS} objects and lists; send less at once."
+        return f"The body has more than {MAX_CONTAINERS} objects and lists; split the request."
     num_members = [0]
     for character in skeleton.replace(b",", b""):
         if character == _COLON:
             num_members[-1] += 1
             if num_members[-1] > MAX_MEMBERS:
-                return f"The body has an object of more than {MAX_MEMBERS} members; send less at once."
+                return f"The body has an object of more than {MAX_MEMBERS} members; split the request."
         elif character in b"[{":
             num_members.append(0)
             if len(num_members) - 1 > max_depth:
-                return f"The body nests objects and lists deeper than {max_depth}; send it flatter."
+                return f"The body nests objects and lists more than {max_depth} levels deep; reduce the nesting."
         elif len(num_members) > 1:
             num_members.pop()
     return None
 
 
 def skeleton_of(body: bytes) -> bytes:
-    """The brackets, braces, colons and commas of JSON text, without what is in strings.
+    """Return the brackets, braces, colons and commas of JSON text, without the content of strings.
 
-    In windows, between which other threads may run; every step within one is the interpreter's own, in C.
+    Other threads can run between two windows. Each step within a window is one operation in C.
     """
     pieces: list[bytes] = []
     begin, is_in_string = 0, False
     while begin < len(body):
         end = begin + _WINDOW
-        while end < len(body) and body[end - 1] == _BACKSLASH:  # not between a backslash and what it escapes
+        while end < len(body) and body[end - 1] == _BACKSLASH:  # do not split an escape sequence
             end += 1
         parts = body[begin:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        pieces.append(b"".join(parts[is_in_string::2]).translate(None, _FLESH))
+        pieces.append(b"".join(parts[is_in_string::2]).translate(None, _NON_STRUCTURE))
         begin, is_in_string = end, is_in_string ^ (len(parts) % 2 == 0)
     return b"".join(pieces)
 
 
 def count(body: bytes, what: bytes) -> int:
-    """Count the occurrences of something short; in windows, between which other threads may run."""
+    """Count the occurrences of a short byte string, in windows between which other threads can run."""
     overlap = len(what) - 1
     return sum(body.count(what, begin, begin + _WINDOW + overlap) for begin in range(0, len(body), _WINDOW))
 
 
 def has_lone_surrogate(body: bytes) -> bool:
-    """True if an escape in JSON text is half of a UTF-16 pair, which no UTF-8 can hold."""
+    """True if JSON text has an escape that is half of a UTF-16 surrogate pair, which UTF-8 cannot encode."""
     if not count(body, b"\\") or not (count(body, b"\\ud") or count(body, b"\\uD")):
         return False
     return any(match[1] for match in _SURROGATES.finditer(body))
@@ -279,7 +284,7 @@ def _invalid(message: str, *, is_yaml: bool = False) -> HttpError:
 def _encoded(encoding: str) -> HttpError:
     return HttpError(
         415,
-        f"The body's Content-Encoding is {encoding[:64]}, which is not decoded here; send the body as it is, without "
+        f"The body's Content-Encoding {encoding[:64]} is not supported; send the body uncompressed, without "
         "Content-Encoding.",
         code="unsupported_content_encoding",
         headers={"Accept-Encoding": "identity"},
@@ -298,14 +303,14 @@ def _too_slow() -> HttpError:
 def _too_much() -> HttpError:
     return HttpError(
         429,
-        "As many bytes of long requests are being read or answered as this server holds at once; try again later.",
+        "The memory limit for long request bodies is reached; try again later.",
         code="too_many_bytes",
         headers={"Retry-After": "1"},
     )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body as one message, once and not kept; then whatever the connection has to say."""
+    """Return a channel that delivers the body once as one message, then the messages of the connection."""
     left = [body]
 
     async def replayed() -> Message:
@@ -315,10 +320,11 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class LongBodyRoute(APIRoute):
-    """A route whose handler gets what it would get anyway, without the event loop being held up."""
+    """Route that parses long bodies on another thread, without blocking the event loop. Handlers receive the same
+    values."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """As FastAPI's own; long bodies are read by us."""
+        """Like FastAPI's handler, except that long bodies are parsed by `_LongRequest`."""
         handle, field = super().get_route_handler(), self.body_field
 
         async def handler(request: Request) -> Response:
@@ -330,14 +336,15 @@ class LongBodyRoute(APIRoute):
 
 
 class _LongRequest(Request):
-    """A request whose JSON is given as what the route's handler takes, which FastAPI then leaves as it is."""
+    """Request whose `json` returns the validated handler argument, which FastAPI then passes on unchanged."""
 
     def __init__(self, request: Request, check: Callable[[Any], tuple[Any, list[dict[str, Any]]]]) -> None:
         super().__init__(request.scope, request.receive)
         self._check = check
 
     async def body(self) -> bytes:
-        """As it came, in one piece: what joins it with the empty end of a stream would copy it."""
+        """Return the body as received, without the copy that joining it with the stream's empty last chunk would
+        make."""
         if not hasattr(self, "_body"):
             self._body = b"".join([chunk async for chunk in self.stream() if chunk])
         return self._body
@@ -350,7 +357,7 @@ class _LongRequest(Request):
 
         try:
             value, errors = await translated(self, read)
-        except QueueFullError as error:  # of which FastAPI would make a body that is no JSON
+        except QueueFullError as error:  # FastAPI would report this as invalid JSON
             raise RefusedBodyError(http_error(error)) from None
         if errors:
             raise RefusedBodyError(of_validation(errors))
@@ -358,14 +365,14 @@ class _LongRequest(Request):
 
 
 def parsed(body: bytes, max_quick_values: int = MAX_QUICK_VALUES) -> Any:
-    """The value of JSON text, as `json.loads` has it.
+    """Parse JSON text, with the same result as `json.loads`.
 
     Raises:
-        JSONDecodeError: it is none.
+        JSONDecodeError: the text is not valid JSON.
     """
     text = body.decode(json.detect_encoding(body), "surrogatepass")
     if count(body, b",") <= max_quick_values:
         return json.loads(text)
     decoder = json.JSONDecoder()
-    decoder.scan_once = scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]  # typeshed does not know it
+    decoder.scan_once = scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]  # missing in typeshed
     return decoder.decode(text)

@@ -30,9 +30,9 @@ from lockstep.server.fields import (
     JsonObject,
     Marked,
     Name,
-    absent,
     in_pieces,
     text_or_list,
+    unsupported,
 )
 from lockstep.server.generation import (
     Caller,
@@ -72,7 +72,7 @@ class TextPart(Marked):
 
 
 class RefusalPart(Marked):
-    """A refusal that an assistant gave instead of an answer; content like any other."""
+    """A refusal that an assistant returned instead of an answer. It is treated like any other content."""
 
     type: Literal["refusal"]
     refusal: str
@@ -83,7 +83,7 @@ class RefusalPart(Marked):
 
 
 def part_kind(value: object) -> str:
-    """The kind of content part that a value is intended to be, as a tag."""
+    """Tag of the content part type that a value is parsed as."""
     return "[refusal]" if isinstance(value, dict) and value.get("type") == "refusal" else "[text]"
 
 
@@ -99,9 +99,9 @@ Content = Annotated[
 class CalledFunction(Marked):
     name: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)]
     arguments: str
-    """A JSON object, as text."""
+    """A JSON object, serialized as a string."""
     parsed_arguments: Any = None
-    """Unused: what the official client read from `arguments`."""
+    """Ignored. The official client adds the parsed form of `arguments`."""
 
 
 class ToolCall(Marked):
@@ -109,36 +109,36 @@ class ToolCall(Marked):
     type: Literal["function"] | None = None
     function: CalledFunction
     index: int | None = None
-    """Left over from a stream; unused."""
+    """Ignored. Present when a streamed call is sent back."""
 
 
 class Message(Marked):
-    """One turn of the conversation. An answer's `message` may be sent back as it came."""
+    """One turn of the conversation. The `message` of an answer can be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: Annotated[str | None, Field(max_length=MAX_LABEL_CHARS)] = None
-    """For templates that read it. Of the deprecated role `function`: who answers."""
+    """Author name, for templates that read it. With the deprecated role `function`: name of the function."""
     tool_call_id: str | None = None
-    """Of role `tool`: the call that this answers."""
+    """With role `tool`: id of the call that this message answers."""
     tool_calls: list[ToolCall] | None = None
-    """Of role `assistant`."""
+    """With role `assistant`: tool calls of the turn."""
     function_call: CalledFunction | None = None
-    """Of role `assistant`: the deprecated form of one call."""
+    """With role `assistant`: one call in its deprecated form."""
     reasoning_content: str | None = None
-    """Of role `assistant`: its thoughts, for templates that read them."""
+    """With role `assistant`: reasoning of the turn, for templates that read it."""
     reasoning: str | None = None
-    """The same under its other name; read where `reasoning_content` is absent."""
+    """Alternative name of `reasoning_content`; used if `reasoning_content` is absent."""
     refusal: str | None = None
-    """Of role `assistant`: content, where there is no other."""
-    audio: Annotated[None, absent("models here know text only")] = None
+    """With role `assistant`: used as the content if there is no other."""
+    audio: Annotated[None, unsupported("only text is supported")] = None
     annotations: list[JsonObject] | None = None
-    """Unused, as is `parsed`: what the official client read from the content."""
+    """Ignored, as is `parsed`. The official client adds both to the content."""
     parsed: Any = None
 
 
 class ChatBody(GenerationBody):
-    """A conversation for a model to answer, and parameters of the answer."""
+    """A conversation for a model to answer, with the parameters of the answer."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -165,49 +165,51 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[Message], *in_pieces(MAX_MESSAGES)]
     max_completion_tokens: MaxTokens | None = None
-    """Tokens of the answer, thoughts included; absent or -1: what the context leaves."""
+    """Maximum number of tokens of the answer, including reasoning. Absent or -1: the rest of the context."""
     max_tokens: MaxTokens | None = None
-    """The older name of `max_completion_tokens`."""
+    """Older name of `max_completion_tokens`."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    """Only with `logprobs`."""
+    """Requires `logprobs`."""
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: at most one call."""
+    """False: the answer has at most one call."""
     chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`; a warning names those that it does not read."""
+    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that the template does not
+    read."""
     add_generation_prompt: bool | None = None
-    """False: the prompt does not end with the beginning of an assistant's message."""
+    """False: the prompt does not end with the start of an assistant message."""
     add_special_tokens: Literal[False] | None = None
-    """The template writes special tokens, so only false."""
+    """Only false is supported, since the template adds the special tokens."""
     continue_final_message: bool | None = None
-    """True: the answer goes on with the last message, which is not closed."""
+    """True: the answer continues the last message, which is left open."""
     echo: bool | None = None
-    """Begin the answer with the last message, where that is the assistant's."""
+    """True: the answer starts with the last message, if its role is `assistant`."""
     reasoning_effort: ReasoningEffort | None = None
-    """Where the model's chat template reads it; `none` also where it reads `enable_thinking`; else a warning."""
+    """Passed to chat templates that read it; `none` also sets `enable_thinking` to false. Otherwise it causes a
+    warning."""
     lockstep_hops: bool | None = None
-    """False: what a router decided is not shown as a call of the function `dispatch_to_specialist`. Requests with
-    `tools` of their own are never shown it."""
+    """False: the router's decision is not shown as a call of the function `dispatch_to_specialist`. It is never shown
+    to requests that have `tools` of their own."""
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """Where the model's chat template reads it; else only `medium` is without a warning."""
+    """Passed to chat templates that read it. Otherwise values other than `medium` cause a warning."""
     safety_identifier: Name | None = None
-    """Logged, as `user`."""
+    """Logged, like `user`."""
     prompt_cache_key: Name | None = None
-    """Logged; prefixes are found in the cache without it."""
+    """Logged. The prefix cache does not need it."""
     prompt_cache_retention: Name | None = None
-    """A hint, as the two that follow: what is cached stays as long as there is room."""
+    """Ignored, like the next two: cached blocks are kept until their space is needed."""
     prompt_cache_options: JsonObject | None = None
     cache_control: JsonObject | None = None
     functions: Annotated[list[Function] | None, Field(min_length=1, max_length=MAX_TOOLS)] = None
-    """Deprecated form of `tools`; a call comes as `function_call`, and at most one."""
+    """Deprecated form of `tools`. The answer has at most one call, as `function_call`."""
     function_call: FunctionChoice | None = None
-    """Deprecated form of `tool_choice`; with `functions`."""
-    audio: Annotated[None, absent("models here speak in text only")] = None
-    prediction: Annotated[None, absent("predicted outputs are not done here")] = None
-    web_search_options: Annotated[None, absent("models here do not search the web")] = None
+    """Deprecated form of `tool_choice`, for use with `functions`."""
+    audio: Annotated[None, unsupported("only text output is supported")] = None
+    prediction: Annotated[None, unsupported("predicted outputs are not supported")] = None
+    web_search_options: Annotated[None, unsupported("web search is not supported")] = None
 
 
 router = APIRouter(route_class=LongBodyRoute, tags=["completions"], responses=ERROR_RESPONSES)
@@ -239,7 +241,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
 def chat_answer(
     cluster: Cluster, body: ChatBody, chat: ChatCall, accepted: Accepted, context: RequestContext
 ) -> Answer:
-    """The answer to an accepted call, still empty."""
+    """Create the answer to an accepted call, still empty."""
     tokenizer, returns_ids = cluster.tokenizer(accepted.model), bool(body.return_token_ids)
     context.warnings = [*body.warnings, *chat.warnings(tokenizer)]
     metadata = metadata_of("chatcmpl", cluster.card(accepted.model), body)
@@ -263,12 +265,12 @@ def chat_answer(
 
 
 def _shows_route(body: ChatBody) -> bool:
-    """True if the router's decision is shown as a call: clients with tools of their own would try to execute it."""
+    """True if the router's decision is shown as a call. Clients with their own tools would try to execute that call."""
     return not (body.tools or body.functions) and body.lockstep_hops is not False
 
 
 def _echo(body: ChatBody, chat: ChatCall) -> str:
-    """The beginning of an answer that repeats the last message: where that is the assistant's and it is requested."""
+    """Text of the last message, if ``echo`` requests it and the assistant wrote it; otherwise an empty string."""
     prompt = chat.call.prompt
     if not body.echo or body.messages[-1].role != "assistant" or not isinstance(prompt, Conversation):
         return ""
@@ -277,32 +279,33 @@ def _echo(body: ChatBody, chat: ChatCall) -> str:
 
 
 JSON_KINDS = (ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA)
-"""What an answer may have to be although there are tools."""
+"""Kinds of constraints that can be combined with tools."""
 MAX_WARNINGS = 16
-"""Of one request; a header has them."""
+"""Maximum number of warnings per request. They are sent in a header."""
 OLD_CALL_ID = "call_function_"
-"""Begins the ids that calls get whose deprecated form has none."""
+"""Prefix of the ids given to calls in the deprecated form, which have none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """The call, how its answer is read, and what the request calls the engine's parameters."""
+    """A call, how to parse its answer, and the request's names of the engine's parameters."""
 
     call: GenerationRequest
     tool_use: ToolUse
     names: Mapping[str, str]
-    wishes: Mapping[str, frozenset[str]]
-    """Parameters for the chat template, each with the variables by which it may read it; one is enough."""
+    template_params: Mapping[str, frozenset[str]]
+    """Parameters for the chat template, with the template variables for each. A template reads a parameter if it reads
+    any of its variables."""
 
     def warnings(self, tokenizer: Tokenizer) -> list[str]:
-        """Warnings, a sentence each: schemas that are not enforced, and wishes that the template of the model that
-        answers does not read."""
+        """Warnings, one sentence each, about schemas that are not enforced and parameters that the chat template of the
+        answering model does not read."""
         warnings = list(self.tool_use.warnings)
-        if self.wishes and tokenizer.vocab_size > 0:  # another server's template is not known here
+        if self.template_params and tokenizer.vocab_size > 0:  # a remote server's template is unknown
             read = tokenizer.template_variables
-            unread = [wish for wish, names in self.wishes.items() if names.isdisjoint(read)]
+            unread = [param for param, names in self.template_params.items() if names.isdisjoint(read)]
             warnings += [
-                f"{wish}: the model's chat template does not read it, so it changes nothing" for wish in unread
+                f"{param}: the model's chat template does not read it, so it has no effect" for param in unread
             ]
         return warnings[:MAX_WARNINGS]
 
@@ -316,7 +319,7 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
     check_shared(body, caller.options)
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidParameterError(
-            "continue_final_message and add_generation_prompt are both true; a prompt ends in one way only",
+            "continue_final_message and add_generation_prompt are both true; set only one of them",
             param="continue_final_message",
         )
     if body.top_logprobs and not body.logprobs:
@@ -353,7 +356,7 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
     )
     logprobs_name = "top_logprobs" if body.top_logprobs else "logprobs"
     names = param_names(constrained.param, max_tokens=length[0], logprobs=logprobs_name, prompt="messages")
-    return ChatCall(call, tool_use, names, _wishes(body))
+    return ChatCall(call, tool_use, names, _template_params(body))
 
 
 def _tool_use(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], given: Constraint | None) -> ToolUse:
@@ -369,7 +372,7 @@ def _tool_use(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], g
 def _functions_use(
     body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], json_constraint: Constraint | None
 ) -> ToolUse:
-    """The same of the deprecated parameters, which know one call only."""
+    """Like `_tool_use`, for the deprecated parameters, which allow one call only."""
     if body.tools is not None or body.tool_choice is not None:
         raise InvalidParameterError(
             "functions and function_call are the deprecated form of tools and tool_choice; give one form",
@@ -385,14 +388,14 @@ def _functions_use(
 
 
 def _as_functions(text: str) -> str:
-    """Put a text about tools into the words of the deprecated parameters."""
+    """Replace parameter names of tools by the names of the deprecated parameters."""
     for new, old in (("tools[", "functions["), ("].function", "]"), ("tool_choice.function", "function_call")):
         text = text.replace(new, old)
     return text.replace("tool_choice", "function_call")
 
 
 def _constrained(given: Constrained, tool_use: ToolUse) -> Constrained:
-    """The constraint of an answer: by the tools, by a parameter, or a call or else the constraint of a parameter."""
+    """Constraint of the answer: that of the tools if they have one, otherwise that of a parameter."""
     constraint = given.constraint
     is_free = bool(tool_use.names) and tool_use.choice.mode is ChoiceMode.AUTO
     if constraint is not None and constraint.kind not in JSON_KINDS and is_free:
@@ -405,18 +408,19 @@ def _constrained(given: Constrained, tool_use: ToolUse) -> Constrained:
 
 
 def _length(body: ChatBody) -> tuple[str, int | None]:
-    """The limit of the answer, and the parameter that gave it."""
+    """Return the maximum length of the answer, with the name of the parameter that set it."""
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
         raise InvalidParameterError(
-            f"max_completion_tokens is {new} and max_tokens {old}; they are one parameter, so give one of them",
+            f"max_completion_tokens is {new} and max_tokens is {old}; give only one of them",
             param="max_tokens",
         )
     return ("max_completion_tokens", bounded(new)) if new is not None else ("max_tokens", bounded(old))
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: the members that were given, under the names that they know."""
+    """Convert messages to the form that chat templates expect: only the members that are set, under the template's
+    names."""
     rewritten: list[dict[str, Any]] = []
     old_id = OLD_CALL_ID
     for index, message in enumerate(messages):
@@ -454,7 +458,7 @@ def _template_call(call_id: str, function: CalledFunction) -> dict[str, Any]:
 
 
 def _template_kwargs(body: ChatBody) -> dict[str, Any]:
-    """The template's own variables. Which of them it reads is checked once the answering model is known."""
+    """Variables for the chat template. Unread variables are reported once the answering model is known."""
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -465,14 +469,16 @@ def _template_kwargs(body: ChatBody) -> dict[str, Any]:
     return kwargs
 
 
-def _wishes(body: ChatBody) -> dict[str, frozenset[str]]:
-    wishes = {
+def _template_params(body: ChatBody) -> dict[str, frozenset[str]]:
+    template_params = {
         f"chat_template_kwargs.{ascii(name[:MAX_LABEL_CHARS])[1:-1]}": frozenset([name])
         for name in body.chat_template_kwargs or ()
     }
     effort = body.reasoning_effort
     if effort is not None:
-        wishes["reasoning_effort"] = frozenset(["reasoning_effort", *(["enable_thinking"] if effort == "none" else [])])
+        template_params["reasoning_effort"] = frozenset(
+            ["reasoning_effort", *(["enable_thinking"] if effort == "none" else [])]
+        )
     if body.verbosity not in (None, "medium"):
-        wishes["verbosity"] = frozenset(["verbosity"])
-    return wishes
+        template_params["verbosity"] = frozenset(["verbosity"])
+    return template_params

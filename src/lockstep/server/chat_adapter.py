@@ -25,7 +25,7 @@ from lockstep.server.answer_response import Answer, AnswerResponse, Encoder
 from lockstep.server.chat import ChatBody, ChatCall, chat_call
 from lockstep.server.choices import open_choices
 from lockstep.server.errors import of_validation
-from lockstep.server.generation import Caller, check_tokens_known, in_the_requests_words, labels_of
+from lockstep.server.generation import Caller, check_tokens_known, labels_of, with_request_param_names
 from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of, translated
 
@@ -62,7 +62,7 @@ class Vocabulary:
 
     def error(self, error: RequestError) -> RequestError:
         """An error that names a parameter of chat completions, naming the other API's."""
-        return error if error.param is None else in_the_requests_words(error, {error.param: self.name(error.param)})
+        return error if error.param is None else with_request_param_names(error, {error.param: self.name(error.param)})
 
     def warning(self, warning: str) -> str:
         """A warning that begins with a parameter's name, beginning with the other API's."""

@@ -1,6 +1,7 @@
-"""Choices of an answer in the making: generated text, thoughts, calls and log-probabilities not yet shown.
+"""Choices of an answer: collect generated text, reasoning, tool calls and log-probabilities until they are sent.
 
-A stream shows it piece by piece, a whole answer takes everything at its end, so that the two cannot differ.
+Streams and complete answers use the same code, so that their contents cannot differ. A stream sends the collected
+output repeatedly, a complete answer once at the end.
 """
 
 from __future__ import annotations
@@ -22,56 +23,56 @@ from lockstep.server.tools.parser import CallDelta, Delta, ToolCall, ToolParser
 from lockstep.server.tools.tool_use import ToolUse
 
 LOGPROB_BYTES = 128
-"""What a log-probability with its token weighs while it waits for a slow reader, roughly."""
+"""Approximate size of a pending log-probability with its token, in bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One choice of an answer: fed with a sequence's outputs; read by an encoder, which then calls `shown`."""
+    """One choice of an answer. `feed` adds a sequence's outputs; an encoder reads them and then calls `shown`."""
 
     index: int
-    """Among the choices of the whole answer."""
+    """Index among the choices of the whole answer."""
     _: KW_ONLY
     tracer: Tracer | None = None
-    """Not None where log-probabilities are requested."""
+    """Set if log-probabilities are requested."""
     parser: ToolParser | None = None
-    """Not None where functions may be called; tells calls from content."""
+    """Set if functions can be called. Separates calls from content."""
     calls_end: bool = True
-    """Whether an answer with a whole call ends with ``tool_calls`` in place of ``stop``."""
+    """Whether an answer with a complete call ends with ``tool_calls`` instead of ``stop``."""
     end_ids: frozenset[int] = frozenset()
-    """Tokens of the model that end an answer, which is no `stop_reason`."""
+    """End tokens of the model. They are not reported as `stop_reason`."""
     returns_ids: bool = False
     """Whether token ids are requested."""
     shows_end: bool = False
-    """Whether a stop token that is text is part of the answer."""
+    """Whether a stop token that has text is part of the answer."""
     is_silent: bool = False
-    """Whether nothing that is generated is shown: the request is about its prompt, and a token is computed since a
-    sequence has one."""
+    """Whether generated output is hidden: the request is only about its prompt, but a sequence needs at least one
+    token."""
     num_prompt_tokens: int = 0
     """0: not known yet."""
     num_tokens: int = 0
     calls: list[CallDelta] = field(default_factory=list)
-    """News of calls, as are the two that follow of log-probabilities and tokens."""
+    """New output of calls. The next two fields are new log-probabilities and token ids."""
     entries: list[Entry] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReasonName | None = None
     stop_reason: int | str | None = None
     num_reasoning_tokens: int = 0
-    """Tokens up to the first of the content, where there were thoughts."""
+    """Number of tokens up to the first one of the content, if there is reasoning."""
     num_pending_bytes: int = 0
-    """Waiting to be shown, roughly: a character counts as a byte."""
+    """Approximate number of bytes that have not been sent. A character counts as one byte."""
     has_thoughts: bool = False
     has_begun: bool = False
-    """Whether anything was shown; the encoder's."""
+    """True once a frame was sent. Used by the encoder."""
     is_queued: bool = False
-    """Whether it waits to be shown; the answer's."""
+    """True while the choice is queued for sending. Used by the answer."""
     _held: deque[Entry] = field(default_factory=deque)
     _num_chars: int = 0
     _content_seen: bool = False
     _texts: list[str] = field(default_factory=list)
     _thoughts: list[str] = field(default_factory=list)
     _remote_calls: dict[int, list[CallPart]] = field(default_factory=dict)
-    """Calls that came as calls, by index."""
+    """Calls that a remote server returned in parsed form, by index."""
 
     @property
     def text(self) -> str:
@@ -80,56 +81,57 @@ class Choice:
 
     @property
     def reasoning(self) -> str:
-        """New thoughts."""
+        """New reasoning."""
         return "".join(self._thoughts)
 
     @property
     def whole_calls(self) -> Sequence[ToolCall]:
-        """All calls that came to their end."""
+        """All complete calls."""
         read = [] if self.parser is None else self.parser.calls
         return [*read, *map(_joined, self._remote_calls.values())] if self._remote_calls else read
 
     @property
     def num_unread_calls(self) -> int:
-        """Times that what began as a call could not be read as one."""
+        """Number of times that text which started like a call could not be parsed."""
         return 0 if self.parser is None else self.parser.num_unread
 
     @property
     def ended_by(self) -> FinishReasonName:
-        """Its `finish_reason`, where it has come to its end."""
-        assert self.finish_reason is not None, "a whole answer's choices have ended"
+        """`finish_reason` of a choice that has ended."""
+        assert self.finish_reason is not None, "the choices of a complete answer have ended"
         return self.finish_reason
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         news = self._texts or self._thoughts or self.calls or self.entries or self.token_ids
         return bool(news) or self.finish_reason is not None
 
     @property
     def is_plain(self) -> bool:
-        """True if there is new text and nothing besides: what nearly every token brings."""
+        """True if there is new text and nothing else, as for almost every token."""
         return bool(self._texts) and not (
             self.finish_reason or self._thoughts or self.calls or self.entries or self.token_ids
         )
 
     def usage(self, num_own: int) -> dict[str, int] | None:
-        """Tokens of the prompt and so many own; None: those of the prompt are not known yet."""
+        """Usage with the given number of output tokens; None if the number of prompt tokens is not known yet."""
         num_prompt = self.num_prompt_tokens
         if not num_prompt:
             return None
         return {"prompt_tokens": num_prompt, "completion_tokens": num_own, "total_tokens": num_prompt + num_own}
 
-    def follow(self, prompt_ids: Sequence[int]) -> None:
-        """The prompt's tokens, where they were not known when this was made."""
+    def set_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Set the prompt tokens, if they were not known when the choice was created."""
         self.num_prompt_tokens = len(prompt_ids)
         if self.tracer is not None:
             self.tracer.follow(prompt_ids[-1])
 
     def feed(self, output: TokenOutput) -> None:
-        """Take what a step brought.
+        """Add the output of one step.
 
         Raises:
-            RequestFailedError: the sequence ended otherwise than by `stop` or `length`, and the engine has no error.
+            RequestFailedError: the sequence ended with another reason than `stop` or `length` and without an engine
+                error.
         """
         if self.is_silent:
             self.finish_reason = "length" if output.finish_reason is not None else None
@@ -161,7 +163,7 @@ class Choice:
             self._finish(output)
 
     def shown(self) -> None:
-        """Everything that waited has been shown."""
+        """Clear the new output, because it has been sent."""
         self._texts = []
         self.num_pending_bytes = 0
         if self.calls:
@@ -181,7 +183,8 @@ class Choice:
                 self._texts.append(delta.text)
 
     def _add(self, news: CallDelta) -> None:
-        """News of a call; of one call there is one piece at a time, since clients look at the first of a chunk only."""
+        """Add new output of a call. Pieces of the same call are merged, because clients read only the first of a
+        chunk."""
         last = self.calls[-1] if self.calls else None
         if last is not None and last.index == news.index:
             self.calls[-1] = replace(last, arguments=last.arguments + news.arguments)
@@ -203,7 +206,8 @@ class Choice:
             self._release()
 
     def _release(self) -> None:
-        """An entry is sent when its text has come, which a stop string might still cut. Thoughts are never cut."""
+        """Release the entries whose text is complete, because a stop string may still cut other text. Reasoning is
+        never cut."""
         while self._held and (self.has_thoughts or self._held[0].offset < self._num_chars):
             self.entries.append(self._held.popleft())
 
@@ -243,7 +247,7 @@ def open_choices(
     new_call_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     returns_ids: bool = False,
 ) -> list[Choice]:
-    """The choices of an accepted call, which nothing has been generated of."""
+    """Create the choices of an accepted call, without any output."""
     prompt_ids, end_ids = accepted.prompt_token_ids, frozenset(tokenizer.end_token_ids)
     specials = () if tool_use is None else tool_use.shown_specials
     end_ids |= frozenset(() if tool_use is None else tool_use.stop_ids)

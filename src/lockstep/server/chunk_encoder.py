@@ -1,4 +1,4 @@
-"""Encoders of answers that are streamed as chunks: the frames that all of them share, and chat completions."""
+"""Encoders of chunked streams: encode the frames that all chunk-based endpoints share, and chat completions."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ DONE = b"data: [DONE]\n\n"
 class ChunkEncoder(ABC):
     """Encoder of answers that are streamed as chunks of choices. Implements `lockstep.server.answer_response.Encoder`.
 
-    What is the same in all chunks of a choice is encoded once: a token costs the encoding of its text.
+    The parts that all chunks of a choice share are encoded once, so a token only costs the encoding of its text.
 
     Args:
-        kind: the chunks' `object`.
-        plain: members of a choice that says nothing, in the order in which clients see them.
-        text: what stands in a choice before its new text and after it, where it has nothing else.
-        num_choices: of the whole answer.
+        kind: value of the member `object`.
+        plain: members of a choice without content, in the order in which they are sent.
+        text: bytes before and after the new text of a choice that has nothing else.
+        num_choices: number of choices of the whole answer.
     """
 
     framing = SSE
@@ -67,11 +67,11 @@ class ChunkEncoder(ABC):
 
     @abstractmethod
     def beginning(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
-        """Members of the frames ahead of the content of a choice."""
+        """Members of the frames before the content of a choice."""
 
     @abstractmethod
-    def news(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
-        """Members of the frames that show what a choice has."""
+    def updates(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
+        """Members of the frames with the new output of a choice."""
 
     @abstractmethod
     def ending(self, choice: Choice) -> Mapping[str, Any]:
@@ -91,7 +91,7 @@ class ChunkEncoder(ABC):
         if choice.is_plain:
             frames.append(self._text_frame(choice))
             return b"".join(frames)
-        frames += [self.frame(choice, each, choice.num_tokens) for each in self.news(choice)]
+        frames += [self.frame(choice, each, choice.num_tokens) for each in self.updates(choice)]
         if choice.finish_reason is not None:
             more = b""
             if answer is not None and not self.metadata.include_usage:
@@ -109,7 +109,8 @@ class ChunkEncoder(ABC):
         return b"data: " + encode(error.body()) + b"\n\n" + DONE
 
     def frame(self, choice: Choice, members: Mapping[str, Any], num_tokens: int, more: bytes = b"") -> bytes:
-        """One chunk of a choice after so many tokens; ``more`` stands behind all else."""
+        """Encode one chunk of a choice. ``num_tokens`` is the choice's token count so far; ``more`` is added at the
+        end."""
         body = encode({"index": choice.index, **self._plain, **members})
         return self._head + body + b"]" + self._usage_member(choice, num_tokens) + more + b"}\n\n"
 
@@ -120,7 +121,7 @@ class ChunkEncoder(ABC):
         return self._text_heads[choice.index] + encode(choice.text) + tail
 
     def _usage_member(self, choice: Choice | None, num_tokens: int) -> bytes:
-        """A further member with a chunk's usage; empty where chunks have none."""
+        """Encode the usage member of a chunk; empty if chunks have none."""
         if self.metadata.continuous_usage:
             return b',"usage":' + encode(choice and choice.usage(num_tokens))
         return b',"usage":null' if self.metadata.include_usage else b""
@@ -131,12 +132,12 @@ class AnswerMessage(Shape):
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str | None]
-    """Thoughts before the content."""
+    """Reasoning that precedes the content."""
     reasoning: NotRequired[str | None]
-    """The same under the name that newer clients read."""
+    """Same as `reasoning_content`, under the name that newer clients read."""
     tool_calls: NotRequired[list[AnswerToolCall] | None]
     function_call: NotRequired[AnswerFunction | None]
-    """In place of `tool_calls` where the request had `functions`."""
+    """Replaces `tool_calls` if the request has `functions`."""
 
 
 class ChatChoice(Shape):
@@ -145,12 +146,12 @@ class ChatChoice(Shape):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
     stop_reason: int | str | None
-    """The stop string or stop token that ended it; null for the model's own."""
+    """Stop string or stop token id that ended the answer; null for the model's own end token."""
     token_ids: NotRequired[Sequence[int] | None]
 
 
 class ChatCompletion(Shape):
-    """A whole answer."""
+    """A complete answer."""
 
     id: str
     object: Literal["chat.completion"]
@@ -160,19 +161,19 @@ class ChatCompletion(Shape):
     usage: Usage
     system_fingerprint: str | None
     service_tier: NotRequired[Literal["default"] | None]
-    """Where the request named one."""
+    """Present if the request set one."""
     lockstep: Extension
     prompt_token_ids: NotRequired[Sequence[int] | None]
     prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
 
 
 class ChatEncoder(ChunkEncoder):
-    """Chat completions as bytes: the chunks of a stream, and the whole answer.
+    """Encodes chat completions: the chunks of a stream, or the complete answer.
 
     Args:
-        has_functions: calls have their deprecated form, `function_call`.
-        echo: what every choice begins with.
-        hops: the models that were called before, as calls of a function.
+        has_functions: return calls in their deprecated form, `function_call`.
+        echo: text that starts every choice.
+        hops: models that were called earlier, shown as function calls.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class ChatEncoder(ChunkEncoder):
     def beginning(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
         yield {"delta": {"role": "assistant", "content": self._echo}}
 
-    def news(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
+    def updates(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
         if choice.reasoning:
             yield {"delta": {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}}
         if choice.text or choice.entries or choice.token_ids:
@@ -278,7 +279,7 @@ class ChatEncoder(ChunkEncoder):
         return "function_call" if is_old else choice.ended_by
 
     def _call_delta(self, call: CallDelta) -> dict[str, Any]:
-        """News of a call as a delta of its own: clients look at the first call of a delta only."""
+        """Encode new output of a call as a separate delta, because clients read only the first call of a delta."""
         named = {} if call.name is None else {"name": call.name}
         function = {**named, "arguments": call.arguments}
         if self._has_functions:

@@ -1,4 +1,4 @@
-"""Routes on the cluster: its state, its manifest, its sessions, and its models, listed and loaded by hand."""
+"""Cluster routes: serve the cluster's state, manifest, sessions and models, and load and unload models."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ from lockstep.server.status import batch_warnings
 router = APIRouter(prefix="/v1", tags=["cluster"], responses=ERROR_RESPONSES)
 models_router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERROR_RESPONSES)
 LOCATE_LIMIT_S = 1.0
-"""Limit of the wait for sessions, so that the cluster can be read while a worker is stuck."""
+"""Time limit, in seconds, for locating sessions, so that the cluster can be read while a worker is stuck."""
 _FORMS: dict[str, Any] = {JSON_TYPE: {"schema": {"type": "object"}}} | {
     each: {"schema": {"type": "string"}} for each in YAML_TYPES
 }
-"""In which a manifest is sent, either way."""
+"""Media types of a manifest in requests and responses."""
 
 
 _RANGES = {"*/*": (0, JSON_TYPE), "application/*": (1, JSON_TYPE), "text/*": (1, "text/yaml")} | {
     each: (2, each) for each in (JSON_TYPE, *YAML_TYPES)
 }
-"""By media range of an ``Accept``: its precision, and the intended form."""
+"""Media ranges of an ``Accept`` header, each with its precision and the response type."""
 _UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")
-"""What stands for itself in JSON, while in YAML it ends a line or may only be written as an escape."""
+"""Characters that JSON allows unescaped, but that end a line in YAML or must be escaped there."""
 _NOT_YAML = re.compile(rf"\t|\\u[dD][89a-fA-F]|{_UNPRINTED.pattern}")
-"""What JSON may hold and YAML reads otherwise: these, tabs between values, and characters as pairs of escapes."""
+"""JSON text that YAML reads differently: unprintable characters, tabs between values, and surrogate pairs of
+escapes."""
 
 
 class SessionList(msgspec.Struct, frozen=True):
-    """Conversations that were named by their clients, in order of their last use."""
+    """Named conversations, in order of their last use."""
 
     object: str
     data: tuple[SessionSnapshot, ...]
@@ -68,7 +69,7 @@ class EndedSession(msgspec.Struct, frozen=True):
 
 
 class ModelBody(BaseModel):
-    """One served name. What is null is not known before the model is loaded."""
+    """One served name. Null members are unknown until the model is loaded."""
 
     id: str
     object: Literal["model"] = "model"
@@ -86,13 +87,13 @@ class ModelListBody(BaseModel):
 
 
 def described(struct: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
-    """The success of a route that answers with such a struct as JSON."""
+    """OpenAPI success response of a route that returns the given struct as JSON."""
     schema = schema_of(struct)
-    return {200: {"description": "What was asked for.", "content": {"application/json": {"schema": schema}}}}
+    return {200: {"description": "The result.", "content": {"application/json": {"schema": schema}}}}
 
 
 def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Its JSON schema in one piece. Structs that hold themselves have none."""
+    """JSON schema of a struct, without references. Recursive structs are not supported."""
     ([reference], definitions) = msgspec.json.schema_components([struct], ref_template="{name}")
     schema: dict[str, Any] = _inlined(reference, definitions)
     return schema
@@ -110,8 +111,7 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 @router.get("/cluster", responses=described(ClusterSnapshot), operation_id="retrieve_cluster")
 async def retrieve_cluster(request: Request) -> Response:
-    """Models and where they are, bytes against budgets, sessions (a caller's key sees its own), counters, the latest
-    changes."""
+    """Models and their locations, memory budgets, the caller's sessions, counters, and recent changes."""
     cluster = serving_of(request).cluster
     await cluster.locate_sessions(LOCATE_LIMIT_S)
     snapshot = cluster.snapshot()
@@ -121,14 +121,14 @@ async def retrieve_cluster(request: Request) -> Response:
 
 @router.post("/cluster/hosts/{name:path}/drain", responses=described(HostSnapshot), operation_id="drain_host")
 async def drain_host(name: str, request: Request) -> Response:
-    """Have a host's replicas leave it, so that it can be stopped; `name` may be an address that no other host has.
-    Answers when that is decided: it is done when the host has no replicas any more."""
+    """Drain a host: its replicas are moved to other hosts, so that it can be stopped. `name` is a name or a unique
+    address of a host. Returns once the drain has started; it is complete when the host has no replicas."""
     return await _drained(name, True, request)
 
 
 @router.delete("/cluster/hosts/{name:path}/drain", responses=described(HostSnapshot), operation_id="undrain_host")
 async def undrain_host(name: str, request: Request) -> Response:
-    """Let a host that was drained have replicas again."""
+    """Allow replicas on a drained host again."""
     return await _drained(name, False, request)
 
 
@@ -136,10 +136,16 @@ async def undrain_host(name: str, request: Request) -> Response:
 async def retrieve_stats(
     request: Request,
     window_s: Annotated[
-        float, Query(gt=0, le=MAX_WINDOW_S, description="Seconds that rates are over, as far as they are kept.")
+        float,
+        Query(
+            gt=0,
+            le=MAX_WINDOW_S,
+            description="Length in seconds of the window for rates, limited by the recorded history.",
+        ),
     ] = DEFAULT_WINDOW_S,
 ) -> Response:
-    """Tokens per second, times to first tokens, KV and prefix hits of each engine, for those who watch."""
+    """Statistics of each engine for monitoring: tokens per second, times to first token, KV usage and prefix cache
+    hits."""
     return _json(await serving_of(request).cluster.stats(window_s))
 
 
@@ -148,14 +154,14 @@ async def retrieve_stats(
     responses={
         200: {
             "content": _FORMS,
-            "description": "What holds, without what is a default: JSON, or YAML where `Accept` asks for it.",
+            "description": "The effective manifest without default values: JSON, or YAML if `Accept` requests it.",
         }
     },
     response_class=Response,
     operation_id="retrieve_manifest",
 )
 async def retrieve_manifest(request: Request) -> Response:
-    """The effective manifest, which may be put back as it came: as JSON, or as YAML where `Accept` asks for that."""
+    """The effective manifest, in a form that can be put back unchanged: JSON, or YAML if `Accept` requests it."""
     cluster = _manifested(request)
     kind = accepted_type(",".join(request.headers.getlist("accept")))
     body = msgspec.json.encode(cluster.manifest_plain()) if kind == JSON_TYPE else cluster.manifest_text()
@@ -169,18 +175,18 @@ async def retrieve_manifest(request: Request) -> Response:
     operation_id="replace_manifest",
 )
 async def replace_manifest(request: Request) -> Response:
-    """Replace the manifest as one unit: all of it is brought in, or nothing changes and the error states all that is
-    wrong. Models that are in both go on as they are, those that are gone answer what they have begun."""
+    """Replace the manifest atomically: either all of it is applied, or nothing changes and the error lists all
+    problems. Models in both manifests keep running. Removed models finish their open requests."""
     cluster = _manifested(request)
     text = manifest_text(await request.body(), request.headers.get("content-type", ""))
     permissions = permissions_of(context_of(request).tenant, serving_of(request).options)
-    async with _loading("the manifest is not brought in"):
+    async with _loading("the manifest is not applied"):
         return _json(await cluster.replace(text, permissions=permissions))
 
 
 @router.post("/models/{model_id:path}/load", responses=described(ModelSnapshot), operation_id="load_model")
 async def load_model(model_id: str, request: Request) -> Response:
-    """Promote a model; answers when it can."""
+    """Load a model. Returns when the model can serve requests."""
     cluster = _manifested(request)
     name = cluster.card(model_id).name
     async with _loading(f"the model {name!r} is not loaded"):
@@ -190,7 +196,7 @@ async def load_model(model_id: str, request: Request) -> Response:
 
 @router.post("/models/{model_id:path}/unload", responses=described(ModelSnapshot), operation_id="unload_model")
 async def unload_model(model_id: str, request: Request) -> Response:
-    """Demote a model; answers when its calls have ended and its memory is free."""
+    """Unload a model. Returns when its open requests have ended and its memory is free."""
     cluster = _manifested(request)
     name = cluster.card(model_id).name
     async with _loading(f"the model {name!r} is not unloaded"):
@@ -200,8 +206,8 @@ async def unload_model(model_id: str, request: Request) -> Response:
 
 @router.get("/sessions", responses=described(SessionList), operation_id="list_sessions")
 async def list_sessions(request: Request) -> Response:
-    """Conversations that keep their KV, or kept it. A key sees its own; an admin key everybody's, and where there are
-    no keys, everybody does."""
+    """Conversations whose KV is or was stored. A key sees its own sessions; an admin key, or any caller of a server
+    without keys, sees all."""
     cluster = serving_of(request).cluster
     await cluster.locate_sessions()
     return _json(SessionList("list", tuple(_own(request, cluster.sessions()))))
@@ -211,10 +217,10 @@ async def list_sessions(request: Request) -> Response:
 async def end_session(
     session_id: str,
     request: Request,
-    caller: Annotated[str | None, Query(max_length=256, description="Whose, by the name of the key.")] = None,
+    caller: Annotated[str | None, Query(max_length=256, description="Name of the key that owns the session.")] = None,
 ) -> Response:
-    """Forget a conversation and give up its KV. A key ends its own; an admin key that of `caller`, or of everybody who
-    called it so."""
+    """Delete a conversation and its KV. A key deletes its own session; an admin key deletes that of `caller`, or those
+    of all callers with this id."""
     own = only_of(request)
     if own is not None and caller not in (None, own):
         raise SessionNotFoundError(f"No session with id '{session_id}'.", param="session_id")
@@ -224,23 +230,23 @@ async def end_session(
 
 @models_router.get("", operation_id="list_models")
 async def list_models(request: Request) -> ModelListBody:
-    """Every name that requests may use, aliases too."""
+    """All names that requests can use, including aliases."""
     cards = serving_of(request).cluster.cards()
     return ModelListBody(data=[body for card in cards for body in _bodies(card)])
 
 
 @models_router.get("/{model_id:path}", operation_id="retrieve_model")
 async def retrieve_model(model_id: str, request: Request) -> ModelBody:
-    """One model; its id may hold slashes."""
+    """One model. Its id may contain slashes."""
     return _body(model_id, serving_of(request).cluster.card(model_id))
 
 
 def manifest_text(body: bytes, content_type: str) -> str:
-    """The text for `lockstep.cluster.manifest_file.parse`; lines are the body's wherever that can be.
+    """Convert a body to text for `lockstep.cluster.manifest_file.parse`. Line numbers are preserved where possible.
 
     Raises:
-        InvalidParameterError: it is empty.
-        InvalidJsonError: it is not the JSON that it claims to be.
+        InvalidParameterError: the body is empty.
+        InvalidJsonError: the body is not valid JSON.
     """
     text = body.decode()
     if not text.strip():
@@ -250,16 +256,16 @@ def manifest_text(body: bytes, content_type: str) -> str:
     try:
         value = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
-        raise InvalidJsonError(f"the body is not valid JSON: {error}; YAML has type {YAML_TYPE}") from None
+        raise InvalidJsonError(f"the body is not valid JSON: {error}; send YAML with type {YAML_TYPE}") from None
     if not _NOT_YAML.search(text):
         return text
     return _UNPRINTED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def accepted_type(accept: str) -> str:
-    """In which of our types to answer a request with such an ``Accept``: the one that it likes best, of several the one
-    that it names most exactly, then first; JSON where it names none of them."""
-    best, accepted = (0.0, len(_RANGES)), JSON_TYPE  # better than whatever has no weight
+    """Choose the response type for an ``Accept`` header: highest weight, then most exact range, then first in the
+    header. JSON if no range matches."""
+    best, accepted = (0.0, len(_RANGES)), JSON_TYPE  # higher than any range with weight 0
     for part in accept.split(","):
         exactness, kind = _RANGES.get(kind_of(part), (0, ""))
         if kind and (rank := (_weight(part), exactness)) > best:
@@ -268,7 +274,7 @@ def accepted_type(accept: str) -> str:
 
 
 def _weight(part: str) -> float:
-    """The ``q`` of a range in an ``Accept``; 1 where it has none that can be read."""
+    """The ``q`` weight of a range in an ``Accept`` header; 1 if it has none or an invalid one."""
     for parameter in part.split(";")[1:]:
         name, _, value = parameter.partition("=")
         if name.strip().lower() == "q":
@@ -277,7 +283,7 @@ def _weight(part: str) -> float:
 
 
 def only_of(request: Request) -> str | None:
-    """The caller whose requests and sessions alone are shown to this request; None: everybody's are."""
+    """Name of the caller whose requests and sessions are visible to this request; None: those of all callers."""
     tenant = context_of(request).tenant
     return None if sees_all(tenant, serving_of(request).options) else tenant
 
@@ -288,7 +294,7 @@ def _own(request: Request, sessions: Iterable[SessionSnapshot]) -> Iterator[Sess
 
 
 def _manifested(request: Request) -> Cluster:
-    """The cluster, if it serves a manifest; NoManifestError if it serves a model of the command line."""
+    """Return the cluster. Raises NoManifestError if it serves a single model from the command line."""
     cluster = serving_of(request).cluster
     if cluster.is_fixed:
         raise NoManifestError(
@@ -299,7 +305,7 @@ def _manifested(request: Request) -> Cluster:
 
 @asynccontextmanager
 async def _loading(what: str) -> AsyncIterator[None]:
-    """Turn a failure to load into a refusal of the request, with its reason."""
+    """Convert a failure to load into an error for the request, with its reason."""
     try:
         yield
     except (RequestError, ManifestError):
@@ -312,7 +318,7 @@ async def _drained(name: str, is_drained: bool, request: Request) -> Response:
     cluster = _manifested(request)
     found = await cluster.drain_host(name, is_drained)
     host = next(host for host in cluster.snapshot().hosts if host.name == found)
-    return _json(replace(host, is_drained=is_drained))  # the owner knows it already, whoever has heard of it since
+    return _json(replace(host, is_drained=is_drained))  # the controller has applied it; this snapshot may be older
 
 
 def _model(cluster: Cluster, name: str) -> ModelSnapshot | None:

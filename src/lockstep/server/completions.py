@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: its body, its calls (one per prompt), and its answers as bytes."""
+"""Completions endpoint: the body of `POST /v1/completions`, its calls (one per prompt) and the encoding of answers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from lockstep.server.fields import (
     Shape,
     TextOrTokens,
     Tokens,
-    absent,
     tokens_or_list,
+    unsupported,
 )
 from lockstep.server.generation import (
     Caller,
@@ -50,7 +50,7 @@ from lockstep.server.request_context import RequestContext, context_of
 from lockstep.server.serving import serving_of, translated
 
 MAX_PROMPTS = 1_024
-"""Of one request; each is a call of its own, and all must find a place in the queue."""
+"""Maximum number of prompts per request. Each is a separate call, and all of them must fit in the queue."""
 
 
 Prompts = Annotated[
@@ -62,7 +62,7 @@ Prompts = Annotated[
 
 
 class CompletionBody(GenerationBody):
-    """Texts for a model to go on with, and parameters of the answer."""
+    """Texts for a model to complete, with the parameters of the answer."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -75,16 +75,17 @@ class CompletionBody(GenerationBody):
     )
 
     prompt: Prompts
-    """Text, token ids, or a list of either; choices are numbered prompt by prompt."""
+    """Text, token ids, or a list of either. Choices are numbered in the order of the prompts."""
     max_tokens: MaxTokens | None = 16
-    """Null or -1: what the context leaves. 0: only with `echo`, the prompt and its log-probabilities."""
+    """Maximum number of tokens. Null or -1: the rest of the context. 0: requires `echo`; returns the prompt and its
+    log-probabilities."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    """How many of the most likely tokens to tell besides the chosen one."""
+    """Number of most likely tokens to return in addition to the chosen one."""
     add_special_tokens: Literal[True] | None = None
-    """A prompt that is text has the special tokens of its tokenizer, so only true."""
+    """Only true is supported: the tokenizer adds its special tokens to text prompts."""
     echo: bool | None = None
-    """Begin the text with the prompt."""
-    suffix: Annotated[None, absent("texts are only gone on with here, not filled in")] = None
+    """True: the text starts with the prompt."""
+    suffix: Annotated[None, unsupported("fill-in-the-middle is not supported")] = None
 
 
 router = APIRouter(route_class=LongBodyRoute, tags=["completions"], responses=ERROR_RESPONSES)
@@ -102,7 +103,7 @@ class CompletionChoice(Shape):
 
 
 class Completion(Shape):
-    """Whole texts."""
+    """A complete answer."""
 
     id: str
     object: Literal["text_completion"]
@@ -112,13 +113,13 @@ class Completion(Shape):
     usage: Usage
     system_fingerprint: str | None
     service_tier: NotRequired[Literal["default"] | None]
-    """Where the request named one."""
+    """Present if the request set one."""
     lockstep: Extension
 
 
 @router.post("/v1/completions", responses=documented(Completion))
 async def create_completion(body: CompletionBody, request: Request) -> Response:
-    """Go on with one text or several."""
+    """Complete one or more texts."""
     serving, context = serving_of(request), context_of(request)
     context.model = serving.cluster.card(body.model).name
     context.labels, context.session_id = labels_of(body), body.session_id
@@ -138,7 +139,7 @@ def completion_answer(
     accepted: Sequence[Accepted],
     context: RequestContext,
 ) -> Answer:
-    """The answer to accepted calls, still empty."""
+    """Create the answer to accepted calls, still empty."""
     params, returns_ids = completion.calls[0].params, bool(body.return_token_ids)
     tokenizer, cuts_prompt = cluster.tokenizer(accepted[0].model), body.truncate_prompt_tokens is not None
     context.warnings = body.warnings
@@ -172,7 +173,7 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class CompletionCalls:
-    """The calls, and what the request calls the engine's parameters."""
+    """The calls of a request, and the request's names of the engine's parameters."""
 
     calls: tuple[GenerationRequest, ...]
     prompts: tuple[Prompt, ...]
@@ -180,10 +181,10 @@ class CompletionCalls:
 
 
 def completion_calls(body: CompletionBody, caller: Caller) -> CompletionCalls:
-    """Translate a completion request into calls of the cluster, one per prompt.
+    """Convert a completion request to engine calls, one per prompt.
 
     Raises:
-        InvalidParameterError: names the parameter.
+        InvalidParameterError: a parameter is invalid; the error names it.
     """
     check_shared(body, caller.options)
     if body.echo and body.logprobs is not None and body.stream:
@@ -192,10 +193,11 @@ def completion_calls(body: CompletionBody, caller: Caller) -> CompletionCalls:
         )
     if body.max_tokens == 0 and not body.echo:
         raise InvalidParameterError(
-            "max_tokens is 0, so that there is nothing to answer; set echo, or allow at least 1", param="max_tokens"
+            "max_tokens is 0 without echo, so the answer would be empty; set echo, or set max_tokens to at least 1",
+            param="max_tokens",
         )
     constrained = constraint_of(body)
-    max_tokens = 1 if body.max_tokens == 0 else bounded(body.max_tokens)  # of none, one is computed and not shown
+    max_tokens = 1 if body.max_tokens == 0 else bounded(body.max_tokens)  # for 0, one token is computed
     params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs, constraint=constrained.constraint)
     of_prompt = max(
         (k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None), default=None
@@ -206,20 +208,20 @@ def completion_calls(body: CompletionBody, caller: Caller) -> CompletionCalls:
 
 
 def prompts_of(given: str | Sequence[int] | Sequence[str | Sequence[int]]) -> tuple[Prompt, ...]:
-    """Each prompt by itself."""
+    """Split the parameter into single prompts."""
     if isinstance(given, str):
         return (given,)
     if isinstance(given[0], int):
-        return (tuple(given),)  # type: ignore[arg-type]  # token ids, by its first
+        return (tuple(given),)  # type: ignore[arg-type]  # token ids, as the first one is
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in given)  # type: ignore[arg-type]  # as above
 
 
 class CompletionEncoder(ChunkEncoder):
-    """Completions as bytes: the chunks of a stream, and the whole answer.
+    """Encodes completions: the chunks of a stream, or the complete answer.
 
     Args:
-        num_choices: of each prompt.
-        echoes: the text that each prompt's choices begin with; empty strings where nothing is echoed.
+        num_choices: number of choices per prompt.
+        echoes: text that starts the choices of each prompt; empty strings without echo.
     """
 
     def __init__(
@@ -242,7 +244,7 @@ class CompletionEncoder(ChunkEncoder):
         if echo := self._echo(choice):
             yield {"text": echo}
 
-    def news(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
+    def updates(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
         if choice.text or choice.entries or choice.token_ids:
             members: dict[str, Any] = {"text": choice.text}
             if choice.entries:

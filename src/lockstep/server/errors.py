@@ -1,6 +1,6 @@
-"""HTTP errors: from exceptions and validation to a status, OpenAI's error body, and whether to try again.
+"""HTTP errors: converts exceptions and validation errors to a status, OpenAI's error body, and retry headers.
 
-The body is ``{"error": {"message", "type", "param", "code"}}``, also in a stream's error frame.
+The body is ``{"error": {"message", "type", "param", "code"}}``. Error events of streams have the same form.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-"""By status; other refusals are of invalid requests, other failures the server's."""
+"""Error types by status. Other 4xx errors are invalid requests; other 5xx errors are server errors."""
 _OTHER_DEMAND = "have the form that /openapi.json gives for it"
 _OF_BODY = ("body", "query", "path", "header")
 
 
 NEVER_RETRY = {"x-should-retry": "false"}
-"""The official client would send the request again by itself, and triple an overload, or upload a file three times."""
+"""Header that prevents automatic retries of the official client. Retries would triple an overload or an upload."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """One refused or failed request, as its client sees it."""
+    """A rejected or failed request, as reported to the client."""
 
     status: int
     message: str
@@ -70,7 +70,7 @@ class HttpError:
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
-    """Of a manifest that is refused, all of them."""
+    """All problems of a rejected manifest."""
 
     @property
     def type(self) -> str:
@@ -89,7 +89,7 @@ class HttpError:
 
 
 class RefusedBodyError(HTTPException):
-    """A body with a fault, where FastAPI expects JSON."""
+    """A body error that is raised where FastAPI expects parsed JSON."""
 
     def __init__(self, error: HttpError) -> None:
         super().__init__(error.status)
@@ -97,7 +97,7 @@ class RefusedBodyError(HTTPException):
 
 
 class ManifestProblem(BaseModel):
-    """One fault of a manifest."""
+    """One problem of a manifest."""
 
     line: int
     where: str
@@ -105,27 +105,27 @@ class ManifestProblem(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """The error of an answer: its message, kind and place."""
+    """The error of an answer: message, type and parameter."""
 
     message: str
     type: str
     param: str | None
     code: str | None
     problems: list[ManifestProblem] | None = None
-    """Of a manifest that is refused, all of them."""
+    """All problems of a rejected manifest."""
 
 
 class ErrorBody(BaseModel):
-    """Every answer that is no success."""
+    """Body of every error response."""
 
     error: ErrorDetail
 
 
 def documented_errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document: what any route may answer whose errors are such bodies."""
+    """OpenAPI error responses of routes whose errors have the given body."""
     return {
-        "4XX": {"model": body, "description": "The request is refused; the error states what would be right."},
-        "5XX": {"model": body, "description": "The server cannot answer, or not now."},
+        "4XX": {"model": body, "description": "The request is rejected; the error describes a valid request."},
+        "5XX": {"model": body, "description": "The server failed or is temporarily unavailable."},
     }
 
 
@@ -158,11 +158,11 @@ _KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (StorageFullError, 507, "storage_full"),
     (StorageError, 503, "storage_unavailable"),
 )
-"""The first class that fits decides: status and code."""
+"""Exception classes with their status and code. The first matching class applies."""
 
 
 def http_error(error: BaseException) -> HttpError:
-    """The error that a client sees of an exception; one that is not ours comes without its details."""
+    """Convert an exception to the error for the client. Unexpected exceptions are reported without details."""
     param = error.param if isinstance(error, RequestError) else None
     for kind, status, code in _KINDS:
         if isinstance(error, kind):
@@ -181,18 +181,18 @@ def _headers(error: BaseException) -> Mapping[str, str]:
 
 
 def of_http_exception(error: HTTPException, method: str, path: str, allowed: Iterable[str]) -> HttpError:
-    """The error of what starlette and FastAPI raise: unknown paths, wrong methods, bodies that cannot be read.
+    """Convert an exception of starlette or FastAPI: unknown paths, wrong methods, unreadable bodies.
 
     Args:
-        allowed: all methods of this path; starlette names those of its first route.
+        allowed: all methods of this path; starlette reports only those of its first route.
     """
     status, headers = error.status_code, error.headers or {}
     message, code = str(error.detail), None
     if status == 404 and message == HTTPStatus.NOT_FOUND.phrase:
-        message, code = f"There is nothing at {path[:MAX_SHOWN_CHARS]}.", "unknown_path"
+        message, code = f"The path {path[:MAX_SHOWN_CHARS]} does not exist.", "unknown_path"
     elif status == 405:
         headers = {"Allow": ", ".join(sorted(allowed)) or headers.get("Allow", "")}
-        message = f"{method} is not what {path[:MAX_SHOWN_CHARS]} takes; it takes {headers['Allow']}."
+        message = f"{method} is not allowed for {path[:MAX_SHOWN_CHARS]}; the path supports {headers['Allow']}."
         code = "method_not_allowed"
     elif status == 400:
         message, code = "The body could not be read as JSON.", "invalid_json"
@@ -200,7 +200,7 @@ def of_http_exception(error: HTTPException, method: str, path: str, allowed: Ite
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> HttpError:
-    """The first fault that validation found, with the name of its field."""
+    """Convert the first validation error, with the path of its field."""
     error = errors[0]
     if error["type"] == "json_invalid":
         place = error["loc"][-1]
@@ -211,9 +211,9 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> HttpError:
 
 
 def field_path(loc: Sequence[int | str]) -> str | None:
-    """``("body", "messages", 2, "content", "str")`` as ``messages[2].content``; None: the body itself.
+    """Convert ``("body", "messages", 2, "content", "str")`` to ``messages[2].content``; None: the body itself.
 
-    Names of alternatives, which pydantic puts between fields, are left out: they are of types, not of fields.
+    Names of union members, which pydantic inserts between fields, are left out: they name types, not fields.
     """
     path = ""
     for step in loc[1:] if loc and loc[0] in _OF_BODY else loc:
@@ -234,12 +234,12 @@ def _is_type_name(step: str) -> bool:
 
 
 def _fault(param: str | None, error: Mapping[str, Any]) -> str:
-    """One sentence on a fault, without pydantic's own wording unless a validator of ours wrote it."""
+    """One sentence about an error. pydantic's own wording is used only if a validator of this package wrote it."""
     where, kind = param or "the body", error["type"]
     if kind == "missing":
         return f"{where} is missing."
     if kind == "extra_forbidden":
-        return f"{where} is not a parameter that is known here."
+        return f"{where} is not a supported parameter."
     reason = str(error["msg"]).removeprefix("Value error, ")
     if kind == "value_error":
         return f"{where}: {reason}."
@@ -249,6 +249,6 @@ def _fault(param: str | None, error: Mapping[str, Any]) -> str:
 
 
 def _kind_of(error: Mapping[str, Any]) -> str:
-    """The type that an object gives for itself, where none of that type is known."""
+    """The ``type`` member of an object that matches no member of a union."""
     value = error.get("input")
     return repr(str(value.get("type"))[:MAX_SHOWN_CHARS]) if isinstance(value, dict) else described(error)

@@ -1,8 +1,8 @@
-"""Types of which request bodies are made: JSON objects whose members are all known, names, tokens, long lists.
+"""Field types of request bodies: JSON objects without unknown members, names, tokens and long lists.
 
-Unknown parameters are refused by name, and so are those of OpenAI's that we cannot do, unless they carry the value that
-asks for nothing. Null asks for nothing wherever a member may be left out, known or not: clients dump their objects with
-all that is unset.
+Unknown parameters are rejected by name. So are unsupported parameters of OpenAI's API, unless their value requests
+nothing. Null means "not set" for every optional member, known or not, because clients serialize objects with all unset
+members.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from lockstep.executors.sampling_params import PENALTY, SEED
 from lockstep.option_fields import Range
 
 MAX_LABEL_CHARS = 64
-"""Of labels and their values: OpenAI's bounds."""
+"""Maximum length of a label; that of its value follows. Both are OpenAI's limits."""
 MAX_LABEL_VALUE_CHARS = 512
 MAX_NAME_CHARS = 256
-"""Of model names, users, salts and sessions."""
+"""Maximum length of model names, users, salts and session ids."""
 MAX_SEQUENCE_TOKENS = 2**31 - 1
-"""More tokens than any context holds."""
+"""Upper bound on token counts. No context is this long."""
 MAX_VALUES = 1 << 19
-"""Of a whole body, as commas part them, and so token ids of one prompt: more than any context holds."""
+"""Maximum number of values in a body, counted as commas, and so of token ids in a prompt. No context is this long."""
 _PIECE = 1_024
-"""Members of a list that are checked in one go."""
+"""Number of list members that are validated at a time."""
 
 
 def text_or_list(value: object) -> str:
-    """The member of a union that a value is intended to be. A tag with ``[`` is no name in an error's place."""
+    """Tag of the union member for a value. Tags contain ``[`` so that `errors.field_path` leaves them out."""
     return "[list]" if isinstance(value, list) else "[text]"
 
 
 def tokens_or_list(value: object) -> str:
-    """The same where a list may also be tokens: it is exactly when it begins with a number."""
+    """Like `text_or_list`, for lists that may hold tokens: a list holds tokens if it begins with a number."""
     is_tokens = isinstance(value, list) and bool(value) and isinstance(value[0], (int, float))
     return "[tokens]" if is_tokens else text_or_list(value)
 
@@ -63,8 +63,8 @@ def text_or_object(value: object) -> str:
 def in_pieces(most: int, least: int = 1) -> Sequence[object]:
     """Annotations of a list of ``least`` to ``most`` members that may be long.
 
-    It is checked piece by piece, since other threads run only in between, and up to the first fault, since no more is
-    reported.
+    The list is validated in pieces, between which other threads can run. Validation stops at the first error, because
+    only that one is reported.
     """
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> list[Any]:
@@ -85,13 +85,13 @@ def in_pieces(most: int, least: int = 1) -> Sequence[object]:
 
 
 def _moved(error: ValidationError, first: int) -> InitErrorDetails:
-    """The first fault in a piece, by its place in the whole list."""
+    """The first error in a piece, with its index in the whole list."""
     details = error.errors(include_url=False)[0]
     index, *inner = details["loc"]
     loc = (first + index if isinstance(index, int) else index, *inner)
-    context = {**details.get("ctx", {}), "told": details["msg"]}
+    context = {**details.get("ctx", {}), "message": details["msg"]}
     return InitErrorDetails(
-        type=PydanticCustomError(details["type"], "{told}", context), loc=loc, input=details["input"]
+        type=PydanticCustomError(details["type"], "{message}", context), loc=loc, input=details["input"]
     )
 
 
@@ -103,8 +103,8 @@ def _json(value: object) -> object:
     return value
 
 
-def absent(why: str) -> BeforeValidator:
-    """For parameters of OpenAI's that are not done here: only null is taken, and the error states why."""
+def unsupported(why: str) -> BeforeValidator:
+    """Validator for unsupported parameters of OpenAI's API: only null is accepted. ``why`` is the error message."""
 
     def check(value: object) -> None:
         if value is not None:
@@ -116,11 +116,12 @@ def absent(why: str) -> BeforeValidator:
 NOTHING = WithJsonSchema(
     {"anyOf": [{"type": "null"}, {"const": ""}, {"type": "array", "maxItems": 0}, {"const": False}]}
 )
-"""The schema of values without content; beside `empty`."""
+"""JSON schema of values without content, for use with `only_empty`."""
 
 
-def empty(why: str) -> BeforeValidator:
-    """For members that are not supported: only null and values without content are accepted; the error states why."""
+def only_empty(why: str) -> BeforeValidator:
+    """Validator for unsupported members: only null and values without content are accepted. ``why`` is the error
+    message."""
 
     def check(value: object) -> None:
         if value not in (None, "", [], False):
@@ -130,7 +131,7 @@ def empty(why: str) -> BeforeValidator:
 
 
 def within(range_: Range) -> Any:
-    """pydantic's form of a range."""
+    """Convert a range to a pydantic field."""
     low, high = range_.low, range_.high
     return Field(gt=low, le=high) if range_.above_low else Field(ge=low, le=high)
 
@@ -153,11 +154,11 @@ JsonSchema = Annotated[
 
 def _unknown(value: object) -> None:
     if value is not None:
-        raise PydanticCustomError("extra_forbidden", "it is not known here")
+        raise PydanticCustomError("extra_forbidden", "it is not supported")
 
 
 class Body(BaseModel):
-    """A JSON object of which every member is known, or null; numbers are finite, and nothing is converted."""
+    """A JSON object, or null. Unknown members are rejected, numbers must be finite, and no value is converted."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, frozen=True
@@ -166,7 +167,7 @@ class Body(BaseModel):
 
 
 class ParameterBody(Body):
-    """A JSON object of parameters: a whole number may be written as 4.0, which JSON's schemas call an integer too."""
+    """A JSON object of parameters. Integers may be written as 4.0, which JSON Schema also accepts as an integer."""
 
     @model_validator(mode="before")
     @classmethod
@@ -181,34 +182,35 @@ def _is_whole(value: object) -> bool:
 
 
 class SamplingBody(ParameterBody):
-    """Sampling parameters that all APIs have by these names."""
+    """Sampling parameters that have the same names in all APIs."""
 
     temperature: Annotated[float | None, within(TEMPERATURE)] = None
-    """0: greedy. Default: the model's, else 1."""
+    """0: greedy decoding. Default: the model's value, otherwise 1."""
     top_p: Annotated[float | None, within(TOP_P)] = None
     top_k: Annotated[int | None, within(TOP_K)] = None
-    """0 or -1: all tokens."""
+    """0 or -1: no limit."""
     min_p: Annotated[float | None, within(MIN_P)] = None
     seed: Annotated[int | None, within(SEED)] = None
-    """The same seed and parameters give the same answer, independent of other requests."""
+    """The same seed and parameters produce the same answer, independent of other requests."""
 
 
 class Marked(Body):
-    """A part of a conversation, beside which clients put marks for others than the model."""
+    """A part of a conversation, to which clients may add metadata that is not for the model."""
 
     cache_control: JsonObject | None = None
-    """Unused: prefixes are found in the cache without it."""
+    """Ignored: the prefix cache does not need it."""
     provider_specific_fields: JsonObject | None = None
-    """Unused: LiteLLM's notes."""
+    """Ignored: metadata of LiteLLM."""
 
 
 FinishReasonName = Literal["stop", "length", "tool_calls", "function_call"]
-"""Why a choice ended."""
+"""Reason why a choice ended."""
 
 
 @with_config(extra="forbid", use_attribute_docstrings=True)
 class Shape(TypedDict):
-    """A JSON object in an answer: encoders write it, type checking holds them to it, and the OpenAPI document shows it.
+    """A JSON object in an answer. Encoders write it, the type checker verifies it, and the OpenAPI document includes
+    it.
 
-    Every member is declared; a sentence under one is its description.
+    Every member is declared. The docstring of a member is its description.
     """

@@ -1,4 +1,4 @@
-"""Parameters that generating endpoints share: their shapes, their rules, and what they become for the cluster."""
+"""Shared parameters of generating endpoints: their shapes, their checks, and their conversion to engine parameters."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import PEOPLE
 
 MAX_METADATA = 16
-"""Labels of a request; OpenAI's bound."""
+"""Maximum number of labels per request, as in OpenAI's API."""
 MAX_DEADLINE_MS = 86_400_000
 UNBOUNDED = -1
-"""A number of tokens that sets no bound but the context's."""
+"""A token limit that means: only the context length limits the answer."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 StopStrings = Annotated[
@@ -71,11 +71,11 @@ Labels = Annotated[
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    """One more chunk before the end, with `usage` and no choices."""
+    """Adds one chunk before the end, with `usage` and no choices."""
     continuous_usage_stats: bool | None = None
-    """Every chunk has the `usage` of its choice so far. So has the end, unless `include_usage` is false."""
+    """Every chunk has the current `usage` of its choice. So does the last chunk, unless `include_usage` is false."""
     include_obfuscation: Literal[False] | None = None
-    """Not done here, so only false."""
+    """Only false is supported."""
 
 
 class JsonSchemaFormat(Body):
@@ -83,17 +83,17 @@ class JsonSchemaFormat(Body):
     description: str | None = None
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
-    """The answer always obeys the schema, whatever is set here."""
+    """Ignored: the answer always obeys the schema."""
 
 
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
-    """Of type `json_schema`."""
+    """Required with type `json_schema`."""
 
 
 class StructuredOutputs(Body):
-    """vLLM's way to say what the answer must be; exactly one member."""
+    """vLLM's parameter for a constraint on the answer. Exactly one member must be set."""
 
     json_: Annotated[JsonSchema | None, Field(alias="json")] = None
     regex: str | None = None
@@ -103,39 +103,39 @@ class StructuredOutputs(Body):
 
 
 class SharedBody(SamplingBody):
-    """Parameters that the APIs of OpenAI and Anthropic have in common here."""
+    """Parameters that the OpenAI and Anthropic APIs share."""
 
     stream: bool | None = None
     repetition_penalty: RepetitionPenalty | None = None
     priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
-    """Lower is served first; other than 0 only where the scheduling policy is by priority."""
+    """Lower values are served first. Values other than 0 require the priority scheduling policy."""
     cache_salt: Name | None = None
-    """Prefix-cache blocks are shared only with requests of the same salt."""
+    """Prefix-cache blocks are shared only between requests with the same salt."""
     session_id: Name | None = None
     deadline_ms: DeadlineMs | None = None
-    """The answer is complete by then, or the request ends with 504 or an error event."""
+    """Time limit for the complete answer. When it is exceeded, the request ends with status 504 or an error event."""
 
 
 class RequestBody(SharedBody):
-    """Parameters of every endpoint of OpenAI's that generates."""
+    """Parameters of all generating endpoints of the OpenAI API."""
 
     user: Name | None = None
-    """Logged; without API keys also whose share of the queue this is."""
+    """Logged. Without API keys, the scheduler's fair share is per user."""
     metadata: Labels | None = None
     """Labels that are logged with the request."""
     service_tier: Name | None = None
-    """There is one, `default`, which the answer names."""
+    """Ignored. The answer always reports `default`."""
 
 
 class GenerationBody(RequestBody):
     """Parameters of chat completions and completions."""
 
     model: Name | None = None
-    """A served name; absent: the model that the cluster's routing finds, or the only one."""
+    """Name of a served model. Absent: the model that the routing selects, or the only model."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
-    """Token id to what is added to its logit."""
+    """Values added to the logits, by token id."""
     min_tokens: Annotated[int | None, Field(ge=0, le=MAX_SEQUENCE_TOKENS)] = None
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
@@ -144,39 +144,39 @@ class GenerationBody(RequestBody):
         list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]] | None,
         Field(max_length=MAX_BAD_WORDS),
     ] = None
-    """Words whose tokens never come in a row, with a space before them or without."""
+    """Words whose token sequences are never generated, with or without a leading space."""
     skip_special_tokens: bool | None = None
-    """False: special tokens are shown as they are written."""
+    """False: special tokens are included in the text."""
     include_stop_str_in_output: bool | None = None
-    """True: what ends the answer is its last text, where it is text."""
+    """True: the stop string that ended the answer is included in the text."""
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
-    """Only the value of `n`: nothing is generated and thrown away."""
+    """Must equal `n`: no extra choices are generated."""
     stream_options: StreamOptions | None = None
-    """Only with `stream`."""
+    """Requires `stream`."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | None = None
     guided_regex: str | None = None
-    """Rust's syntax, without look-around and back-references."""
+    """Regular expression in Rust's syntax, without look-around and backreferences."""
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    """llguidance's dialect of Lark."""
+    """Grammar in llguidance's dialect of Lark."""
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    """Not with `stream`. The prefix cache is not read then."""
+    """Cannot be combined with `stream`. Disables reads of the prefix cache for this request."""
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
-    """Keep the last so many tokens of the prompt; -1: as many as the context holds."""
+    """Keeps only this many tokens from the end of the prompt; -1: as many as fit in the context."""
     keep_alive: str | float | None = None
     return_token_ids: bool | None = None
     """Adds `token_ids` to choices and `prompt_token_ids` to the answer."""
     store: bool | None = None
-    """Nothing is stored: true is answered, with a warning."""
+    """Ignored, with a warning if true: answers are not stored."""
     _warnings: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="wrap")
     @classmethod
     def _without_foreign(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Take parameters of vLLM and llama-server; see `server.foreign`."""
+        """Handle parameters of vLLM and llama-server; see `server.foreign`."""
         if not isinstance(given, dict):
             return handler(given)
         kept, warnings = without_foreign(given)
@@ -186,8 +186,8 @@ class GenerationBody(RequestBody):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings of parameters that change nothing, whichever model answers; a sentence each."""
-        stored = ["store: nothing is stored here (/v1/responses keeps what it answers)"] if self.store else []
+        """Warnings, one sentence each, about parameters that have no effect with any model."""
+        stored = ["store has no effect: answers are not stored (use /v1/responses to store them)"] if self.store else []
         return [*stored, *self._warnings]
 
 
@@ -196,7 +196,7 @@ class Caller:
     """The caller of a request, and the operator's options for callers."""
 
     tenant: str
-    """Name of the API key; empty where none is requested."""
+    """Name of the API key; empty if the server requires none."""
     options: ServerOptions
     request_id: str = ""
     segment: str = ""
@@ -211,10 +211,10 @@ class Constrained:
 
 
 def check_shared(body: GenerationBody, options: ServerOptions) -> None:
-    """Refuse what the shapes alone cannot.
+    """Check rules that the body's schema cannot express.
 
     Raises:
-        InvalidParameterError: names the parameter.
+        InvalidParameterError: a parameter is invalid; the error names it.
     """
     if body.stream_options is not None and not body.stream:
         raise InvalidParameterError(
@@ -223,30 +223,30 @@ def check_shared(body: GenerationBody, options: ServerOptions) -> None:
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
         raise InvalidParameterError(
-            f"best_of is {body.best_of} and n is {n}; nothing is generated and thrown away here, so they must be equal",
+            f"best_of is {body.best_of} and n is {n}; they must be equal, because no extra choices are generated",
             param="best_of",
         )
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidParameterError("prompt_logprobs cannot be streamed; leave stream out", param="prompt_logprobs")
     if body.priority and not options.supports_priority:
         raise InvalidParameterError(
-            f"priority is {body.priority}, but requests do not choose theirs here; "
+            f"priority is {body.priority}, but the scheduling policy is not priority; "
             "serve with --scheduling-policy priority, or leave it out",
             param="priority",
         )
     if body.keep_alive is not None:
         raise InvalidParameterError(
-            "keep_alive is not for requests to say here: a manifest's keep_alive does, and otherwise a model stays "
-            "loaded until its room is needed; leave it out",
+            "keep_alive is not a request parameter of this API: set it in the manifest; otherwise a model stays "
+            "loaded until its memory is needed",
             param="keep_alive",
         )
 
 
 def constraint_of(body: GenerationBody) -> Constrained:
-    """The constraint of an answer, from the one parameter that sets it.
+    """Return the constraint of an answer, with the one parameter that sets it.
 
     Raises:
-        InvalidParameterError: two of them do, or one has a wrong value.
+        InvalidParameterError: two parameters set a constraint, or its value is invalid.
     """
     given = [
         Constrained(build(value, f"guided_{kind}"), f"guided_{kind}")
@@ -259,7 +259,7 @@ def constraint_of(body: GenerationBody) -> Constrained:
         given.append(Constrained(constraint, "response_format"))
     if len(given) > 1:
         raise InvalidParameterError(
-            f"{given[0].param} and {given[1].param} both say what the answer must be; only one of them may",
+            f"{given[0].param} and {given[1].param} both constrain the answer; give only one of them",
             param=given[0].param,
         )
     for each in given:
@@ -268,19 +268,19 @@ def constraint_of(body: GenerationBody) -> Constrained:
 
 
 def _check_source(given: Constrained) -> None:
-    """Refuse a constraint that is too long before anything is done with it; the rest is for who builds it."""
+    """Reject a constraint that is too long before it is processed. The constraint compiler does all other checks."""
     try:
-        assert given.constraint is not None, "it was given"
+        assert given.constraint is not None, "only given constraints are checked"
         given.constraint.validate()
     except InvalidParameterError as error:
-        raise in_the_requests_words(error, {CONSTRAINT: given.param or CONSTRAINT}) from None
+        raise with_request_param_names(error, {CONSTRAINT: given.param or CONSTRAINT}) from None
 
 
 def _json_schema(schema: Any, param: str) -> Constraint:
     try:
         return Constraint.json_schema(schema)
     except InvalidParameterError as error:
-        raise in_the_requests_words(error, {CONSTRAINT: param}) from None
+        raise with_request_param_names(error, {CONSTRAINT: param}) from None
 
 
 _CONSTRAINTS: Mapping[str, Callable[[Any, str], Constraint]] = {
@@ -289,7 +289,8 @@ _CONSTRAINTS: Mapping[str, Callable[[Any, str], Constraint]] = {
     "choice": lambda choices, _: Constraint.choice(choices),
     "grammar": lambda grammar, _: Constraint.lark(grammar),
 }
-"""From the value of ``guided_KIND``, or of a member of ``structured_outputs``, and that parameter's name."""
+"""Builders of constraints by kind, called with the value and the parameter name, ``guided_KIND`` or
+``structured_outputs``."""
 
 
 def _structured(outputs: StructuredOutputs) -> Constraint:
@@ -318,20 +319,21 @@ def _response_format(given: ResponseFormat) -> Constraint | None:
         return Constraint.json_object() if given.type == "json_object" else None
     if given.json_schema is None:
         raise InvalidParameterError(
-            "response_format.json_schema is missing; type json_schema needs it", param="response_format.json_schema"
+            "response_format.json_schema is missing; type json_schema requires it", param="response_format.json_schema"
         )
     schema = given.json_schema.schema_
     return Constraint.json_object() if schema is None else _json_schema(schema, "response_format")
 
 
 _SAMPLING = frozenset(SamplingParams.__struct_fields__) & GenerationBody.model_fields.keys()
-"""Parameters that have one name here and in the sampler."""
+"""Parameters that have the same name in requests and in the sampler."""
 
 
 def sampling_params(
     body: GenerationBody, *, max_tokens: int | None, logprobs: int | None, constraint: Constraint | None
 ) -> SamplingParams:
-    """The parameters of the sampler, where null is its default; ranges are checked where the model is known."""
+    """Convert a body to sampling parameters. Null means the sampler's default. Ranges are checked once the model is
+    known."""
     given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
@@ -350,7 +352,7 @@ def call_of(
     prompt_logprobs: int | None,
     shown_specials: tuple[str, ...] = (),
 ) -> GenerationRequest:
-    """One call of the request. Without API keys, ``user`` determines the share of the queue that it takes."""
+    """Create one engine call for the request. Without API keys, ``user`` is the tenant for fair scheduling."""
     return GenerationRequest(
         prompt,
         params,
@@ -371,53 +373,54 @@ def call_of(
 
 
 def cache_salt_of(caller: Caller, salt: str) -> str:
-    """The salt that a request's blocks have in the prefix cache; with the name of its key where keys are kept apart."""
+    """Salt of a request's prefix-cache blocks. It includes the key name if the prefix cache is separate per key."""
     return f"{caller.tenant}\0{salt}" if caller.options.prefix_cache_per_key and caller.tenant else salt
 
 
-def check_tokens_known(tokenizer: Tokenizer, wishes: Mapping[str, bool]) -> None:
-    """Refuse parameters in tokens where only another server has the vocabulary.
+def check_tokens_known(tokenizer: Tokenizer, requested: Mapping[str, bool]) -> None:
+    """Reject parameters that need token ids if only a remote server has the model's vocabulary.
 
     Args:
-        asked: by parameter, whether it is requested.
+        requested: whether each parameter is set, by its name.
     """
     if tokenizer.vocab_size > 0:
         return
-    for param, is_wished in wishes.items():
-        if is_wished:
+    for param, is_requested in requested.items():
+        if is_requested:
             raise InvalidParameterError(
-                f"{param} cannot be served: another server answers for this model, and its tokens are not known here",
+                f"{param} is not supported for this model: it runs on a remote server, and its tokens are unknown",
                 param=param,
             )
 
 
 def labels_of(body: GenerationBody) -> dict[str, str]:
-    """Labels that are logged with the request: its metadata, and whom it was sent for."""
+    """Labels that are logged with the request: its metadata and the parameters that identify the end user."""
     people = {name: getattr(body, name, None) for name in PEOPLE}
     return {**(body.metadata or {}), **{name: value for name, value in people.items() if value is not None}}
 
 
 def bounded(max_tokens: int | None) -> int | None:
-    """A limit of tokens as the sampler has it, which refuses what is less than 1; None: what the context leaves."""
+    """Convert a token limit to the sampler's form, which rejects values below 1. None: no limit but the context
+    length."""
     return None if max_tokens == UNBOUNDED else max_tokens
 
 
 def shorter_s(deadline_ms: int | None, limit_s: float | None) -> float | None:
-    """The request's deadline or the server's limit, whichever comes first, in seconds."""
+    """Return the request's deadline or the server's limit in seconds, whichever is shorter."""
     given = [s for s in (None if deadline_ms is None else deadline_ms / 1_000, limit_s) if s is not None]
     return min(given, default=None)
 
 
 def param_names(constraint_param: str | None, **others: str) -> Mapping[str, str]:
-    """Names of the engine's parameters in the request, where they differ."""
+    """Request parameter names by engine parameter name, where the two differ."""
     names = {"deadline_s": "deadline_ms", **others}
     if constraint_param is not None:
         names[CONSTRAINT] = constraint_param
     return names
 
 
-def in_the_requests_words(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The same error, naming the parameter as the request did."""
+def with_request_param_names(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Rename the parameter in an error from the engine's name to the request's name."""
     name = None if error.param is None else names.get(error.param)
     if name is not None and error.param is not None:
         message = str(error)

@@ -1,6 +1,8 @@
-"""``/metrics``: engines, the cluster and the server's own counts in Prometheus' formats.
+"""Prometheus metrics: serves ``/metrics`` with the metrics of the engines, the cluster, the batches and the HTTP
+server.
 
-The names, units and buckets are the engine's, which are vLLM's; here they get a prefix, labels and a wire format.
+Metric names, units and buckets are defined by the engine and are those of vLLM. This module adds the prefix, labels and
+wire format.
 """
 
 from __future__ import annotations
@@ -36,54 +38,56 @@ FamilyOf = type[GaugeMetricFamily] | type[CounterMetricFamily]
 LABELS = ("model_name", "engine")
 OPENMETRICS = "application/openmetrics-text"
 ENGINE = "0"
-"""vLLM numbers the engines of a model; here a model has one."""
+"""Value of vLLM's engine label. A model has exactly one engine here."""
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
-"""Others are counted together: the client chooses them."""
+"""Other methods are counted together, because clients can send arbitrary names."""
 HELP: Mapping[str, str] = {
-    "num_requests_running": "Requests that are being computed.",
-    "num_requests_waiting": "Requests that wait for their first step, or to be resumed.",
-    "kv_cache_usage_perc": "Part of the KV blocks in use, 0 to 1.",
+    "num_requests_running": "Number of running requests.",
+    "num_requests_waiting": "Number of requests that wait for their first step or to be resumed.",
+    "kv_cache_usage_perc": "Fraction of KV blocks in use, 0 to 1.",
     "prompt_tokens": "Prompt tokens, computed or cached.",
     "prompt_tokens_cached": "Prompt tokens that came from the prefix cache.",
     "generation_tokens": "Tokens generated.",
-    "num_preemptions": "Sequences that lost their blocks for others.",
+    "num_preemptions": "Sequences whose blocks were freed for other sequences.",
     "prefix_cache_queries": "Tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens that were found in the prefix cache.",
     "num_steps": "Steps computed.",
     "num_failed_steps": "Steps that ended with an error.",
-    "time_to_first_token_seconds": "From submission to the first token, at engine steps.",
-    "inter_token_latency_seconds": "Between two tokens of a sequence, at engine steps.",
+    "time_to_first_token_seconds": "Time from submission to the first token, measured at engine steps.",
+    "inter_token_latency_seconds": "Time between two tokens of a sequence, measured at engine steps.",
     "request_time_per_output_token_seconds": "Mean time between the tokens of a finished sequence.",
-    "e2e_request_latency_seconds": "From submission to the end.",
-    "request_queue_time_seconds": "From submission to the first step.",
-    "request_prefill_time_seconds": "From the first step to the first token.",
-    "request_decode_time_seconds": "From the first token to the last.",
-    "iteration_tokens_total": "Tokens of a step, prompts' and generated.",
-    "num_requests_waiting_by_reason": "Requests that wait, for room or for the next step.",
+    "e2e_request_latency_seconds": "Time from submission to the end.",
+    "request_queue_time_seconds": "Time from submission to the first step.",
+    "request_prefill_time_seconds": "Time from the first step to the first token.",
+    "request_decode_time_seconds": "Time from the first token to the last token.",
+    "iteration_tokens_total": "Prompt and generated tokens per step.",
+    "num_requests_waiting_by_reason": "Number of requests that wait for memory or for the next step, by reason.",
     "cache_config_info": "Settings of the KV cache.",
-    "prompt_tokens_by_source": "Prompt tokens, by where their KV came from.",
+    "prompt_tokens_by_source": "Prompt tokens by the source of their KV.",
     "request_success": "Finished sequences by reason.",
-    "admission_rejections": "Requests that a full queue refused.",
+    "admission_rejections": "Requests rejected because the queue was full.",
     "corrupted_requests": "Sequences whose logits were not finite.",
-    "trace_recording": "1 while the steps of this model are recorded, 0 while they cannot be.",
+    "trace_recording": "1 if the model's steps are recorded, 0 if recording fails.",
     "trace_lost_steps": "Steps that the flight recorder could not record.",
-    "trace_gaps": "How often the recording of this model's device broke off and began anew.",
-    "request_inference_time_seconds": "From the first step to the last token.",
-    "request_max_num_generation_tokens": "Generated tokens of a request's longest sequence.",
-    "request_params_n": "Sequences of a request.",
-    "request_params_max_tokens": "Tokens that a sequence was allowed.",
-    "request_prefill_kv_computed_tokens": "Prompt tokens that were computed, not cached.",
+    "trace_gaps": "Number of times that the recording of this model's device stopped and restarted.",
+    "request_inference_time_seconds": "Time from the first step to the last token.",
+    "request_max_num_generation_tokens": "Number of generated tokens of a request's longest sequence.",
+    "request_params_n": "Number of sequences per request.",
+    "request_params_max_tokens": "Token limit of a sequence.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens that were computed because they were not cached.",
     "request_prompt_tokens": "Prompt tokens of a finished sequence.",
     "request_generation_tokens": "Generated tokens of a finished sequence.",
 }
-"""What is not described here is described by its name."""
+"""Help texts by metric name. The help text of any other metric is made from its name."""
 
 router = APIRouter(tags=["metrics"], responses=ERROR_RESPONSES)
 
 
 class HttpCounts:
-    """Requests by method, route and status, and tool calls that could not be read, by model; an observer of contexts.
-    Bounded: none of these is free text."""
+    """Counts requests by method, route and status, and unparsable tool calls by model. An observer of request contexts.
+
+    The number of label values is bounded: none of the labels is free text.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, str], int] = {}
@@ -98,9 +102,9 @@ class HttpCounts:
             self._unread_calls[of_model] = self._unread_calls.get(of_model, 0) + context.num_unread_calls
 
     def families(self, prefix: str) -> Iterator[Metric]:
-        labels, text = ("method", "path", "status"), "HTTP requests answered."
+        labels, text = ("method", "path", "status"), "HTTP requests, by response status."
         yield _family(CounterMetricFamily, "http_requests", text, labels, sorted(self._counts.items()))
-        text = "Tool calls in answers that could not be read as calls and were returned as text."
+        text = "Tool calls in answers that could not be parsed and were returned as text."
         unread = sorted(self._unread_calls.items())
         yield _family(CounterMetricFamily, f"{prefix}:unread_tool_calls", text, MODEL, unread)
 
@@ -112,7 +116,7 @@ class HttpCounts:
     responses={200: {"content": {"text/plain": {}, OPENMETRICS: {}}}},
 )
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format, or OpenMetrics where it is requested."""
+    """Metrics in the Prometheus text format, or in OpenMetrics if the request accepts it."""
     serving = serving_of(request)
     counts: HttpCounts = request.app.state.http_counts
     snapshots = await serving.cluster.metrics()
@@ -125,13 +129,13 @@ async def metrics(request: Request) -> Response:
     families += batch_families(request.app.state.batches, prefix)
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     if content_type.startswith(OPENMETRICS):
-        # The library's other escapings break names with a colon (client_python #1177); ours need none.
+        # The library's other escapings break names with a colon (client_python #1177). These names need no escaping.
         encode = partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
     return Response(encode(_Page(families)), media_type=content_type)
 
 
 def model_families(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Iterator[Metric]:
-    """One family per metric, with the samples of every model that has it."""
+    """Yield one family per metric, with the samples of every model that reports it."""
     gauge, counter = GaugeMetricFamily, CounterMetricFamily
     yield from _plain(gauge, prefix, {model: each.gauges for model, each in snapshots.items()})
     yield from _labelled(gauge, prefix, {model: each.labelled_gauges for model, each in snapshots.items()})
@@ -179,7 +183,7 @@ def _labelled(kind: FamilyOf, prefix: str, values: Mapping[str, Mapping[str, Lab
 
 
 def _by_name(values: Mapping[str, Mapping[str, T]]) -> Iterator[tuple[str, Mapping[str, T]]]:
-    """From values by model and name to values by name and model, in order of their first appearance."""
+    """Regroup values from model and name to name and model, in order of first appearance."""
     names = dict.fromkeys(name for each in values.values() for name in each)
     for name in names:
         yield name, {model: each[name] for model, each in values.items() if name in each}
@@ -190,7 +194,7 @@ def _help(name: str) -> str:
 
 
 class _Page(Collector):
-    """Content of one scrape: the given families, then this process's memory, time and files."""
+    """Collector of one scrape: the given families, then memory, CPU time and file metrics of this process."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -202,65 +206,72 @@ class _Page(Collector):
 
 
 STATES = ("resident", "standby", "loading", "unloading", "failed", "remote")
-"""Of a model; exactly one holds."""
+"""States of a model. A model is in exactly one of them."""
 CLUSTER_HELP: Mapping[str, str] = {
-    "requests_total": "Requests to the cluster.",
-    "router_hits": "Requests that went through the entry model.",
-    "dispatch_hits": "Routed requests that the rule sent to a model.",
-    "dispatch_fallbacks": "Routed requests that went to the fallback.",
-    "promotions": "Models that became resident after the boot.",
-    "demotions": "Models that became resident no longer.",
-    "co_activation_warms": "Models that were loaded because a request was likely.",
-    "lru_evictions": "Idle sessions whose KV was given up, least recently used first.",
-    "model_evictions": "Models that were unloaded to make room for others.",
+    "requests_total": "Requests received by the cluster.",
+    "router_hits": "Requests that were routed by the entry model.",
+    "dispatch_hits": "Routed requests that the routing rule sent to a model.",
+    "dispatch_fallbacks": "Routed requests that were sent to the fallback model.",
+    "promotions": "Models that became resident after startup.",
+    "demotions": "Models that stopped being resident.",
+    "co_activation_warms": "Models that were loaded in advance because a request was likely.",
+    "lru_evictions": "Idle sessions whose KV was evicted, least recently used first.",
+    "model_evictions": "Models that were unloaded to free memory for others.",
 }
 MODEL_HELP: Mapping[str, str] = {
-    "running": "Requests that a model answers.",
-    "waiting": "Requests that wait for one of its sessions, or until it is loaded.",
-    "sessions": "Sessions that it holds, those of requests without one included.",
+    "running": "Running requests of a model.",
+    "waiting": "Requests that wait for a session of the model or for the model to be loaded.",
+    "sessions": "Sessions of a model, including those of requests without a session.",
 }
 REMOTE_HELP: Mapping[str, str] = {
-    "requests": "Calls of a remote model.",
-    "attempts": "Requests that were sent to its server.",
-    "failures": "Attempts that failed by the server's fault.",
-    "refusals": "Calls that its open breaker kept back.",
+    "requests": "Calls to a remote model.",
+    "attempts": "Requests that were sent to the remote server.",
+    "failures": "Attempts that failed because of the remote server.",
+    "refusals": "Calls that the open circuit breaker rejected.",
 }
 STORE_FAMILIES: tuple[tuple[str, FamilyOf, str], ...] = (
-    ("num_blocks", GaugeMetricFamily, "KV blocks that are kept outside of the device."),
-    ("num_bytes", GaugeMetricFamily, "Bytes that they take."),
-    ("budget_bytes", GaugeMetricFamily, "Bytes that they may take."),
-    ("num_loaded", CounterMetricFamily, "KV blocks that came back."),
-    ("num_evicted", CounterMetricFamily, "KV blocks that were given up for others."),
-    ("num_rejected", CounterMetricFamily, "KV blocks that were not what had been written, or what is computed."),
-    ("num_checked", CounterMetricFamily, "KV blocks that came back and were computed again, to be compared."),
+    ("num_blocks", GaugeMetricFamily, "KV blocks stored outside of device memory."),
+    ("num_bytes", GaugeMetricFamily, "Bytes used by stored KV blocks."),
+    ("budget_bytes", GaugeMetricFamily, "Byte limit for stored KV blocks."),
+    ("num_loaded", CounterMetricFamily, "KV blocks loaded from the store."),
+    ("num_evicted", CounterMetricFamily, "KV blocks evicted for other blocks."),
+    (
+        "num_rejected",
+        CounterMetricFamily,
+        "KV blocks rejected because they differed from written or recomputed data.",
+    ),
+    ("num_checked", CounterMetricFamily, "KV blocks that were loaded and recomputed for comparison."),
 )
 MODEL = ("model_name",)
 REPLICA = (*MODEL, "replica")
 Fields = Mapping[str, tuple[str, str]]
 """Fields of a snapshot and their help, by name of the metric."""
 OF_HOST: Fields = {
-    "there": ("is_there", "1 while a host is there, 0 when it is lost."),
-    "drained": ("is_drained", "1 while a host gets no replicas."),
-    "replicas": ("num_replicas", "Replicas on a host, those that leave it included."),
+    "there": ("is_there", "1 if a host is connected, 0 if it is lost."),
+    "drained": ("is_drained", "1 if a host is drained and receives no replicas."),
+    "replicas": ("num_replicas", "Replicas on a host, including those that are leaving."),
 }
 RESOURCES: Fields = {
     "resources": ("resources", "Resources of a host; memory in bytes."),
     "resources_free": ("free", "Free resources of a host."),
 }
 OF_PLACE: Fields = {
-    "running": ("num_running", "Requests of this gateway that are under way at a replica."),
+    "running": ("num_running", "Requests of this gateway that are running on a replica."),
     "cached_blocks": ("num_cached_blocks", "KV blocks that a replica has reported to this gateway as cached."),
 }
 COUNTED_OF_PLACE: Fields = {
-    "retried": ("num_retried", "Requests that another replica answered, as this was lost before their first token."),
+    "retried": (
+        "num_retried",
+        "Requests retried on another replica: this one was lost before their first token.",
+    ),
     "starts": ("num_starts", "Workers that were started for a replica."),
-    "losses": ("num_away", "Times that a replica was lost, or left its host, after it had been there."),
-    "away_seconds": ("away_s", "Time without a replica, since it was there first."),
+    "losses": ("num_away", "Number of times that a running replica was lost or left its host."),
+    "away_seconds": ("away_s", "Time without the replica since it first ran."),
 }
 
 
 def cluster_families(cluster: Cluster, prefix: str) -> Iterator[Metric]:
-    """Nothing until its models have been opened."""
+    """Yield the cluster's families; none until its models have been opened."""
     try:
         snapshot = cluster.snapshot()
     except UnavailableError:
@@ -271,26 +282,26 @@ def cluster_families(cluster: Cluster, prefix: str) -> Iterator[Metric]:
         counted = name.removesuffix("_total")
         yield CounterMetricFamily(f"{prefix}_{counted}", CLUSTER_HELP.get(name, name), value=value)
     yield GaugeMetricFamily(
-        f"{prefix}_sessions", "Named sessions, and open requests without.", value=snapshot.sessions_live
+        f"{prefix}_sessions", "Named sessions, and open requests without a session.", value=snapshot.sessions_live
     )
     gauge, counter, budgets, models = GaugeMetricFamily, CounterMetricFamily, snapshot.budgets, snapshot.models
     used = [((each.name,), each.used_bytes) for each in budgets]
-    yield _family(gauge, f"{prefix}_budget_used_bytes", "Bytes in use of a budget.", ("budget",), used)
+    yield _family(gauge, f"{prefix}_budget_used_bytes", "Bytes used of a memory budget.", ("budget",), used)
     limits = [((each.name,), each.effective_bytes) for each in budgets if each.effective_bytes is not None]
-    yield _family(gauge, f"{prefix}_budget_bytes", "What bounds them.", ("budget",), limits)
+    yield _family(gauge, f"{prefix}_budget_bytes", "Limit of a memory budget in bytes.", ("budget",), limits)
     states = [((model.id, each), float(model.state == each)) for model in models for each in STATES]
-    yield _family(gauge, f"{prefix}_model_state", "1 for the state of a model.", (*MODEL, "state"), states)
+    yield _family(gauge, f"{prefix}_model_state", "1 for the current state of a model.", (*MODEL, "state"), states)
     requests = [((model.id,), model.num_requests) for model in models]
-    text = "Requests to a model, hops of routed ones."
+    text = "Requests to a model, including the hops of routed requests."
     yield _family(counter, f"{prefix}_model_requests", text, MODEL, requests)
-    for name, text in MODEL_HELP.items():  # models of one replica share the families of engines; here they are apart
+    for name, text in MODEL_HELP.items():  # engine families are per replica; these are per model
         samples = [((model.id,), getattr(model, f"num_{name}")) for model in models]
         yield _family(gauge, f"{prefix}_model_{name}", text, MODEL, samples)
     if snapshot.remotes:
         yield from _remote_families(snapshot.remotes, f"{prefix}_remote")
     yield from host_families(snapshot.hosts, prefix)
     if snapshot.report_age_s is not None:
-        text = "Time since the last report of the controller on hosts and replicas."
+        text = "Time since the controller's last report on hosts and replicas."
         yield gauge(f"{prefix}_report_age_seconds", text, value=snapshot.report_age_s)
     yield from place_families(snapshot.places, prefix)
 
@@ -303,15 +314,16 @@ def _store_families(tiers: Mapping[str, TierStats], prefix: str) -> Iterator[Met
 
 
 def _remote_families(remotes: Sequence[RemoteSnapshot], prefix: str) -> Iterator[Metric]:
-    """Families of models that other servers answer."""
+    """Yield the families of models that run on remote servers."""
     for name, text in REMOTE_HELP.items():
         samples = [((remote.model,), getattr(remote, f"{name}_total")) for remote in remotes]
         yield _family(CounterMetricFamily, f"{prefix}_{name}", text, MODEL, samples)
     states = [((remote.model, each), float(remote.breaker == each)) for remote in remotes for each in BreakerState]
     labels = (*MODEL, "state")
-    yield _family(GaugeMetricFamily, f"{prefix}_breaker_state", "1 for the state of a breaker.", labels, states)
+    text = "1 for the current state of a circuit breaker."
+    yield _family(GaugeMetricFamily, f"{prefix}_breaker_state", text, labels, states)
     first_byte = HistogramMetricFamily(
-        f"{prefix}_time_to_first_byte_seconds", "From an attempt to the first event of its answer.", labels=MODEL
+        f"{prefix}_time_to_first_byte_seconds", "Time from an attempt to the first event of its answer.", labels=MODEL
     )
     for remote in remotes:
         first_byte.add_metric((remote.model,), cumulative(remote.first_byte_s), remote.first_byte_s.sum)
@@ -319,25 +331,27 @@ def _remote_families(remotes: Sequence[RemoteSnapshot], prefix: str) -> Iterator
 
 
 def batch_families(runner: BatchRunner | None, prefix: str) -> Iterator[Metric]:
-    """Families of batches; none where they are not run."""
+    """Yield the batch families; none if the server runs no batches."""
     if runner is None:
         return
     prefix, gauge, counter, counts = f"{prefix}:batch", GaugeMetricFamily, CounterMetricFamily, runner.counts
     open_ones = [((status,), count) for status, count in runner.num_of().items()]
     yield _family(gauge, f"{prefix}_open", "Batches that have not ended.", ("status",), open_ones)
-    text = "1 while the disk refuses what batches have to keep."
+    text = "1 if batch data cannot be written to disk."
     yield gauge(f"{prefix}_storage_fault", text, value=float(runner.store.fault is not None))
-    yield gauge(f"{prefix}_requests_running", "Requests of batches being answered.", value=runner.num_running)
-    yield gauge(f"{prefix}_requests_waiting", "Requests of batches that wait.", value=runner.num_waiting)
+    yield gauge(f"{prefix}_requests_running", "Running batch requests.", value=runner.num_running)
+    yield gauge(f"{prefix}_requests_waiting", "Waiting batch requests.", value=runner.num_waiting)
     answered = [(("completed",), counts.num_completed), (("failed",), counts.num_failed)]
-    yield _family(counter, f"{prefix}_requests", "Requests of batches answered.", ("result",), answered)
-    text = "Times that a request of a batch was aborted for a client's, to be answered later."
-    yield counter(f"{prefix}_requests_set_back", text, value=counts.num_set_back)
+    yield _family(counter, f"{prefix}_requests", "Finished batch requests, by result.", ("result",), answered)
+    text = "Number of times that a batch request was aborted for a client request and queued again."
+    yield counter(f"{prefix}_requests_set_back", text, value=counts.num_aborted)
 
 
 def host_families(hosts: Sequence[HostSnapshot], prefix: str) -> Iterator[Metric]:
-    """Families of the hosts that replicas may be placed on; none where there are no hosts. Of several with one name the
-    one that is there counts: the others were lost before it came."""
+    """Yield the families of the hosts on which replicas can be placed; none without hosts.
+
+    If several hosts have the same name, the connected one is reported: the others were lost before it joined.
+    """
     if not hosts:
         return
     known = {host.name: host for host in sorted(hosts, key=lambda host: host.is_there)}.values()
@@ -350,22 +364,25 @@ def host_families(hosts: Sequence[HostSnapshot], prefix: str) -> Iterator[Metric
 
 
 def place_families(places: Sequence[PlaceSnapshot], prefix: str) -> Iterator[Metric]:
-    """Families of replicas on hosts; none where there are no hosts. Counters go on where a replica is placed again, so
-    that they have no host: ``replica_state`` tells it."""
+    """Yield the families of replicas on hosts; none without hosts.
+
+    Counters continue when a replica is placed on another host, so they have no host label. ``replica_state`` reports
+    the host.
+    """
     if not places:
         return
     stay_last = sorted(places, key=lambda place: place.state != ReplicaPhase.LEAVING)
     known: dict[tuple[str, ...], PlaceSnapshot]
-    known = {(each.group, str(each.number)): each for each in stay_last}  # a group that goes may have the same model
+    known = {(each.group, str(each.number)): each for each in stay_last}  # an ending group may have the same model
     here = [((*names, place.host), place) for names, place in known.items()]
     states = [((*names, each), float(place.state == each)) for names, place in here for each in ReplicaPhase]
-    text = "1 for the state of a replica."
+    text = "1 for the current state of a replica."
     yield _family(GaugeMetricFamily, f"{prefix}_replica_state", text, (*REPLICA, "host", "state"), states)
     for name, (field, text) in OF_PLACE.items():
         samples = [(names, float(getattr(place, field))) for names, place in here]
         yield _family(GaugeMetricFamily, f"{prefix}_replica_{name}", text, (*REPLICA, "host"), samples)
     routed = [((*names, why), count) for names, place in known.items() for why, count in sorted(place.routed.items())]
-    text = "Requests that a replica was given, by why."
+    text = "Requests routed to a replica, by reason."
     yield _family(CounterMetricFamily, f"{prefix}_replica_routed", text, (*REPLICA, "why"), routed)
     for name, (field, text) in COUNTED_OF_PLACE.items():
         samples = [(names, float(getattr(place, field))) for names, place in known.items()]
@@ -373,6 +390,6 @@ def place_families(places: Sequence[PlaceSnapshot], prefix: str) -> Iterator[Met
 
 
 def cumulative(histogram: HistogramSnapshot) -> list[tuple[str, float]]:
-    """Prometheus' buckets: how many observations were at most each bound, the last one without bound."""
+    """Prometheus buckets: number of observations up to each bound. The last bound is +Inf."""
     bounds = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(histogram.counts), strict=True))

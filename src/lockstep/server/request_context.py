@@ -1,8 +1,8 @@
-"""Contexts of HTTP requests: what is known of one while it is served, from the outermost middleware to its observers.
+"""Request contexts: hold the state of each HTTP request, from the outermost middleware to the observers of its end.
 
-The middleware makes each request's context, gives it its id, and tells observers when it has ended; handlers fill it in
-between. Whatever breaks inside becomes an answer here, so that errors carry the request's id as well. Per streamed
-chunk it costs two comparisons.
+The middleware creates the context of each request, assigns its id, and calls the observers when the request has ended.
+Handlers fill in the other fields. Unhandled exceptions become error responses here, so that these also carry the
+request's id. The cost per streamed chunk is two comparisons.
 """
 
 from __future__ import annotations
@@ -35,135 +35,136 @@ REQUEST_ID_HEADER = b"x-request-id"
 SEGMENT_HEADER = b"x-lockstep-segment"
 WARNING_HEADER = b"x-lockstep-warning"
 UNROUTED = "unrouted"
-"""The endpoint of requests that no route takes; their paths are the client's and without number."""
-_SANE_ID = re.compile(rb"[!-~]{1,128}")
+"""Endpoint label of requests that match no route. Their paths are chosen by clients and unbounded in number."""
+_VALID_ID = re.compile(rb"[!-~]{1,128}")
 _SEGMENT = re.compile(rb"[ -~]{1,64}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 CLIENT_LEFT_STATUS = 499
-"""In logs and metrics, of a request whose client left: it gets no answer."""
+"""Status, in logs and metrics, of a request whose client disconnected before the answer."""
 
 PEOPLE = ("user", "safety_identifier", "prompt_cache_key")
-"""Labels that say whom a request was sent for; clients put names and addresses there."""
+"""Labels that identify the end user of a request. Clients may put names and addresses there."""
 
 
 BACKGROUND = "background"
-"""Key in the ``state`` of a scope that no connection brought: its `Background`."""
+"""Key of a `Background` in the ``state`` of a scope that has no connection."""
 
 
 BACKGROUND_PRIORITY = 2**31 - 1
-"""Priority class of such requests, behind all that a client may choose."""
+"""Priority of background requests, behind every priority that a client can choose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """Owner of a request that the server makes itself, of a batch: it was let in when the batch was."""
+    """Tenant of a batch request, which the server sends to itself. It was admitted when its batch was."""
 
     tenant: str
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Tokens and times of one HTTP request, over all of its prompts; the times are taken at the engine's steps."""
+    """Token counts and times of one HTTP request, over all of its prompts. Times are measured at engine steps."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Only of prompts that were answered: the last output of a call has it."""
+    """Only of finished prompts: the last output of a call reports it."""
     num_output_tokens: int = 0
     num_answered: int = 0
-    """Prompts whose answers came to their end; what follows is theirs."""
+    """Number of prompts whose answers are complete. The times below are theirs."""
     num_unanswered: int = 0
     num_preemptions: int = 0
     queue_s: float = 0.0
-    """The longest wait for a first step."""
+    """Longest wait for a first step."""
     ttft_s: float | None = None
-    """The earliest first token."""
+    """Earliest first token."""
     total_s: float = 0.0
-    """The latest end."""
+    """Latest end."""
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """Made by the outermost middleware, found by handlers with `context_of`."""
+    """State of one request. Created by the outermost middleware; handlers get it from `context_of`."""
 
     request_id: str
-    """The client's ``x-request-id``, or ours."""
+    """The client's ``x-request-id``, or a generated one."""
     endpoint: str
-    """The route's path, with its parameters as names; until the request is routed what the client requested."""
+    """Path template of the route. Until the request is routed: the requested path."""
     started_s: float
-    """On the monotonic clock."""
+    """Start time on the monotonic clock."""
     at_s: float = 0.0
-    """The same in Unix time."""
+    """Start time in Unix time."""
     number: int = 0
-    """By arrival, among requests to models; 0: it is none."""
+    """Sequence number among requests to models, by arrival; 0 for other requests."""
     method: str = ""
     is_background: bool = False
-    """True for a request of a batch, which all others go before."""
+    """True for a batch request, which yields to all others."""
     tenant: str = ""
-    """Name of the API key that was used; never the key."""
+    """Name of the API key that was used, never the key itself."""
     traceparent: str | None = None
     segment: str = ""
-    """The client's ``x-lockstep-segment``: the part of the traffic that the request belongs to."""
+    """The client's ``x-lockstep-segment``: a label for the part of the traffic to which the request belongs."""
     dialect: Dialect = OPENAI
-    """Which API the client speaks."""
+    """The API that the client uses."""
     model: str | None = None
     is_stream: bool = False
     session_id: str | None = None
     priority: int | None = None
     totals: Totals = Totals()
-    """Of those who answered; known when the request has ended."""
+    """Totals of the answering model; set when the request has ended."""
     count: Callable[[], Totals] | None = None
-    """The same so far, while the request is being answered."""
+    """Returns the current totals while the request is running."""
     progress: CallProgress = field(default_factory=CallProgress)
-    """How far its calls have come, and what they waited for."""
+    """Progress of the request's calls and the reasons for their waits."""
     first_token_s: float | None = None
-    """When the server had its first token, on the monotonic clock."""
+    """Time at which the server received its first token, on the monotonic clock."""
     answers: Sequence[str] = ()
-    """Texts of the answers; kept for ``--log-prompts`` only, as is `body`."""
+    """Texts of the answers. Like `body`, only stored for ``--log-prompts``."""
     hops: list[Hop] = field(default_factory=list)
-    """Of models that were called before those that answered; their tokens are not in `totals`."""
+    """Models that were called before the answering ones. Their tokens are not in `totals`."""
     finish_reasons: list[str] = field(default_factory=list)
     num_unread_calls: int = 0
-    """Times that what began as a call of a function could not be read as one, and was shown as text."""
+    """Number of tool calls that could not be parsed and were returned as text."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """The client's own labels."""
+    """Labels set by the client."""
     num_body_bytes: int = 0
-    """Of the request, once it has been read."""
+    """Size of the request body, once it has been read."""
     body: str | None = None
-    """The request as it was sent."""
+    """The request body as it was sent."""
     warnings: Sequence[str] = ()
-    """What was requested and is not done, a sentence each; stated in a header and in the answer."""
+    """Warnings, one sentence each, about requested features that are not supported. Returned in a header and in the
+    answer."""
     error: HttpError | None = None
     is_sent: bool = False
-    """The connection has taken the whole answer. What it tells of from then on is no departure."""
+    """True once the connection has accepted the whole answer. A disconnect after that is not an abort."""
     status: int | None = None
-    """How it ended: the client's status; of a stream that failed, its error's, although its head had 200;
-    `CLIENT_LEFT_STATUS` when the client left before the end."""
+    """Final status: the response status; for a failed stream, that of its error although the response status was 200;
+    `CLIENT_LEFT_STATUS` if the client disconnected before the end."""
 
-    def placed(self, calls: Sequence[GenerationRequest]) -> Sequence[GenerationRequest]:
-        """The request's calls in its priority class."""
+    def with_priority(self, calls: Sequence[GenerationRequest]) -> Sequence[GenerationRequest]:
+        """Return the calls with the priority of the request."""
         if not self.is_background:
             return calls
         return [replace(call, priority=BACKGROUND_PRIORITY) for call in calls]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the request cost in all, routing included."""
+        """Total number of tokens that the request cost, including routing."""
         hops = sum(hop.num_prompt_tokens + hop.num_output_tokens for hop in self.hops)
         return self.totals.num_prompt_tokens + self.totals.num_output_tokens + hops
 
 
 def context_of(request: Request) -> RequestContext:
-    """The context of a request that came through the server's middleware."""
+    """Context of a request that has passed the server's middleware."""
     context: RequestContext = request.state.context
     return context
 
 
 RequestObserver = Callable[[RequestContext, float], None]
-"""Called with the context of a request that has ended and the seconds that it took."""
+"""Called with the context of a finished request and its duration in seconds."""
 
 
 class ContextMiddleware:
-    """Pure ASGI. ``scope["state"]["context"]`` holds the context from here on."""
+    """Pure ASGI middleware that stores a new context in ``scope["state"]["context"]``."""
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class ContextMiddleware:
         self._app = app
         self._on_begin = on_begin
         self._paths = frozenset(paths)
-        """Of routes without parameters: a request that was refused before it was routed is counted under them."""
+        """Paths of routes without parameters. A request that is rejected before routing is counted under its path."""
         self._observers = tuple(observers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -190,7 +191,7 @@ class ContextMiddleware:
         exchange = _Exchange(context, receive, send)
         try:
             await self._app(scope, exchange.receive, exchange.send)
-        except Exception as error:  # a defect of ours: told without details, logged with them
+        except Exception as error:  # a bug in the server: the client receives no details, the log does
             log.exception("request %s failed", context.request_id)
             if exchange.status is None:
                 await refuse(http_error(error), scope, receive, exchange.send)
@@ -210,18 +211,18 @@ class ContextMiddleware:
 
 @dataclass(slots=True)
 class _Exchange:
-    """The two channels of a request, watched for how it ends."""
+    """The receive and send channels of a request, with the state needed for its final status."""
 
     _context: RequestContext
     _receive: Receive
     _send: Send
     status: int | None = None
     has_left: bool = False
-    """Whether the client went before the answer was complete."""
+    """True if the client disconnected before the answer was complete."""
 
     async def receive(self) -> Message:
         message = await self._receive()
-        if message["type"] == "http.disconnect" and not self._context.is_sent:  # which is said after the end as well
+        if message["type"] == "http.disconnect" and not self._context.is_sent:  # also sent after the end
             self.has_left = True
         return message
 
@@ -242,7 +243,7 @@ class _Exchange:
 def _new_context(scope: Scope, now_s: float) -> RequestContext:
     request_id, traceparent, segment = None, None, ""
     for name, value in scope["headers"]:
-        if name == REQUEST_ID_HEADER and _SANE_ID.fullmatch(value):
+        if name == REQUEST_ID_HEADER and _VALID_ID.fullmatch(value):
             request_id = value.decode()
         elif name == b"traceparent" and _TRACEPARENT.fullmatch(value):
             traceparent = value.decode()
@@ -266,35 +267,38 @@ def _new_context(scope: Scope, now_s: float) -> RequestContext:
 def _final_status(context: RequestContext, exchange: _Exchange) -> int:
     if exchange.has_left or exchange.status is None:
         return CLIENT_LEFT_STATUS
-    if context.status is not None:  # a handler that noticed it first
+    if context.status is not None:  # set by a handler
         return context.status
     return exchange.status if context.error is None else context.error.status
 
 
 async def refuse(error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request with an error from inside a middleware; the request's context notes it."""
+    """Send an error response from inside a middleware, and record the error in the request's context."""
     context: RequestContext = scope["state"]["context"]
     await refusal(error, context)(scope, receive, send)
 
 
 def refusal(error: HttpError, context: RequestContext) -> JSONResponse:
-    """The answer to a request that is refused, in its dialect; its context notes it."""
+    """Create the error response to a rejected request in its dialect, and record the error in its context."""
     context.error = context.dialect.put(error)
     return context.dialect.response(context.error, context.request_id)
 
 
-class ClientLeft(Exception):  # noqa: N818 - nobody's error: the connection is gone
+class ClientLeft(Exception):  # noqa: N818 - not an error: the connection is closed
     """The client closed the connection before its answer was complete."""
 
 
-async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], context: RequestContext) -> T:
-    """The result of some work, which is cancelled when ``watching`` returns: the client has left.
+async def cancel_on_disconnect(
+    watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], context: RequestContext
+) -> T:
+    """Run ``work``, and cancel it if ``watching`` returns first because the client has disconnected.
 
-    The work runs in the caller's task and so begins at once, without a turn of the loop in which all other requests
-    that came together are read.
+    The work runs in the caller's task, so it starts immediately and does not wait for an iteration of the event loop
+    that reads all other new requests.
 
     Raises:
-        ClientLeft: it did, before the whole answer was sent. After that a server says of every client that it is gone.
+        ClientLeft: the client disconnected before the whole answer was sent. ASGI servers report a disconnect after
+            every complete answer as well, which is ignored.
     """
     loop, working = asyncio.get_running_loop(), asyncio.current_task()
     assert working is not None, "a handler runs in a task"
@@ -311,7 +315,7 @@ async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, 
     try:
         return await work
     except asyncio.CancelledError:
-        if is_gone and working.uncancel() == 0:  # and nothing else wanted its end
+        if is_gone and working.uncancel() == 0:  # and nothing else cancelled the task
             raise ClientLeft from None
         raise
     finally:
@@ -320,6 +324,6 @@ async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, 
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""`run_server`: one server in a process, which listens, loads, answers, drains on SIGTERM and leaves nothing open."""
+"""Server process: listens, loads the models, serves requests, drains on SIGTERM and closes everything."""
 
 from __future__ import annotations
 
@@ -33,22 +33,26 @@ from lockstep.shown import size
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
-"""Seconds that an idle connection is kept: longer than clients keep theirs, so that none is closed under a request."""
+"""Seconds that an idle connection is kept open. Longer than clients keep it, so that it is not closed during a
+request."""
 ENDING_S = 5.0
-"""Seconds that streams have to deliver their last frame, after their requests were ended."""
+"""Seconds that streams have to send their last frame after their requests were aborted."""
 SWITCH_INTERVAL_S = 0.0005
-"""So long the event loop waits for the interpreter where another thread has it, which uvloop does once per connection
-that has something: while long bodies are parsed beside it, a tenth of the default halves everybody's waits."""
+"""Maximum time, in seconds, that a thread holds the interpreter while another one waits for it.
+
+uvloop acquires the interpreter once per readable connection. While long bodies are parsed on another thread, a tenth of
+the default halves the latency of all requests.
+"""
 CLOSING_S = 2
-"""Seconds that uvicorn waits for what is left before it cancels it."""
+"""Seconds that uvicorn waits for open connections before it cancels them."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Announce = Callable[[str], None]
-"""Called with a line for people and supervisors: where the server listens, and that it is ready."""
+"""Called with a line for users and supervisors: the address on which the server listens, or that it is ready."""
 
 
 MAX_SHOWN_NAMES = 8
-"""More models are announced by their number."""
+"""Maximum number of models that are announced by name. A larger number is announced as a count."""
 
 
 def run_server(
@@ -57,11 +61,11 @@ def run_server(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        reload: brings the cluster's manifest in again, requested by SIGHUP.
+        reload: reloads the cluster's manifest on SIGHUP.
 
     Raises:
-        UsageError: it cannot listen there.
-        ConfigError: responses or batches cannot be stored where the options say.
+        UsageError: the server cannot listen on the given address.
+        ConfigError: responses or batches cannot be stored in the configured folders.
         LockstepError: the cluster cannot be loaded.
     """
     endpoint = options.otlp_traces_endpoint
@@ -75,7 +79,7 @@ def run_server(
         ):
             app = create_app(cluster, options, () if tracer is None else (tracer,), store, batch_store)
             gc.collect()
-            gc.freeze()  # modules and routes stay; walking over them takes every full collection 34 ms
+            gc.freeze()  # modules and routes stay alive; scanning them takes 34 ms per full collection
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             with app.state.log_lines.listening():
                 runner.run(_Run(app, listener, announce, reload).serve())
@@ -85,7 +89,7 @@ def run_server(
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop, where there is one."""
+    """uvloop, if it is available."""
     if sys.platform == "win32":
         return None
     import uvloop
@@ -129,7 +133,7 @@ class _Run:
                 await serving.cluster.close()
 
     async def _prepare(self) -> bool:
-        """Make sure of what will be served, and open the port; False: a signal came before."""
+        """Check the cluster's models, then open the port. Return False if a signal arrived first."""
         serving = self._serving
         preparing = asyncio.create_task(serving.cluster.prepare(), name="prepare")
         signalled = asyncio.create_task(serving.lifecycle.changed(), name="signal")
@@ -147,7 +151,7 @@ class _Run:
     async def _serve(self, server: uvicorn.Server) -> None:
         lifecycle = self._serving.lifecycle
         web = asyncio.create_task(server.serve(sockets=[self._listener]), name="web")
-        web.add_done_callback(lambda _: lifecycle.on_signal())  # a server that broke is not waited for
+        web.add_done_callback(lambda _: lifecycle.on_signal())  # stop if the web server fails
         try:
             await self._live()
         finally:
@@ -156,7 +160,7 @@ class _Run:
             await web
 
     async def _live(self) -> None:
-        """Load, answer, and drain; returns when nothing is in flight or the time is up."""
+        """Load the models, serve, and drain. Return when no request is open or the time limit is reached."""
         serving, url = self._serving, url_of(self._listener)
         self._announce(f"lockstep: listening on {url}, loading {_names(serving.cluster)}")
         loading = asyncio.create_task(serving.cluster.start(), name="load")
@@ -169,7 +173,7 @@ class _Run:
                 for line in ready_lines(serving.cluster.snapshot(), url, serving.options):
                     log.info("%s", line)
                 self._announce(f"lockstep: ready on {url}, serving {_names(serving.cluster)}")
-                if sys.stdout.isatty():  # for a person; programs read the line before
+                if sys.stdout.isatty():  # only for users; programs read the line above
                     self._announce(f"lockstep: dashboard on {url}/")
                     self._announce(f"lockstep: try {first_request(url, has_key=bool(serving.options.api_keys))}")
                 tasks.append(asyncio.create_task(self._app.state.batches.run(), name="batches"))
@@ -187,19 +191,19 @@ class _Run:
         lifecycle, traffic = self._serving.lifecycle, self._serving.traffic
         timeout_s = self._serving.options.shutdown_timeout_s
         log.info("draining: %d requests have up to %g s to finish", traffic.num_open, timeout_s)
-        is_first = lifecycle.phase is Phase.DRAINING  # two signals at once are seen together
+        is_first = lifecycle.phase is Phase.DRAINING  # two signals may arrive at the same time
         if is_first and await _first(traffic.idle(), lifecycle.changed(), timeout_s=timeout_s):
             return
         lifecycle.end()
         log.warning("ending %d requests that are still open", traffic.num_open)
         self._serving.cluster.abort_all(
-            UnavailableError("the server is shutting down before this answer was complete; send the request again")
+            UnavailableError("the server is shutting down and did not complete this answer; send the request again")
         )
         await _first(traffic.idle(), lifecycle.changed(), timeout_s=ENDING_S)
 
 
 def first_request(url: str, *, has_key: bool) -> str:
-    """A first request to the server, as a command."""
+    """A curl command for a first request to the server."""
     key = " -H 'authorization: Bearer KEY'" if has_key else ""
     body = '{"messages": [{"role": "user", "content": "I was charged twice."}]}'
     return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
@@ -211,12 +215,12 @@ def _names(cluster: Cluster) -> str:
 
 
 def ready_lines(snapshot: ClusterSnapshot, url: str, options: ServerOptions) -> list[str]:
-    """Lines for people on a server that begins to answer: its engines, its other models, and who may call."""
+    """Log lines of a server that becomes ready: its engines, its other models, and the access rules."""
     engines = [(replica.models, replica.engine) for replica in snapshot.replicas if replica.engine is not None]
     lines = [f"{_some(models)}: {_engine_text(engine)}" for models, engine in engines[:MAX_SHOWN_NAMES]]
     if len(engines) > MAX_SHOWN_NAMES:
-        lines.append(f"{len(engines) - MAX_SHOWN_NAMES} engines more: GET {url}/v1/cluster")
-    for state, meaning in (("standby", "loaded at the first request"), ("remote", "answered by another server")):
+        lines.append(f"{len(engines) - MAX_SHOWN_NAMES} more engines: GET {url}/v1/cluster")
+    for state, meaning in (("standby", "loaded on the first request"), ("remote", "runs on a remote server")):
         if names := [model.id for model in snapshot.models if model.state == state]:
             lines.append(f"{_some(names)}: {state}, {meaning}")
     lines.append(f"metrics: {url}/metrics; documentation of the API: {url}/docs")
@@ -240,12 +244,13 @@ def _engine_text(engine: EngineSnapshot) -> str:
 
 def _callers(options: ServerOptions) -> str:
     if options.admin_keys:
-        return "an admin key is needed for what all callers share" + ("; a key for all else" * bool(options.api_keys))
+        others = "; an API key is required for all other requests" * bool(options.api_keys)
+        return f"an admin key is required for shared state{others}"
     if options.api_keys:
-        return "a key is needed"
+        return "an API key is required"
     if options.allow_unauthenticated:
-        return "no key is needed: every caller may use and change this server"
-    return "no key is needed: every caller on this machine is its admin"
+        return "no API key is required: every caller can use and change this server"
+    return "no API key is required: every caller on this machine is an admin"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -254,7 +259,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handling: SIGTERM means draining here, with the port still open."""
+    """uvicorn without its own signal handling: on SIGTERM the server drains, with the port still open."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -262,7 +267,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _first(idle: Awaitable[object], changed: Awaitable[object], *, timeout_s: float) -> bool:
-    """True if the first of two coroutines ended before the second, and in time. Neither runs on afterwards."""
+    """Return True if the first of two awaitables ended before the second and within the timeout. Both are then
+    cancelled."""
     tasks = (asyncio.ensure_future(idle), asyncio.ensure_future(changed))
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -274,7 +280,7 @@ async def _first(idle: Awaitable[object], changed: Awaitable[object], *, timeout
 
 @contextlib.contextmanager
 def _signals(on_signal: Callable[[], None]) -> Iterator[None]:
-    """Call ``on_signal`` on the loop for every SIGTERM and SIGINT, until the block ends."""
+    """Call ``on_signal`` on the event loop for every SIGTERM and SIGINT, until the block ends."""
     loop = asyncio.get_running_loop()
     if sys.platform == "win32":
         previous = {
@@ -297,7 +303,7 @@ def _signals(on_signal: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hangups(reload: ManifestReload | None) -> Iterator[None]:
-    """Ask for the manifest again on every SIGHUP, until the block ends; where there is such a signal."""
+    """Request a manifest reload on every SIGHUP, until the block ends. Has no effect on Windows."""
     if reload is None or sys.platform == "win32":
         yield
         return
@@ -310,25 +316,25 @@ def _hangups(reload: ManifestReload | None) -> Iterator[None]:
 
 
 BACKLOG = 2_048
-"""Connections that the kernel holds until they are accepted."""
+"""Number of connections that the kernel queues until they are accepted."""
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """A socket that has its address, and refuses connections until `listen`.
+    """Return a socket that is bound to its address. It refuses connections until `listen` is called.
 
     Raises:
-        UsageError: the address does not exist, is taken or forbidden; or it can be reached from elsewhere and there is
-            no key.
+        UsageError: the address does not exist, is in use or is forbidden; or it can be reached from other machines and
+            no API key is set.
     """
     family, address = _resolve(options.host, options.port)
     if not options.api_keys and not options.allow_unauthenticated and not _is_loopback(address[0]):
         raise UsageError(
-            f"--host {options.host} can be reached from other machines, and there is no key: give --api-key KEY, "
-            "listen on 127.0.0.1, or say --allow-unauthenticated"
+            f"--host {options.host} can be reached from other machines, but no API key is set: give --api-key KEY, "
+            "listen on 127.0.0.1, or pass --allow-unauthenticated"
         )
     taken = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if os.name == "posix":  # elsewhere it would let two servers have one address
+        if os.name == "posix":  # on Windows it would allow two servers on one address
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -340,7 +346,7 @@ def bind(options: ServerOptions) -> socket.socket:
 
 
 def listen(bound: socket.socket, options: ServerOptions) -> None:
-    """Let connections come; UsageError where another process was faster."""
+    """Start to accept connections. Raises UsageError if another process listens on the address by now."""
     try:
         bound.listen(BACKLOG)
     except OSError as error:
@@ -348,17 +354,18 @@ def listen(bound: socket.socket, options: ServerOptions) -> None:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address as clients write it, with the port that was really taken."""
+    """URL of the server, with the port that was actually bound."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
-    """The first address of a name, IPv4 before IPv6, as most clients try them on loopback."""
+    """Return the first address of a host name. IPv4 comes before IPv6, as most clients try them in this order on
+    loopback."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, OverflowError, UnicodeError) as error:
-        raise UsageError(f"--host {host} --port {port} is no address to listen on ({error})") from error
+        raise UsageError(f"--host {host} --port {port} is not an address to listen on ({error})") from error
     family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
     return family, (str(address[0]), port)
 
@@ -370,7 +377,7 @@ def _is_loopback(address: str) -> bool:
 def _refused(options: ServerOptions, error: OSError) -> str:
     where = f"{options.host}:{options.port}"
     if error.errno == errno.EADDRINUSE:
-        return f"{where} is in use; give another --port, or 0 for any free one"
+        return f"{where} is in use; choose another --port, or 0 for any free port"
     if error.errno == errno.EACCES:
-        return f"{where} is not for this user; give a --port from 1024 on"
+        return f"{where} requires privileges; choose a --port of 1024 or higher"
     return f"cannot listen on {where}: {error.strerror or error}"

@@ -220,7 +220,7 @@ def test_an_empty_prompt_loads_the_model_and_no_time_to_keep_it_unloads_it(tmp_p
         ("generate", {"prompt": "x"}, 400, "model is missing"),
         ("embed", {"model": "pocket", "input": "x", "dimensions": 3_000}, 400, "dimensions"),
         ("pull", {"model": "llama3"}, 400, "lockstep pull"),
-        ("push", {"model": "llama3"}, 400, "not sent anywhere"),
+        ("push", {"model": "llama3"}, 400, "cannot be uploaded"),
         ("create", {"model": "mario", "from": "llama3"}, 400, "lockstep serve"),
         ("copy", {"source": "a", "destination": "b"}, 400, "--served-model-name"),
         ("nothing", {}, 404, "/api/nothing"),

@@ -143,7 +143,7 @@ def _ready(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "TEND_S", 0.02)
+    monkeypatch.setattr(runner, "CHECK_INTERVAL_S", 0.02)
     monkeypatch.setattr(runner, "MAX_REFUSED_S", 0.05)
 
 

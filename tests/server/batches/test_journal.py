@@ -17,10 +17,10 @@ def test_answers_come_in_the_order_of_requests(tmp_path: Path) -> None:
     for index in (2, 0, 3):
         journal.append(index, b'{"n":%d}' % index, is_success=index != 0)
     assert list(journal.lines()) == [(0, False, b'{"n":0}\n'), (2, True, b'{"n":2}\n'), (3, True, b'{"n":3}\n')]
-    assert (journal.num_completed, journal.num_failed, journal.is_whole) == (2, 1, False)
+    assert (journal.num_completed, journal.num_failed, journal.is_complete) == (2, 1, False)
     assert list(journal.unanswered()) == [1]
     journal.append(1, b"{}", is_success=True)
-    assert journal.is_whole
+    assert journal.is_complete
     journal.close()
 
 
@@ -50,9 +50,9 @@ def test_a_journal_that_was_cut_anywhere_goes_on(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"something else\n", "no journal of this input"),
-        (b"something else", "no journal of a batch"),
-        (b"lockstep-batch 1 other\n", "no journal of this input"),
+        (b"something else\n", "belongs to another input"),
+        (b"something else", "not a batch journal"),
+        (b"lockstep-batch 1 other\n", "belongs to another input"),
         (b"lockstep-batch 1 d\n9 1 {}\n", "byte 19 begins no answer"),
         (b"lockstep-batch 1 d\n0 1 {}\n0 1 {}\n", "byte 26 begins no answer"),
     ],

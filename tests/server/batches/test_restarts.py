@@ -120,7 +120,7 @@ async def test_as_many_files_are_kept_as_may_be(tmp_path: Path) -> None:
         await put(store, tmp_path, stored(number))
     with pytest.raises(InvalidParameterError, match="2 files are kept"):
         await put(store, tmp_path, stored(2))
-    with pytest.raises(InvalidParameterError, match="4 bytes of files are kept, and at most 100"):
+    with pytest.raises(InvalidParameterError, match="4 bytes of files are stored, and the limit is 100"):
         await put(store, tmp_path, stored(2, 98), "b")
     await store.delete_file("file-0", "a", 0)
     await put(store, tmp_path, stored(2))
@@ -190,7 +190,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         BatchStore(tmp_path)
     file = tmp_path / "file"
     file.write_text(json.dumps({}))
-    with pytest.raises(ConfigError, match="batches cannot be kept there"):
+    with pytest.raises(ConfigError, match="batches cannot be stored there"):
         BatchStore(file)
 
 

@@ -181,7 +181,7 @@ def test_a_cancelled_batch_has_the_answers_that_came_before(slow: ServerProcess)
     with client_of(slow) as client:
         batch = created(client, jsonl([line(index, **LONG) for index in range(40)]))
         until(lambda: _completed(client, batch.id) > 0)
-        with pytest.raises(openai.BadRequestError, match="is being read by"):
+        with pytest.raises(openai.BadRequestError, match="is the input of"):
             client.files.delete(batch.input_file_id)
         assert client.batches.cancel(batch.id).status == "cancelling"
         batch = ended(client, batch)

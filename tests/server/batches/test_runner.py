@@ -18,7 +18,7 @@ from lockstep.server.batches.answering import MAX_LOST_TRIES, MAX_TRIES, MAX_WAI
 from lockstep.server.batches.input_file import BatchRequest
 from lockstep.server.batches.job import Job, Reply
 from lockstep.server.batches.journal import Journal
-from lockstep.server.batches.runner import MAX_BESIDE, MAX_SET_BACKS, RunningRequest, has_expired, to_set_back
+from lockstep.server.batches.runner import MAX_ABORTS, MAX_BESIDE, RunningRequest, has_expired, to_abort
 from lockstep.server.batches.schema import Batch
 from lockstep.server.batches.store import BatchStore, StoreLimits
 from tests.cluster.support import one_model
@@ -30,33 +30,33 @@ from tests.waiting import eventually
 REQUEST = BatchRequest("one", CHAT, b"{}", None)
 
 
-def running(*num_set_backs: int) -> list[RunningRequest]:
+def running(*num_aborts: int) -> list[RunningRequest]:
     nobody = cast(Any, None)
-    return [RunningRequest(nobody, nobody, index, count) for index, count in enumerate(num_set_backs)]
+    return [RunningRequest(nobody, nobody, index, count) for index, count in enumerate(num_aborts)]
 
 
 def test_all_are_aborted_but_one_that_was_often_enough() -> None:
-    each = running(0, MAX_SET_BACKS, 1, MAX_SET_BACKS, MAX_SET_BACKS + 1)
-    assert [one.index for one in to_set_back(each)] == [0, 2, 3, 4]
+    each = running(0, MAX_ABORTS, 1, MAX_ABORTS, MAX_ABORTS + 1)
+    assert [one.index for one in to_abort(each)] == [0, 2, 3, 4]
     assert MAX_BESIDE == 1
-    assert to_set_back(running(MAX_SET_BACKS)) == []
+    assert to_abort(running(MAX_ABORTS)) == []
 
 
 async def test_a_request_that_was_aborted_often_enough_is_answered_beside_clients(tmp_path: Path) -> None:
     """A client is there whenever a request of the batch begins, and the last one stays; so none can starve."""
     async with running_batches(tmp_path, "stub://alpha?step_ms=5", max_batch_requests=1) as each:
         batch_id = await each.begun(1, max_tokens=16, ignore_eos=True)
-        for num_aborted in range(1, MAX_SET_BACKS + 1):
+        for num_aborted in range(1, MAX_ABORTS + 1):
             await eventually(lambda: each.runner.num_running == 1)
             each.serving.traffic.enter()
             await eventually(lambda: each.runner.num_running == 0)
-            assert each.runner.counts.num_set_back == num_aborted
+            assert each.runner.counts.num_aborted == num_aborted
             each.serving.traffic.leave()
         await eventually(lambda: each.runner.num_running == 1)
         each.serving.traffic.enter()
         found = await each.ended(batch_id)
         assert (found["status"], found["request_counts"]["completed"]) == ("completed", 1)
-        assert each.runner.counts.num_set_back == MAX_SET_BACKS
+        assert each.runner.counts.num_aborted == MAX_ABORTS
         each.serving.traffic.leave()
 
 
@@ -130,7 +130,7 @@ async def test_an_answer_that_is_complete_is_not_lost_by_an_abort_that_comes_too
         await asyncio.get_running_loop().create_future()
 
     for url, is_complete in ((CHAT, True), ("/v1/completions", False)):
-        task = asyncio.create_task(InProcessServer(app).ask(BatchRequest("one", url, b"{}", None), "", "r"))
+        task = asyncio.create_task(InProcessServer(app).send(BatchRequest("one", url, b"{}", None), "", "r"))
         await is_sent.wait()
         task.cancel()
         await asyncio.wait([task])
@@ -182,4 +182,4 @@ async def test_an_application_without_a_batch_store_is_unavailable() -> None:
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://test") as client:
         answered = await client.get("/v1/batches")
         assert answered.status_code == 503
-        assert "`lockstep serve` runs them" in error_of(answered)["message"]
+        assert "use `lockstep serve`" in error_of(answered)["message"]

@@ -74,7 +74,7 @@ def rendered(family: str, tool_use: ToolUse, messages: list[dict[str, Any]]) -> 
 def test_the_template_tells_the_format(family: str) -> None:
     tool_use = tool_use_of(tokenizer_of(family), TOOLS, None, True, KWARGS.get(family))
     assert tool_use.call_format is FORMATS[family]
-    assert tool_use.knows_tools == (family not in TOLD_IN_WORDS)
+    assert tool_use.supports_tools == (family not in TOLD_IN_WORDS)
     assert (tool_use.system_text is not None) == (family in TOLD_IN_WORDS)
     assert tool_use.constraint is None, "the model is free"
     assert tool_use.names == ("get_weather", "get_weather_time", "ping")
@@ -145,7 +145,7 @@ def test_the_text_for_models_without_tools_has_a_place_of_its_own_or_in_the_firs
     user, system = {"role": "user", "content": "Hello"}, {"role": "developer", "content": "Be kind."}
     assert words.messages([user]) == [{"role": "system", "content": text}, user]
     assert words.messages([system, user]) == [{"role": "developer", "content": f"Be kind.\n\n{text}"}, user]
-    assert not tool_use_of(tokenizer_of("stub"), [PING], None, True).knows_tools
+    assert not tool_use_of(tokenizer_of("stub"), [PING], None, True).supports_tools
 
     refusing = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"

@@ -1,8 +1,8 @@
-"""Anthropic's Messages API: `/v1/messages`, the counting of its tokens, and `/v1/models` as its clients read it.
+"""Anthropic's Messages API: serves `/v1/messages`, its token counting, and `/v1/models` in Anthropic's format.
 
-A message is a list of blocks: thoughts, text, uses of tools. One block is open at a time. Uses of tools are told when
-the answer is whole, each in one piece: until then one may turn out to be text. What a router decided is in `lockstep`,
-beside what Anthropic's clients know.
+A message is a list of blocks: thinking, text, tool uses. One block is open at a time. Tool uses are sent in one piece
+at the end of the answer, because an incomplete one may turn out to be text. The router's decision is in the extension
+`lockstep`, which is not part of Anthropic's API.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lockstep.server.serving import serving_of, translated
 from lockstep.server.tools.parser import ToolCall
 
 MAX_MODELS = 1_000
-"""Of one page, as with Anthropic; so is the default."""
+"""Maximum page size, as in Anthropic's API. So is the default page size below."""
 DEFAULT_MODELS = 20
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 FRAMING = Framing(SSE.content_type, b'event: ping\ndata: {"type":"ping"}\n\n')
@@ -54,7 +54,7 @@ class ThinkingContent(Shape):
     type: Literal["thinking"]
     thinking: str
     signature: str
-    """A fingerprint of the thoughts. Nothing checks it when it is sent back."""
+    """A fingerprint of the thinking text. It is not checked when it is sent back."""
 
 
 class ToolUseContent(Shape):
@@ -69,13 +69,13 @@ class ThinkingTokens(Shape):
 
 
 class MessageUsage(Shape):
-    """Tokens; those of the prompt are `input_tokens` and `cache_read_input_tokens` together."""
+    """Token counts. The prompt has `input_tokens` plus `cache_read_input_tokens` tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int
-    """None is charged for."""
+    """Always 0: cache writes are not charged."""
     cache_read_input_tokens: int
-    """Came from the prefix cache."""
+    """Number of tokens that came from the prefix cache."""
     output_tokens: int
     output_tokens_details: ThinkingTokens
     service_tier: Literal["standard"]
@@ -96,7 +96,7 @@ class MessageObject(Shape):
 
 
 class TokenCount(Shape):
-    """Tokens of a prompt."""
+    """Number of tokens of a prompt."""
 
     input_tokens: int
 
@@ -105,8 +105,8 @@ class MessagesEncoder:
     """Encoder of one call with one choice as blocks and events. Implements `lockstep.server.answer_response.Encoder`.
 
     Args:
-        max_tokens: of the answer; one that is cut sooner has filled the context.
-        hides_thoughts: blocks of thoughts come without them.
+        max_tokens: token limit of the answer. An answer that is cut before it has filled the context.
+        hides_thoughts: leave thinking blocks empty.
     """
 
     framing = FRAMING
@@ -117,9 +117,9 @@ class MessagesEncoder:
         self._request_id = request_id
         self._hides_thoughts = hides_thoughts
         self._blocks: list[dict[str, Any]] = []
-        """All but the last are closed."""
+        """Blocks of the message. All but the last are closed."""
         self._pieces: list[str] = []
-        """Content of the open block; it has the name of the block's kind."""
+        """Pieces of the open block's content."""
         self._is_open = False
         self._events: list[dict[str, Any]] = []
 
@@ -142,8 +142,8 @@ class MessagesEncoder:
     def end(self, answer: Answer) -> bytes:
         message = self._final(answer)
         delta = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
-        told = {"usage": message["usage"], "lockstep": answer.extension}
-        self._events += [{"type": "message_delta", "delta": delta, **told}, {"type": "message_stop"}]
+        members = {"usage": message["usage"], "lockstep": answer.extension}
+        self._events += [{"type": "message_delta", "delta": delta, **members}, {"type": "message_stop"}]
         return self._frames()
 
     def failed(self, error: HttpError) -> bytes:
@@ -156,12 +156,12 @@ class MessagesEncoder:
 
     def _write(self, choice: Choice) -> None:
         if choice.reasoning:
-            self._say("thinking", choice.reasoning)
+            self._append("thinking", choice.reasoning)
         if choice.text:
-            self._say("text", choice.text)
+            self._append("text", choice.text)
 
-    def _say(self, kind: Literal["thinking", "text"], text: str) -> None:
-        """Add to the open block, if it is of that kind; else to a new one."""
+    def _append(self, kind: Literal["thinking", "text"], text: str) -> None:
+        """Append text to the open block if it is of the given kind, otherwise to a new block."""
         if not self._is_open or self._blocks[-1]["type"] != kind:
             self._close()
             block = {"type": "text", "text": ""} if kind == "text" else {"type": kind, "thinking": "", "signature": ""}
@@ -184,7 +184,7 @@ class MessagesEncoder:
         self._stop()
 
     def _use_tool(self, call: ToolCall) -> None:
-        """A whole block of a tool's use."""
+        """Add a complete tool use block."""
         use = {"type": "tool_use", "id": call.id, "name": call.name}
         self._start({**use, "input": {}})
         self._blocks[-1] = {**use, "input": call.arguments_object}
@@ -203,7 +203,7 @@ class MessagesEncoder:
         self._pieces, self._is_open = [], False
 
     def _final(self, answer: Answer) -> dict[str, Any]:
-        """The message of an answer that is complete and written, uses of tools included."""
+        """Close the message of a complete answer, including tool uses, and return it."""
         [choice], totals = answer.choices, answer.totals
         self._close()
         for call in choice.whole_calls:
@@ -232,7 +232,7 @@ class MessagesEncoder:
 
 
 def signature_of(thoughts: str) -> str:
-    """A fingerprint of thoughts, in the place of the signature by which Anthropic recognises its own."""
+    """Fingerprint of thinking text, in the member that holds Anthropic's own signature."""
     digest = hashlib.blake2b(thoughts.encode("utf-8", "surrogatepass"), digest_size=24).digest()
     return base64.b64encode(digest).decode()
 
@@ -259,7 +259,7 @@ router = APIRouter(route_class=LongBodyRoute, tags=["messages"], responses=_ERRO
     operation_id="create_message",
 )
 async def create_message(body: MessagesBody, request: Request) -> Response:
-    """Answer a conversation in Anthropic's shape."""
+    """Answer a conversation (Anthropic's Messages API)."""
     request_id = context_of(request).request_id
     hides_thoughts = body.thinking is not None and body.thinking.display == "omitted"
 
@@ -280,8 +280,8 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, operation_id="count_message_tokens")
 async def count_message_tokens(body: CountBody, request: Request) -> Response:
-    """Tokens of the prompt that a conversation makes, without computing anything. More than the context holds are
-    counted too; of a cluster that routes, by the entry model."""
+    """Count the prompt tokens of a conversation, without any computation by the model. The count may exceed the context
+    length. If the cluster routes requests, the entry model's tokenizer is used."""
     cluster = serving_of(request).cluster
     context_of(request).model = cluster.card(body.model).name
     tokenizer = cluster.tokenizer(body.model)
@@ -289,7 +289,7 @@ async def count_message_tokens(body: CountBody, request: Request) -> Response:
 
     def count() -> int:
         prompt = adapted_call(request, lambda: chat_body(body), words_of(body), tokenizer).call.prompt
-        assert isinstance(prompt, Conversation), "a chat's prompt is one"
+        assert isinstance(prompt, Conversation), "the prompt of a chat is a conversation"
         ids = tokenizer.encode_chat(
             prompt.messages,
             add_generation_prompt=prompt.add_generation_prompt,
@@ -302,7 +302,7 @@ async def count_message_tokens(body: CountBody, request: Request) -> Response:
 
 
 class _AnthropicRoute(APIRoute):
-    """A route of a path that OpenAI's API has too: only for Anthropic's clients, who say so in a header."""
+    """Route for a path that OpenAI's API has as well. It matches only requests with Anthropic's version header."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if scope["type"] != "http" or scope["state"]["context"].dialect is not ANTHROPIC:
@@ -320,7 +320,7 @@ async def list_messages_models(
     after_id: Annotated[str | None, Query(max_length=256)] = None,
     before_id: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
-    """Every name that requests may use, aliases too, in Anthropic's shape."""
+    """All names that requests can use, including aliases (Anthropic's format)."""
     cards = serving_of(request).cluster.cards()
     models = [_model(name, card) for card in cards for name in (card.name, *card.aliases)]
     return JSONResponse(page_of(models, limit, after_id, before_id))
@@ -328,25 +328,25 @@ async def list_messages_models(
 
 @models_router.get("/{model_id:path}")
 async def retrieve_messages_model(model_id: str, request: Request) -> Response:
-    """One model in Anthropic's shape."""
+    """One model (Anthropic's format)."""
     return JSONResponse(_model(model_id, serving_of(request).cluster.card(model_id)))
 
 
 def page_of(
     models: Sequence[Mapping[str, Any]], limit: int, after_id: str | None = None, before_id: str | None = None
 ) -> dict[str, Any]:
-    """One page of models: the first after one of them, the last before one, or the first.
+    """Return one page of models: those after a model, those before a model, or the first ones.
 
     Raises:
-        InvalidParameterError: there is no such model, or both are given.
+        InvalidParameterError: no model has the given id, or both ids are given.
     """
     if after_id is not None and before_id is not None:
-        raise InvalidParameterError("after_id and before_id are both given; give one of them", param="before_id")
+        raise InvalidParameterError("after_id and before_id are both given; give only one of them", param="before_id")
     ids = [model["id"] for model in models]
     first, end = 0, len(ids)
     for name, given in (("after_id", after_id), ("before_id", before_id)):
         if given is not None and given not in ids:
-            raise InvalidParameterError(f"{name} is {given!r}, which is none of the models", param=name)
+            raise InvalidParameterError(f"{name} is {given!r}, which is not the id of a model", param=name)
     if after_id is not None:
         first = ids.index(after_id) + 1
     if before_id is not None:

@@ -1,4 +1,5 @@
-"""The body of `POST /v1/messages`, in the shapes of Anthropic's Messages API, and the chat request that it becomes."""
+"""Request body of `POST /v1/messages`: the shapes of Anthropic's Messages API and their conversion to a chat
+request."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from lockstep.server.fields import (
     Marked,
     Name,
     ParameterBody,
-    absent,
-    empty,
     in_pieces,
+    only_empty,
     text_or_list,
+    unsupported,
 )
 from lockstep.server.generation import SharedBody, StopString
 from lockstep.server.tools.definitions import MAX_TOOLS, FunctionName
@@ -40,7 +41,7 @@ class TextBlock(Marked):
     type: Literal["text"]
     text: str
     citations: list[JsonObject] | None = None
-    """Left over from an answer; unused."""
+    """Ignored. Present when an answer is sent back."""
 
 
 Texts = Annotated[
@@ -51,21 +52,21 @@ Texts = Annotated[
 
 class Citations(Body):
     enabled: Literal[False] | None = None
-    """Models here cite nothing."""
+    """Only false is supported: answers have no citations."""
 
 
 class DocumentSource(Body):
     type: Literal["text", "content"]
-    """Models know text only."""
+    """Only text is supported."""
     media_type: Literal["text/plain"] | None = None
     data: str | None = None
-    """Of type `text`."""
+    """With type `text`: the text."""
     content: Texts | None = None
-    """Of type `content`."""
+    """With type `content`: the blocks."""
 
 
 class DocumentBlock(Marked):
-    """A document of plain text, which becomes text of the message."""
+    """A plain-text document, which becomes part of the message text."""
 
     type: Literal["document"]
     source: DocumentSource
@@ -83,16 +84,16 @@ class SearchResultBlock(Marked):
 
 
 class ThinkingBlock(Marked):
-    """Thoughts of an earlier answer, for templates that read them."""
+    """Reasoning of an earlier answer, for templates that read it."""
 
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
-    """Unused: nothing here checks it."""
+    """Ignored: signatures are not checked."""
 
 
 class RedactedThinkingBlock(Marked):
-    """Thoughts that only another server can read; left out, with a warning."""
+    """Encrypted reasoning that only the server that wrote it can read. Left out, with a warning."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -104,7 +105,7 @@ class ToolUseBlock(Marked):
     name: FunctionName
     input: JsonObject
     caller: JsonObject | None = None
-    """Left over from an answer; unused."""
+    """Ignored. Present when an answer is sent back."""
 
 
 def _block_kind(value: object) -> str | None:
@@ -116,7 +117,7 @@ def _blocks(kinds: str) -> Discriminator:
     return Discriminator(
         _block_kind,
         custom_error_type="block_kind",
-        custom_error_message=f"A block's type must be one of {kinds}; models here know text only, no images or files",
+        custom_error_message=f"A block's type must be one of {kinds}; only text is supported, no images or files",
     )
 
 
@@ -135,13 +136,13 @@ Result = Annotated[
 
 
 class ToolResultBlock(Marked):
-    """The answer of a tool to a call of the assistant."""
+    """Result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Id
     content: Result | None = None
     is_error: bool | None = None
-    """True: a word before the content tells the model so."""
+    """True: the content that the model receives starts with "Error:"."""
 
 
 Block = Annotated[
@@ -157,7 +158,7 @@ Block = Annotated[
 
 
 class TurnMessage(Body):
-    """One turn of the conversation. An answer's `content` may be sent back as it came."""
+    """One turn of the conversation. The `content` of an answer can be sent back unchanged."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -169,18 +170,19 @@ class TurnMessage(Body):
 class MessagesToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
-    """Of type `tool`."""
+    """With type `tool`: name of the tool."""
     disable_parallel_tool_use: bool | None = None
-    """True: at most one call."""
+    """True: the answer has at most one call."""
 
 
 class Thinking(Body):
     type: Literal["enabled", "adaptive", "disabled"]
-    """Where the model's chat template reads `enable_thinking`, else a warning; `adaptive`: as the model does."""
+    """Passed as `enable_thinking` to chat templates that read it; otherwise a warning. `adaptive`: the model's
+    default."""
     budget_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
-    """Not kept apart: `max_tokens` bounds thoughts and text together; there is a warning."""
+    """Not enforced separately: `max_tokens` limits thinking and text together. A warning reports this."""
     display: Literal["summarized", "omitted"] | None = None
-    """`omitted`: blocks of thoughts come without them. Otherwise as they are, which is more than a summary."""
+    """`omitted`: thinking blocks are empty. Otherwise they have the full text, not a summary."""
 
 
 class JsonOutputFormat(Body):
@@ -190,9 +192,9 @@ class JsonOutputFormat(Body):
 
 class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """Where the model's chat template reads `reasoning_effort`, else a warning."""
+    """Passed as `reasoning_effort` to chat templates that read it; otherwise a warning."""
     format: JsonOutputFormat | None = None
-    """The answer obeys the schema."""
+    """JSON schema that the answer obeys."""
 
 
 class ContextManagement(Body):
@@ -201,12 +203,12 @@ class ContextManagement(Body):
 
 class RequestMetadata(Body):
     user_id: Name | None = None
-    """Logged; without API keys also whose share of the queue this is."""
+    """Logged. Without API keys, the scheduler's fair share is per user."""
 
 
 def _without_bound(schema: dict[str, Any]) -> None:
-    """Leave out a bound that is far beyond the one on the body's bytes: generators of requests from the document would
-    fill it with the longest messages."""
+    """Remove `maxItems` from the schema. The limit on body bytes applies long before it, and request generators that
+    read the OpenAPI document would produce messages of this length."""
     schema.pop("maxItems", None)
 
 
@@ -214,12 +216,12 @@ _HELLO: Any = {"role": "user", "content": "I was charged twice."}
 
 
 class CountBody(ParameterBody):
-    """A conversation, as far as it makes the prompt."""
+    """A conversation, with the parameters that affect its prompt."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"messages": [_HELLO]}]})
 
     model: Name | None = None
-    """A served name; absent: the model that the cluster's routing finds, or the only one."""
+    """Name of a served model. Absent: the model that the routing selects, or the only model."""
     messages: Annotated[list[TurnMessage], *in_pieces(MAX_MESSAGES), Field(json_schema_extra=_without_bound)]
     system: Texts | None = None
     tools: Annotated[list[MessagesTool] | None, Field(max_length=MAX_TOOLS)] = None
@@ -227,20 +229,20 @@ class CountBody(ParameterBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonOutputFormat | None = None
-    """The older name of `output_config.format`."""
+    """Older name of `output_config.format`."""
     cache_control: JsonObject | None = None
-    """Unused, as everywhere: prefixes are found in the cache without it."""
+    """Ignored everywhere: the prefix cache does not need it."""
     context_management: ContextManagement | None = None
-    """Nothing is cleared or summed up here: there is a warning if something would be."""
-    mcp_servers: Annotated[None, empty("this server calls no others"), NOTHING] = None
-    thread: Annotated[None, absent("conversations are not kept here; send the whole of it as messages")] = None
+    """Ignored: messages are never cleared or summarized. A warning reports edits that would have an effect."""
+    mcp_servers: Annotated[None, only_empty("this server does not call MCP servers"), NOTHING] = None
+    thread: Annotated[None, unsupported("conversations are not stored; send all messages")] = None
     speed: Literal["standard"] | None = None
     chat_template_kwargs: JsonObject | None = None
-    """Of this server, not of Anthropic's: variables for the model's chat template."""
+    """Extension of this server: variables for the model's chat template."""
 
 
 class MessagesBody(SharedBody, CountBody):
-    """A conversation for a model to answer, and parameters of the answer."""
+    """A conversation for a model to answer, with the parameters of the answer."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -252,12 +254,12 @@ class MessagesBody(SharedBody, CountBody):
     )
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_SEQUENCE_TOKENS)]
-    """Tokens of the answer, thoughts included."""
+    """Maximum number of tokens of the answer, including thinking."""
     stop_sequences: Annotated[list[StopString] | None, Field(max_length=MAX_STOP_STRINGS)] = None
     metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    """There is one, `standard`, which the answer names."""
-    container: Annotated[None, absent("there are no containers here")] = None
+    """Ignored. The answer always reports `standard`."""
+    container: Annotated[None, unsupported("containers are not supported")] = None
 
 
 WORDS = Vocabulary((  # see `words_of`
@@ -272,14 +274,14 @@ WORDS = Vocabulary((  # see `words_of`
     (re.compile(r"chat_template_kwargs\.enable_thinking"), "thinking"),
     (re.compile(r"user"), "metadata.user_id"),
 ))  # fmt: skip
-"""What chat completions call a parameter, and what it is called here."""
+"""Parameter names of chat completions, each with the name in the Messages API."""
 
 
 def chat_body(body: CountBody) -> ChatBody:
-    """The same question as a chat request.
+    """Convert a body to a chat request.
 
     Raises:
-        InvalidParameterError: names the parameter.
+        InvalidParameterError: a parameter is invalid; the error names it.
     """
     messages = messages_of(body)
     choice = body.tool_choice
@@ -303,28 +305,28 @@ def chat_body(body: CountBody) -> ChatBody:
 
 
 def words_of(body: CountBody) -> Vocabulary:
-    """Names of parameters as this body has them: tools that are left out are counted in their places."""
+    """Parameter names for this body. Indexes of tools count the tools that were left out."""
     return WORDS.with_tools(functions_of(body.tools or ())[1])
 
 
 def warnings_of(body: CountBody) -> Iterator[str]:
-    """Warnings of all that a body asks for and is not done, a sentence each."""
+    """Warnings, one sentence each, about parameters that have no effect."""
     edits = (None if body.context_management is None else body.context_management.edits) or ()
     if any(edit.get("keep") not in ("all", {"type": "all"}) for edit in edits):
-        yield "context_management: conversations are answered as they are sent; nothing is cleared or summed up"
+        yield "context_management has no effect: messages are never cleared or summarized"
     if body.thinking is not None and body.thinking.budget_tokens is not None:
-        yield "thinking.budget_tokens: thoughts are not bounded apart; max_tokens bounds them with the text"
+        yield "thinking.budget_tokens has no effect: max_tokens limits thinking and text together"
     yield from tool_warnings(body.tools or ())
     blocks = (block for message in body.messages if not isinstance(message.content, str) for block in message.content)
     if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
-        yield "messages: redacted thinking is left out, since only the server that wrote it can read it"
+        yield "messages: redacted thinking is left out because only the server that wrote it can read it"
 
 
 def messages_of(body: CountBody) -> list[dict[str, Any]]:
-    """The conversation as chat completions have it: results of tools are messages of their own.
+    """Convert the conversation to chat messages. Tool results become separate messages.
 
     Raises:
-        InvalidParameterError: a block stands where it means nothing; ``param`` names it.
+        InvalidParameterError: a block belongs to another role; ``param`` names it.
     """
     messages: list[dict[str, Any]] = []
     if body.system:
@@ -365,7 +367,8 @@ def _assistant_turn(blocks: Sequence[Block], where: str, called: dict[str, str])
 
 
 def _other_turn(role: str, blocks: Sequence[Block], where: str, called: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Messages of a user, of the tools that answer within the user's turn, or of the system."""
+    """Chat messages of a turn with role user or system. Tool results within a user turn become messages of role
+    tool."""
     texts: list[str] = []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock) and role == "user":
@@ -396,7 +399,7 @@ def _tool_message(block: ToolResultBlock, where: str, called: Mapping[str, str])
 
 
 def _text(block: TextBlock | DocumentBlock | SearchResultBlock, where: str) -> str:
-    """A block of content as text, with what it is called."""
+    """Text of a content block, preceded by its title and source."""
     if isinstance(block, TextBlock):
         return block.text
     if isinstance(block, SearchResultBlock):
@@ -411,7 +414,7 @@ def _text(block: TextBlock | DocumentBlock | SearchResultBlock, where: str) -> s
 
 
 def _misplaced(block: Block, where: str, role: str) -> InvalidParameterError:
-    return InvalidParameterError(f"{where} is a {block.type} block, which belongs to role {role}", param=where)
+    return InvalidParameterError(f"{where} is a {block.type} block, which is only valid with role {role}", param=where)
 
 
 def _parts(texts: Sequence[str]) -> str | list[dict[str, str]]:
@@ -424,14 +427,14 @@ def _tool_choice(
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidParameterError(
             f"tool_choice.name is {'missing' if choice.name is None else 'given'} with type {choice.type}; "
-            "type tool has one, and no other type",
+            "it is required with type tool and invalid with other types",
             param="tool_choice.name",
         )
     if choice.name is not None:
         check_choosable(choice.name, tools)
         return {"type": "function", "function": {"name": choice.name}}
     if not has_tools and choice.type == "any":
-        raise InvalidParameterError("tool_choice is 'any', but there are no tools", param="tool_choice")
+        raise InvalidParameterError("tool_choice is 'any', but the request has no tools", param="tool_choice")
     if not has_tools:
         return None
     return "required" if choice.type == "any" else choice.type
@@ -441,7 +444,7 @@ def _response_format(body: CountBody) -> dict[str, Any] | None:
     new = None if body.output_config is None else body.output_config.format
     if new is not None and body.output_format is not None:
         raise InvalidParameterError(
-            "output_format is the older name of output_config.format; give one of them", param="output_format"
+            "output_format is the older name of output_config.format; give only one of them", param="output_format"
         )
     given = new or body.output_format
     if given is None:

@@ -1,8 +1,8 @@
-"""Tools of Anthropic's Messages API: functions, and tools whose type names a version.
+"""Tools of Anthropic's Messages API: converts custom tools and versioned tools to functions.
 
-Some of the latter run at the client, as an agent's shell and editor do: the model is shown a function with the input
-that Anthropic publishes for the type. The others run at Anthropic's servers, or show the model pictures: they are left
-out, and a warning names them.
+The types of versioned tools contain a version date. Some run at the client, like an agent's shell and editor: the model
+is shown a function with the input schema that Anthropic publishes for the type. The others run on Anthropic's servers
+or need image input: they are left out, with a warning.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from lockstep.server.fields import JsonObject, Marked
 from lockstep.server.tools.definitions import FunctionName
 
 VERSIONED = r"^([a-z][a-z0-9_]{0,47}_[0-9]{8}|mcp_toolset)$"
-"""Types of tools that Anthropic defines."""
+"""Pattern of the types of tools that Anthropic defines."""
 
 
 class CustomTool(Marked):
-    """A function that the model may call."""
+    """A function that the model can call."""
 
     type: Literal["custom"] | None = None
     name: FunctionName
     description: str | None = None
     input_schema: JsonObject
     strict: bool | None = None
-    """The input obeys the schema."""
+    """True: the input obeys the schema."""
     eager_input_streaming: bool | None = None
-    """A hint; a call is sent when it is whole."""
+    """Ignored: a call is sent when it is complete."""
     input_examples: list[JsonObject] | None = None
-    """Not shown to the model; there is a warning."""
+    """Not shown to the model; a warning reports this."""
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
-    """The model is informed of every tool from the beginning."""
+    """Only false is supported: the model is shown every tool from the start."""
 
 
 class VersionedTool(Marked):
-    """A tool that Anthropic defines, by its type and version; members beside these are those of its type."""
+    """A tool that Anthropic defines, by type and version. Further members depend on the type."""
 
     __pydantic_extra__: dict[str, Any] = Field(init=False)
     type: Annotated[str, Field(pattern=VERSIONED)]
-    """`bash_*`, `text_editor_*` and `memory_*` are functions that the client runs. Others are left out."""
+    """`bash_*`, `text_editor_*` and `memory_*` become functions that the client runs. Others are left out."""
     name: FunctionName | None = None
     strict: bool | None = None
-    """The input obeys the schema."""
+    """True: the input obeys the schema."""
 
 
 MessagesTool = Annotated[
@@ -55,7 +55,7 @@ MessagesTool = Annotated[
     Discriminator(
         lambda value: _tag(value.get("type") if isinstance(value, dict) else getattr(value, "type", None)),
         custom_error_type="tool_kind",
-        custom_error_message="A tool's type must be custom, or one of Anthropic's with its version (bash_20250124)",
+        custom_error_message="A tool's type must be custom or a versioned Anthropic type such as bash_20250124",
     ),
 ]
 
@@ -80,12 +80,15 @@ _RANGE = {
 _FILE: Mapping[str, Any] = {
     "path": _text("Path of the file or directory."),
     "file_text": _text("For create: the content of the new file."),
-    "old_str": _text("For str_replace: the text to replace, which is in the file once."),
-    "new_str": _text("For str_replace: the text in its place."),
-    "insert_line": {"type": "integer", "description": "For insert: the line after which the text goes; 0: before all."},
+    "old_str": _text("For str_replace: the text to replace, which must occur in the file exactly once."),
+    "new_str": _text("For str_replace: the replacement text."),
+    "insert_line": {
+        "type": "integer",
+        "description": "For insert: the line after which to insert; 0: at the start.",
+    },
     "view_range": _RANGE,
 }
-_INSERTED = _text("For insert: the text.")
+_INSERTED = _text("For insert: the text to insert.")
 
 
 def _schema(properties: Mapping[str, Any], *required: str, commands: Sequence[str] = ()) -> JsonObject:
@@ -118,12 +121,12 @@ CLIENT_TOOLS: tuple[tuple[str, str, JsonObject], ...] = (
     ),
     (
         "memory_",
-        "View and edit the files of a memory that lasts beyond this conversation.",
+        "View and edit memory files that persist beyond this conversation.",
         _schema(
             {
                 **_FILE,
                 "insert_text": _INSERTED,
-                "old_path": _text("For rename: the path."),
+                "old_path": _text("For rename: the old path."),
                 "new_path": _text("For rename: the new path."),
             },
             "command",
@@ -131,17 +134,17 @@ CLIENT_TOOLS: tuple[tuple[str, str, JsonObject], ...] = (
         ),
     ),
 )  # fmt: skip
-"""Beginnings of types, the first that fits, with a description and the schema of the input."""
+"""Prefixes of tool types with the description and the input schema. The first matching prefix applies."""
 
 
 def functions_of(tools: Sequence[MessagesTool]) -> tuple[list[dict[str, Any]], list[int]]:
-    """The tools as functions of a chat request, and the place of each in the request."""
+    """Convert tools to functions of a chat request. Also returns the index of each function's tool in the request."""
     found = [(index, function) for index, tool in enumerate(tools) if (function := _function(tool)) is not None]
     return [{"type": "function", "function": function} for _, function in found], [index for index, _ in found]
 
 
 def _function(tool: MessagesTool) -> dict[str, Any] | None:
-    """The function that the model is shown for a tool; None: it cannot be run by a client of this server."""
+    """Return the function that represents a tool; None if a client of this server cannot run the tool."""
     if isinstance(tool, CustomTool):
         about = {"name": tool.name, "description": tool.description, "strict": tool.strict}
         return {**{key: value for key, value in about.items() if value is not None}, "parameters": tool.input_schema}
@@ -153,19 +156,19 @@ def _function(tool: MessagesTool) -> dict[str, Any] | None:
 
 
 def tool_warnings(tools: Sequence[MessagesTool]) -> Iterator[str]:
-    """Warnings of tools that are left out, and of what is not done with others."""
+    """Warnings about tools that are left out, and about tool options that have no effect."""
     for index, tool in enumerate(tools):
         if _function(tool) is None:
-            yield f"tools[{index}]: {tool.type} does not run here, so the model is not shown it"
+            yield f"tools[{index}]: {tool.type} is not supported, so it is not shown to the model"
     if any(isinstance(tool, CustomTool) and tool.input_examples for tool in tools):
-        yield "tools.input_examples: examples are not shown to the model; its description is"
+        yield "tools.input_examples has no effect: only the description is shown to the model"
 
 
 def check_choosable(name: str, tools: Sequence[MessagesTool]) -> None:
-    """Refuse the choice of a tool that is left out; one that is not there is refused where functions are checked."""
+    """Reject the choice of a tool that is left out. The check of functions rejects unknown names."""
     for tool in tools:
         if tool.name == name and _function(tool) is None:
             raise InvalidParameterError(
-                f"tool_choice.name is {name!r}, of type {tool.type}, which does not run here; choose a function",
+                f"tool_choice.name is {name!r}, of type {tool.type}, which is not supported; choose a function",
                 param="tool_choice.name",
             )

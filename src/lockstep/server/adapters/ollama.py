@@ -1,4 +1,5 @@
-"""Ollama's `/api/chat` and `/api/generate`: answers as lines of JSON, streamed by default."""
+"""Ollama's generating endpoints: serves `/api/chat` and `/api/generate`; answers are JSON lines, streamed by
+default."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import Caller
 from lockstep.server.logprobs import TokenLogprob, chat_logprobs
-from lockstep.server.request_context import RequestContext, context_of, disconnected, refusal, unless_gone
+from lockstep.server.request_context import RequestContext, cancel_on_disconnect, context_of, disconnected, refusal
 from lockstep.server.serving import serving_of, translated
 from lockstep.worker.progress import LOADING
 
@@ -70,7 +71,7 @@ class OllamaAnswerMessage(Shape):
 
 
 class OllamaAnswer(Shape):
-    """One line: a piece of an answer, its end, or all of it. Numbers come at the end; times are nanoseconds."""
+    """One line of an answer: a part, the end, or everything. The end has the numbers; durations are in nanoseconds."""
 
     model: str
     created_at: str
@@ -78,9 +79,9 @@ class OllamaAnswer(Shape):
     done_reason: NotRequired[Literal["stop", "length", "load", "unload"] | None]
     total_duration: NotRequired[int | None]
     load_duration: NotRequired[int | None]
-    """Waiting for the model to be loaded."""
+    """Time spent waiting for the model to be loaded."""
     prompt_eval_count: NotRequired[int | None]
-    """Tokens of the prompt, those from the prefix cache included."""
+    """Number of prompt tokens, including those from the prefix cache."""
     prompt_eval_duration: NotRequired[int | None]
     eval_count: NotRequired[int | None]
     eval_duration: NotRequired[int | None]
@@ -96,14 +97,15 @@ class OllamaGeneration(OllamaAnswer):
     response: str
     thinking: NotRequired[str | None]
     context: NotRequired[list[int] | None]
-    """Tokens of prompt and answer, at the end; a request that goes on with the conversation has them as `context`."""
+    """Tokens of prompt and answer, in the last line. A request that continues the conversation sends them as
+    `context`."""
 
 
 class OllamaEncoder:
-    """Encoder of one call with one choice as lines. Implements `lockstep.server.answer_response.Encoder`.
+    """Encoder of one call with one choice as JSON lines. Implements `lockstep.server.answer_response.Encoder`.
 
     Args:
-        is_chat: answers have a `message`, else a `response`.
+        is_chat: answers have a `message`; otherwise a `response`.
     """
 
     def __init__(self, model: str, context: RequestContext, *, is_chat: bool) -> None:
@@ -111,12 +113,12 @@ class OllamaEncoder:
         self._context = context
         self._is_chat = is_chat
         self._ids: list[int] = []
-        """Of the answer so far, where tokens are returned."""
+        """Token ids of the answer so far, if they are returned."""
 
     @property
     def framing(self) -> Framing:
-        """Ollama's clients ignore an empty line, so silence is bridged by an answer without text."""
-        return Framing(NDJSON, self._line(self._said(""), is_done=False))
+        """Framing whose ping is an answer without text, because Ollama's clients ignore empty lines."""
+        return Framing(NDJSON, self._line(self._members(""), is_done=False))
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         return b""
@@ -125,14 +127,14 @@ class OllamaEncoder:
         self._ids += choice.token_ids
         if not (choice.text or choice.reasoning or choice.entries):
             return b""
-        said = self._said(choice.text, choice.reasoning)
-        return self._line(said | _logprobs(choice), is_done=False)
+        members = self._members(choice.text, choice.reasoning)
+        return self._line(members | _logprobs(choice), is_done=False)
 
     def end(self, answer: Answer) -> bytes:
         [choice] = answer.choices
         calls = self._calls(choice)
-        before = self._line(self._said("", calls=calls), is_done=False) if calls else b""
-        return before + self._line(self._said("") | self._figures(answer), is_done=True)
+        before = self._line(self._members("", calls=calls), is_done=False) if calls else b""
+        return before + self._line(self._members("") | self._final_members(answer), is_done=True)
 
     def failed(self, error: HttpError) -> bytes:
         return encode(OLLAMA.error_body(error, self._context.request_id)) + b"\n"
@@ -140,16 +142,16 @@ class OllamaEncoder:
     def whole(self, answer: Answer) -> bytes:
         [choice] = answer.choices
         self._ids += choice.token_ids
-        said = self._said(choice.text, choice.reasoning, self._calls(choice))
-        return self._line(said | _logprobs(choice) | self._figures(answer), is_done=True)
+        members = self._members(choice.text, choice.reasoning, self._calls(choice))
+        return self._line(members | _logprobs(choice) | self._final_members(answer), is_done=True)
 
-    def _said(self, text: str, thoughts: str = "", calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        told: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
+    def _members(self, text: str, thoughts: str = "", calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        others: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
         if not self._is_chat:
-            return {"response": text, **told}
+            return {"response": text, **others}
         if calls:
-            told["tool_calls"] = calls
-        return {"message": {"role": "assistant", "content": text, **told}}
+            others["tool_calls"] = calls
+        return {"message": {"role": "assistant", "content": text, **others}}
 
     def _calls(self, choice: Choice) -> list[dict[str, Any]]:
         return [
@@ -164,7 +166,7 @@ class OllamaEncoder:
             for index, call in enumerate(choice.whole_calls)
         ]
 
-    def _figures(self, answer: Answer) -> dict[str, Any]:
+    def _final_members(self, answer: Answer) -> dict[str, Any]:
         [choice], totals, context = answer.choices, answer.totals, self._context
         waits = context.progress.waits.items()
         loading_s = sum(wait.last_s - wait.first_s for (_, limit), wait in waits if limit == LOADING)
@@ -194,15 +196,15 @@ def _ns(seconds: float) -> int:
 
 
 def now_text() -> str:
-    """The time as Ollama writes it."""
+    """Current time in Ollama's format."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def served_name(cluster: Cluster, name: str) -> str:
-    """The served name that a client of Ollama means: every name without a tag has the tag `latest` there.
+    """Resolve a model name of an Ollama client to a served name. Ollama adds the tag `latest` to names without a tag.
 
     Raises:
-        ModelNotFoundError: nothing is served under that name.
+        ModelNotFoundError: no model is served under that name.
     """
     try:
         cluster.card(name)
@@ -228,7 +230,7 @@ router = APIRouter(prefix="/api", route_class=LongBodyRoute, tags=["ollama"], re
     operation_id="ollama_chat",
 )
 async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
-    """Answer a conversation in Ollama's shape."""
+    """Answer a conversation (Ollama's API)."""
     if not body.messages:
         return await _load(request, body, {"message": {"role": "assistant", "content": ""}})
     return await _answer(request, body, is_chat=True)
@@ -240,10 +242,10 @@ async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
     operation_id="ollama_generate",
 )
 async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
-    """Answer a prompt in Ollama's shape."""
+    """Answer a prompt (Ollama's API)."""
     if not body.prompt:
         return await _load(request, body, {"response": ""})
-    return await (_go_on(request, body) if body.raw else _answer(request, body, is_chat=False))
+    return await (_continue(request, body) if body.raw else _answer(request, body, is_chat=False))
 
 
 async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *, is_chat: bool) -> Response:
@@ -263,8 +265,8 @@ async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *
     )
 
 
-async def _go_on(request: Request, body: OllamaGenerateBody) -> Response:
-    """Go on with a prompt as it is."""
+async def _continue(request: Request, body: OllamaGenerateBody) -> Response:
+    """Complete a raw prompt, without the chat template."""
     serving, context = serving_of(request), context_of(request)
     cluster = serving.cluster
     body = body.model_copy(update={"model": served_name(cluster, body.model)})
@@ -288,8 +290,8 @@ async def _go_on(request: Request, body: OllamaGenerateBody) -> Response:
     return AnswerResponse(request, calls, make_answer, names, is_stream=body.stream is not False)
 
 
-async def _load(request: Request, body: OllamaBody, said: Mapping[str, Any]) -> Response:
-    """Load a model without asking it, as a request without a prompt does; or unload it, where nothing keeps it."""
+async def _load(request: Request, body: OllamaBody, members: Mapping[str, Any]) -> Response:
+    """Load or unload a model, for a request without a prompt. With `keep_alive` 0 the model is unloaded."""
     serving, context = serving_of(request), context_of(request)
     cluster = serving.cluster
     context.model = name = cluster.card(served_name(cluster, body.model)).name
@@ -308,24 +310,24 @@ async def _load(request: Request, body: OllamaBody, said: Mapping[str, Any]) -> 
             queue_deadline_s=serving.options.queue_timeout_s,
             deadline_s=serving.options.request_timeout_s,
         )
-        await unless_gone(disconnected(request.receive), _begun(cluster, call, context), context)
-    line = {"model": name, "created_at": now_text(), **said}
+        await cancel_on_disconnect(disconnected(request.receive), _load_for(cluster, call, context), context)
+    line = {"model": name, "created_at": now_text(), **members}
     return JSONResponse({**line, "done": True, "done_reason": "unload" if unloads else "load"})
 
 
-async def _begun(cluster: Cluster, call: GenerationRequest, context: RequestContext) -> None:
-    """Bring up the model of a call as the call itself would, and leave when it is accepted."""
+async def _load_for(cluster: Cluster, call: GenerationRequest, context: RequestContext) -> None:
+    """Load the model of a call by submitting the call, and abort the call when it is accepted."""
     async with aclosing(cluster.stream(call, context.progress)) as stream:
         await accepted_of([stream])
 
 
 def _unloading_fault(request: Request) -> HttpError | None:
-    """The refusal of unloading a model, which is an operator's; None: the caller may."""
+    """Return the error if the caller may not unload models, which requires an operator; otherwise None."""
     serving, context = serving_of(request), context_of(request)
     options = serving.options
     if serving.cluster.is_fixed:
         raise InvalidParameterError(
-            "keep_alive is 0, but this server serves one model and keeps it; stop the server to unload it, or serve a "
+            "keep_alive is 0, but this server serves one fixed model; stop the server to unload it, or serve a "
             "manifest",
             param="keep_alive",
         )
@@ -333,5 +335,5 @@ def _unloading_fault(request: Request) -> HttpError | None:
         return forbidden()
     if context.tenant:
         return None
-    # As `/v1/models/{id}/unload`, which pages of loopback origins may not ask for either.
+    # Pages of loopback origins cannot call `/v1/models/{id}/unload` either.
     return origin_fault(options.cors_origins, False, request.scope["headers"])

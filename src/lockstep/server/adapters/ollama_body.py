@@ -1,4 +1,5 @@
-"""Bodies of Ollama's `/api/chat` and `/api/generate`, and the chat and completion requests that they become."""
+"""Request bodies of Ollama's API: the shapes of `/api/chat` and `/api/generate` and their conversion to other
+requests."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from lockstep.server.fields import (
     RepetitionPenalty,
     SamplingBody,
     TokenId,
-    empty,
     in_pieces,
+    only_empty,
     text_or_object,
 )
 from lockstep.server.generation import StopStrings
@@ -36,36 +37,36 @@ from lockstep.server.tools.definitions import MAX_TOOLS, Function
 
 LATEST = ":latest"
 ENDS_ALONE = (-2, -1, 0)
-"""Values of `num_predict` that set no bound."""
+"""Values of `num_predict` that set no limit."""
 
 
-NoImages = Annotated[None, empty("models here know text only"), NOTHING]
+NoImages = Annotated[None, only_empty("only text is supported"), NOTHING]
 
 
 class OllamaOptions(SamplingBody):
-    """Options of one answer. Options of running a model are accepted without effect: `lockstep serve` sets them. An
-    unknown option gets a warning, as with Ollama."""
+    """Options of one answer. Options for running a model are ignored, because `lockstep serve` sets them. As with
+    Ollama, an unknown option causes a warning."""
 
     __pydantic_extra__: dict[str, Any] = Field(init=False)
     num_predict: Annotated[int | None, Field(ge=-2, le=MAX_SEQUENCE_TOKENS)] = None
-    """Tokens of the answer; -1, -2 and 0: what the context leaves."""
+    """Maximum number of tokens of the answer; -1, -2 and 0: the rest of the context."""
     stop: StopStrings | None = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repeat_last_n: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
-    """Penalties look at the whole sequence; another value than -1 gets a warning."""
+    """Penalties always apply to the whole sequence. Values other than -1 cause a warning."""
     num_ctx: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
-    """The model's context is what it was served with; more gets a warning."""
+    """The context length is fixed by the server. A larger value causes a warning."""
     tfs_z: Annotated[float | None, Field(ge=1, le=1)] = None
-    """Not done here, so only the value that changes nothing, as the two that follow."""
+    """Not supported: like the next two, it only accepts the value without effect."""
     typical_p: Annotated[float | None, Field(ge=1, le=1)] = None
     mirostat: Literal[0] | None = None
     mirostat_tau: float | None = None
-    """Of mirostat, as the next."""
+    """Parameter of mirostat, like the next. Ignored."""
     mirostat_eta: float | None = None
     penalize_newline: bool | None = None
-    """Unused, as all that follow."""
+    """Ignored, like all members below."""
     num_keep: int | None = None
     num_batch: int | None = None
     num_gpu: int | None = None
@@ -99,7 +100,7 @@ class OllamaCalled(Body):
     name: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)]
     arguments: JsonObject | None = None
     index: int | None = None
-    """Left over from an answer; unused."""
+    """Ignored. Present when an answer is sent back."""
     description: str | None = None
 
 
@@ -110,18 +111,19 @@ class OllamaCall(Body):
 
 
 class OllamaMessage(Body):
-    """One turn of the conversation. An answer's `message` may be sent back as it came."""
+    """One turn of the conversation. The `message` of an answer can be sent back unchanged."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    """Of role `assistant`: its thoughts, for templates that read them."""
+    """With role `assistant`: reasoning of the turn, for templates that read it."""
     images: NoImages = None
     tool_calls: Annotated[list[OllamaCall] | None, Field(max_length=MAX_TOOLS)] = None
     tool_name: Name | None = None
-    """Of role `tool`: the function that answers; without it and `tool_call_id`, the first that was not answered."""
+    """With role `tool`: name of the function. Without it and `tool_call_id`, the result belongs to the first open
+    call."""
     name: Name | None = None
-    """The older name of `tool_name`."""
+    """Older name of `tool_name`."""
     tool_call_id: Name | None = None
 
 
@@ -131,49 +133,51 @@ class OllamaTool(Body):
 
 
 class OllamaBody(ParameterBody):
-    """Members of every question."""
+    """Members of all generating requests."""
 
     model: Name
-    """A served name, with `:latest` or without."""
+    """Name of a served model, with or without `:latest`."""
     stream: bool | None = None
     """Default: true."""
     options: OllamaOptions | None = None
     format: Format | None = None
-    """`json`, or a schema that the answer obeys."""
+    """`json`, or a JSON schema that the answer obeys."""
     think: Think | None = None
-    """Where the model's chat template reads `enable_thinking` or `reasoning_effort`, else a warning."""
+    """Passed to chat templates that read `enable_thinking` or `reasoning_effort`; otherwise a warning."""
     keep_alive: KeepAlive | None = None
-    """The server determines how long models stay loaded, so there is a warning; 0 in a request without a prompt unloads
-    the model, which is for operators."""
+    """Ignored, with a warning: the server determines how long models stay loaded. In a request without a prompt, 0
+    unloads the model, which requires operator permissions."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    """Only with `logprobs`."""
+    """Requires `logprobs`."""
     truncate: bool | None = None
-    """A conversation that does not fit is refused, whatever is set here."""
+    """Ignored: a conversation that does not fit in the context is rejected."""
     shift: bool | None = None
-    """An answer ends where its context does, whatever is set here."""
+    """Ignored: an answer ends at the end of the context."""
 
 
 class OllamaChatBody(OllamaBody):
-    """A conversation for a model to answer; without messages, the model is loaded."""
+    """A conversation for a model to answer. Without messages, the model is loaded."""
 
     messages: Annotated[list[OllamaMessage] | None, Field(max_length=MAX_MESSAGES)] = None
     tools: Annotated[list[OllamaTool] | None, Field(max_length=MAX_TOOLS)] = None
 
 
 class OllamaGenerateBody(OllamaBody):
-    """A prompt for a model to answer; without one, the model is loaded."""
+    """A prompt for a model to answer. Without a prompt, the model is loaded."""
 
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    """True: the prompt is gone on with as it is, without the chat template."""
-    suffix: Annotated[None, empty("texts are only gone on with here, not filled in; leave it out"), NOTHING] = None
+    """True: the prompt is completed as given, without the chat template."""
+    suffix: Annotated[None, only_empty("fill-in-the-middle is not supported; leave it out"), NOTHING] = None
     template: Annotated[
-        None, empty("the model's own chat template is used; leave it out, or send raw with the whole prompt"), NOTHING
+        None,
+        only_empty("the model's own chat template is always used; leave it out, or set raw and send the whole prompt"),
+        NOTHING,
     ] = None
     context: Annotated[list[TokenId], *in_pieces(MAX_VALUES, least=0)] | None = None
-    """Tokens of an earlier conversation, as the `context` of an answer has them; the prompt goes on with them."""
+    """Tokens of an earlier conversation, from the `context` of an answer. The prompt continues them."""
     images: NoImages = None
 
 
@@ -184,14 +188,14 @@ WORDS = Vocabulary((
     (re.compile(r"(?:response_format|guided_json)\b.*"), "format"),
     (re.compile(r"reasoning_effort|chat_template_kwargs\.enable_thinking"), "think"),
 ))  # fmt: skip
-"""What chat completions call a parameter, and what it is called here; others have one name."""
+"""Parameter names of chat completions, each with the name in Ollama's API if it differs."""
 
 
 def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
-    """The same question as a chat request.
+    """Convert a body to a chat request.
 
     Raises:
-        InvalidParameterError: names the parameter.
+        InvalidParameterError: a parameter is invalid; the error names it.
     """
     tools = body.tools or () if isinstance(body, OllamaChatBody) else ()
     members = {
@@ -207,15 +211,15 @@ def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
 
 
 def completion_body(body: OllamaGenerateBody) -> CompletionBody:
-    """A raw prompt as a completion request.
+    """Convert a raw prompt to a completion request.
 
     Raises:
-        InvalidParameterError: names the parameter.
+        InvalidParameterError: a parameter is invalid; the error names it.
     """
     others = {"system": body.system, "think": body.think not in (None, ""), "context": body.context}
     if param := next((name for name, value in others.items() if value), None):
         raise InvalidParameterError(
-            f"{param} is given with raw, whose prompt goes past the chat template; write it into the prompt",
+            f"{param} is given with raw, which disables the chat template; include it in the prompt",
             param=param,
         )
     if body.top_logprobs and not body.logprobs:
@@ -232,27 +236,27 @@ def completion_body(body: OllamaGenerateBody) -> CompletionBody:
 
 
 def warnings_of(body: OllamaBody, max_model_len: int | None) -> Iterator[str]:
-    """Warnings of all that a body asks for and is not done, a sentence each."""
+    """Warnings, one sentence each, about parameters that have no effect."""
     options = body.options or OllamaOptions()
     if body.keep_alive is not None:
-        yield "keep_alive: the server determines how long models stay loaded"
+        yield "keep_alive has no effect: the server determines how long models stay loaded"
     if options.num_ctx is not None and max_model_len is not None and options.num_ctx > max_model_len:
-        yield f"options.num_ctx: the model's context has {max_model_len} tokens here"
+        yield f"options.num_ctx has no effect: the model's context has {max_model_len} tokens"
     if options.repeat_last_n not in (None, -1):
-        yield "options.repeat_last_n: penalties look at the whole sequence"
+        yield "options.repeat_last_n has no effect: penalties apply to the whole sequence"
     for name in list(options.__pydantic_extra__)[:MAX_WARNINGS]:
-        yield f"options.{ascii(name[:MAX_LABEL_CHARS])[1:-1]}: it is not known here, so it changes nothing"
+        yield f"options.{ascii(name[:MAX_LABEL_CHARS])[1:-1]}: the option is not supported, so it has no effect"
 
 
 def is_unloading(keep_alive: str | float | None) -> bool:
-    """True if a model is to be kept for no time at all."""
+    """True if ``keep_alive`` is zero, which unloads the model."""
     if isinstance(keep_alive, str):
         return re.fullmatch(r"0+(ms|[smh])?", keep_alive) is not None
     return keep_alive == 0
 
 
 def _shared(body: OllamaBody) -> dict[str, Any]:
-    """Parameters that chats and raw prompts have."""
+    """Parameters that chats and raw prompts share."""
     options = body.options or OllamaOptions()
     return {
         "model": body.model,
@@ -297,12 +301,12 @@ def _messages(body: OllamaChatBody | OllamaGenerateBody) -> list[dict[str, Any]]
 
 
 def messages_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """The conversation as chat completions have it: calls get ids, and results find theirs.
+    """Convert the conversation to chat messages. Calls receive ids, and results are matched to their calls.
 
     Raises:
-        InvalidParameterError: a result answers no call.
+        InvalidParameterError: a result has no matching call.
     """
-    told: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     waiting: dict[str, str] = {}
     for index, message in enumerate(messages):
         turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
@@ -310,7 +314,7 @@ def messages_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
             found = _answered(message, waiting)
             if found is None:
                 raise InvalidParameterError(
-                    f"messages[{index}] is the result of a tool that no message before it calls",
+                    f"messages[{index}] is a tool result, but no earlier message calls that tool",
                     param=f"messages[{index}]",
                 )
             turn |= {"tool_call_id": found, "name": waiting.pop(found)}
@@ -319,12 +323,12 @@ def messages_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
         if message.tool_calls:
             turn["tool_calls"] = calls = [_call(call, f"call_{index}_{i}") for i, call in enumerate(message.tool_calls)]
             waiting |= {call["id"]: call["function"]["name"] for call in calls}
-        told.append(turn)
-    return told
+        turns.append(turn)
+    return turns
 
 
 def _answered(result: OllamaMessage, waiting: dict[str, str]) -> str | None:
-    """The call that a result answers: by its id, else by its function, else the first that waits."""
+    """Return the call id of a result: by id, otherwise by function name, otherwise the first open call."""
     if result.tool_call_id is not None and result.tool_call_id in waiting:
         return result.tool_call_id
     name = result.tool_name or result.name

@@ -1,4 +1,4 @@
-"""Ollama's endpoints on models: listed, shown, embedded with; those that manage them say what to do here instead."""
+"""Ollama's model endpoints: lists and describes models and embeds texts; rejects model management with a hint."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, JsonObject, Name, 
 from lockstep.server.serving import serving_of
 from lockstep.version import __version__
 
-SPOKEN_VERSION = "0.12.11"
-"""The version of Ollama whose shapes are spoken; clients ask for it to know what they may send."""
+OLLAMA_VERSION = "0.12.11"
+"""Version of Ollama whose API is implemented. Clients query it to select features."""
 NEVER = "2318-12-31T00:00:00Z"
-"""When models are unloaded that stay until their room is needed."""
+"""Expiry time of models that stay loaded until their memory is needed."""
 
 router = APIRouter(prefix="/api", route_class=LongBodyRoute, tags=["ollama"], responses=ERRORS)
 
@@ -49,12 +49,12 @@ class OllamaModel(Shape):
     modified_at: str
     size: int
     digest: str
-    """Of where the model came from and its context; a name for it, not of its content."""
+    """Digest of the model's source and context length. It identifies the model, not its content."""
     details: OllamaDetails
 
 
 class OllamaModels(Shape):
-    """Every name that requests may use."""
+    """All names that requests can use."""
 
     models: list[OllamaModel]
 
@@ -66,14 +66,14 @@ class OllamaRunningModel(OllamaModel):
 
 
 class OllamaRunning(Shape):
-    """Models that can answer at once."""
+    """Models that are loaded."""
 
     models: list[OllamaRunningModel]
 
 
 class OllamaVersion(Shape):
     version: str
-    """Of Ollama, whose shapes are spoken."""
+    """Version of Ollama whose API is implemented."""
     lockstep: str
 
 
@@ -90,7 +90,7 @@ class OllamaShown(Shape):
 
 
 class OllamaEmbeddings(Shape):
-    """A vector for each input, in order."""
+    """One vector for each input, in order."""
 
     model: str
     embeddings: list[list[float]]
@@ -108,18 +108,18 @@ class OllamaStatus(Shape):
 
 
 class NamedModelBody(Body):
-    """A model by its name."""
+    """A model name."""
 
     model: Name | None = None
     name: Name | None = None
-    """The older name of `model`."""
+    """Older name of `model`."""
     verbose: bool | None = None
     stream: bool | None = None
     insecure: bool | None = None
 
 
 class EmbedBody(ParameterBody):
-    """Texts that are to become vectors."""
+    """Texts to embed."""
 
     model: Name
     input: Annotated[
@@ -127,17 +127,17 @@ class EmbedBody(ParameterBody):
         Discriminator(text_or_list),
     ]
     truncate: bool | None = None
-    """False: an input that does not fit the context is refused; default: its last tokens are kept."""
+    """False: an input that does not fit in the context is rejected. Default: only its last tokens are used."""
     dimensions: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
-    """The first so many numbers of each vector, whose length is then 1 again."""
+    """Number of elements of each vector to return, from the start. The shortened vectors are normalized again."""
     options: OllamaOptions | None = None
-    """Unused: nothing is drawn."""
+    """Ignored: embeddings do not involve sampling."""
     keep_alive: KeepAlive | None = None
-    """Unused: the server determines how long models stay loaded."""
+    """Ignored: the server determines how long models stay loaded."""
 
 
 class OldEmbedBody(Body):
-    """A text that is to become a vector, which is not divided by its length."""
+    """A text to embed. The vector is not normalized."""
 
     model: Name
     prompt: Annotated[str, Field(min_length=1)]
@@ -148,14 +148,14 @@ class OldEmbedBody(Body):
 @router.get("/version", operation_id="ollama_version", response_model=OllamaVersion)
 @router.head("/version", include_in_schema=False)
 async def ollama_version() -> Response:
-    """The version of Ollama whose shapes are spoken, and ours."""
-    return JSONResponse({"version": SPOKEN_VERSION, "lockstep": __version__})
+    """Versions of the implemented Ollama API and of this server."""
+    return JSONResponse({"version": OLLAMA_VERSION, "lockstep": __version__})
 
 
 @router.get("/tags", operation_id="ollama_tags", response_model=OllamaModels)
 @router.head("/tags", include_in_schema=False)
 async def ollama_tags(request: Request) -> Response:
-    """Every name that requests may use, aliases too, in Ollama's shape."""
+    """All names that requests can use, including aliases (Ollama's format)."""
     cluster = serving_of(request).cluster
     sizes = _snapshots(cluster)
     models = [_listed(name, card, sizes) for card in cluster.cards() for name in (card.name, *card.aliases)]
@@ -164,7 +164,7 @@ async def ollama_tags(request: Request) -> Response:
 
 @router.get("/ps", operation_id="ollama_ps", response_model=OllamaRunning)
 async def ollama_ps(request: Request) -> Response:
-    """Models that can answer at once, in Ollama's shape."""
+    """Loaded models (Ollama's format)."""
     cluster = serving_of(request).cluster
     snapshots = _snapshots(cluster)
     running = [card for card in cluster.cards() if card.tier == "resident"]
@@ -173,7 +173,7 @@ async def ollama_ps(request: Request) -> Response:
 
 @router.post("/show", operation_id="ollama_show", response_model=OllamaShown)
 async def ollama_show(body: NamedModelBody, request: Request) -> Response:
-    """One model: its template, its context, and what it can do."""
+    """One model: its template, context length and capabilities."""
     cluster = serving_of(request).cluster
     name = served_name(cluster, _name(body))
     card, tokenizer = cluster.card(name), cluster.tokenizer(name)
@@ -199,7 +199,7 @@ async def ollama_show(body: NamedModelBody, request: Request) -> Response:
 
 @router.post("/embed", operation_id="ollama_embed", response_model=OllamaEmbeddings)
 async def ollama_embed(body: EmbedBody, request: Request) -> Response:
-    """Turn texts into vectors of length 1."""
+    """Embed texts as normalized vectors."""
     inputs = [text for text in ([body.input] if isinstance(body.input, str) else body.input) if text]
     started_s = time.monotonic()
     name = served_name(serving_of(request).cluster, body.model)
@@ -211,19 +211,19 @@ async def ollama_embed(body: EmbedBody, request: Request) -> Response:
         dimensions=body.dimensions,
         truncate_prompt_tokens=cut,
     )
-    told: OllamaEmbeddings = {
+    answer: OllamaEmbeddings = {
         "model": name,
         "embeddings": vectors,
         "total_duration": round((time.monotonic() - started_s) * NS),
         "load_duration": 0,
         "prompt_eval_count": num_tokens,
     }
-    return JSONResponse(told)
+    return JSONResponse(answer)
 
 
 @router.post("/embeddings", operation_id="ollama_embeddings", response_model=OllamaEmbedding)
 async def ollama_embeddings(body: OldEmbedBody, request: Request) -> Response:
-    """Turn one text into a vector; the older form of `/api/embed`."""
+    """Embed one text. Older form of `/api/embed`."""
     name = served_name(serving_of(request).cluster, body.model)
     [vector], _ = await _vectors(request, [body.prompt], name, normalize=False, truncate_prompt_tokens=-1)
     return JSONResponse({"embedding": vector})
@@ -231,14 +231,14 @@ async def ollama_embeddings(body: OldEmbedBody, request: Request) -> Response:
 
 @router.post("/pull", operation_id="ollama_pull", response_model=OllamaStatus)
 async def ollama_pull(body: NamedModelBody, request: Request) -> Response:
-    """Succeeds for a model that is served, for clients that make sure of it first; nothing is fetched."""
+    """Succeed if the model is served, for clients that pull before use. Nothing is downloaded."""
     name = _name(body)
     try:
         served_name(serving_of(request).cluster, name)
     except ModelNotFoundError:
         raise InvalidParameterError(
-            f"{name!r} is not served, and models are not fetched by request here: run `lockstep pull hf://ORG/NAME` "
-            "where the server is, and serve it with `lockstep serve` or a manifest",
+            f"{name!r} is not served, and models cannot be downloaded by request: run `lockstep pull hf://ORG/NAME` "
+            "on the server's machine, and serve the model with `lockstep serve` or a manifest",
             param="model",
         ) from None
     return JSONResponse({"status": "success"})
@@ -246,39 +246,39 @@ async def ollama_pull(body: NamedModelBody, request: Request) -> Response:
 
 @router.post("/push", operation_id="ollama_push", responses={})
 async def ollama_push(body: JsonObject) -> Response:
-    """Refused: models are not sent anywhere from here."""
-    raise _unmanaged("Models are not sent anywhere from here")
+    """Not supported: models cannot be uploaded from the server."""
+    raise _unsupported("Models cannot be uploaded from the server")
 
 
 @router.post("/create", operation_id="ollama_create")
 async def ollama_create(body: JsonObject) -> Response:
-    """Refused: models are served from their files."""
-    raise _unmanaged("Models are not made by request: `lockstep serve` takes a GGUF file or a directory as it is")
+    """Not supported: models are served from their files."""
+    raise _unsupported("Models cannot be created by request: `lockstep serve` serves GGUF files and model directories")
 
 
 @router.post("/copy", operation_id="ollama_copy")
 async def ollama_copy(body: JsonObject) -> Response:
-    """Refused: a second name is an alias."""
-    raise _unmanaged("Models are not copied: a second --served-model-name, or `aliases` of a manifest, names one twice")
+    """Not supported: use an alias for a second name."""
+    raise _unsupported("Models cannot be copied: add a --served-model-name, or `aliases` in a manifest")
 
 
 @router.delete("/delete", operation_id="ollama_delete")
 async def ollama_delete(body: JsonObject) -> Response:
-    """Refused: files are removed where they are."""
-    raise _unmanaged("Models are not deleted by request: `lockstep rm` removes what `lockstep pull` brought")
+    """Not supported: files are removed on the server's machine."""
+    raise _unsupported("Models cannot be deleted by request: use `lockstep rm` for models of `lockstep pull`")
 
 
-def _unmanaged(why: str) -> InvalidParameterError:
+def _unsupported(why: str) -> InvalidParameterError:
     return InvalidParameterError(f"{why}.")
 
 
 async def _vectors(request: Request, inputs: Sequence[str], name: str, **more: Any) -> tuple[list[list[float]], int]:
-    """The vectors of some texts, and the tokens of these."""
+    """Embed texts; return the vectors and the number of tokens."""
     if not inputs:
         return [], 0
     body = EmbeddingBody.model_validate({"input": inputs, "model": name, **more})
-    told = await embedded(body, request)
-    return [each["embedding"] for each in told["data"]], told["usage"]["prompt_tokens"]  # type: ignore[misc]  # floats, as nothing else was asked for
+    answer = await embedded(body, request)
+    return [each["embedding"] for each in answer["data"]], answer["usage"]["prompt_tokens"]  # type: ignore[misc]  # floats, as base64 is not requested
 
 
 def _name(body: NamedModelBody) -> str:
@@ -289,7 +289,7 @@ def _name(body: NamedModelBody) -> str:
 
 
 def tagged(name: str) -> str:
-    """A served name as Ollama lists it: with a tag."""
+    """Name of a model in Ollama's lists, with a tag."""
     return name if ":" in name else name + LATEST
 
 
@@ -324,7 +324,7 @@ def _listed(name: str, card: ModelCard, snapshots: Mapping[str, ModelSnapshot]) 
 def _running(card: ModelCard, snapshots: Mapping[str, ModelSnapshot]) -> OllamaRunningModel:
     listed = _listed(card.name, card, snapshots)
     more = {"expires_at": NEVER, "size_vram": 0, "context_length": card.max_model_len or 0}
-    return {**listed, **more}  # type: ignore[typeddict-item]  # the members that it has more
+    return {**listed, **more}  # type: ignore[typeddict-item]  # the additional members
 
 
 def _time(card: ModelCard) -> str:

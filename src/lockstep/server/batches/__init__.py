@@ -1,4 +1,4 @@
-"""The Batch API: files of requests that are answered when no one waits, and that survive a restart."""
+"""Batch API: executes files of requests in idle time, and continues after a restart."""
 
 from lockstep.server.batches.answering import InProcessServer, run_job
 from lockstep.server.batches.input_file import CheckedInput, checked_input

@@ -1,6 +1,6 @@
-"""Answers to the requests of a batch: the application is called as by HTTP, without a socket.
+"""Execution of batch requests: calls the application in process, without a socket.
 
-So a request of a batch has the shapes, rules, limits, records and bytes of one that a client sends.
+A batch request therefore has the same validation, limits, records and response bytes as a request over HTTP.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from lockstep.server.body import JSON_TYPE
 from lockstep.server.request_context import BACKGROUND, REQUEST_ID_HEADER, Background
 
 RETRIED = frozenset({408, 429, 502, 503})
-"""Statuses of requests that could be answered later: a full queue, a model that is loading, another server's fault."""
+"""Statuses after which a request is retried: a full queue, a model that is loading, an error of a remote server."""
 MAX_TRIES = 60
-"""Of one request; with the longest wait between them half an hour."""
+"""Maximum number of attempts per request; with the maximum delay, half an hour in total."""
 MAX_LOST_TRIES = 3
-"""Of one request at which the worker's process ended: it may be why."""
+"""Maximum number of attempts for a request during which the worker process died, as the request may be the cause."""
 FIRST_WAIT_S = 0.25
 MAX_WAIT_S = 30.0
 
 
 class InProcessServer:
-    """The application as requests of batches reach it."""
+    """Calls the application for batch requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def ask(self, request: BatchRequest, tenant: str, request_id: str) -> Reply:
-        """Send one request. Cancelling aborts it within one step, unless its answer is complete: that is returned."""
+    async def send(self, request: BatchRequest, tenant: str, request_id: str) -> Reply:
+        """Send one request. Cancellation aborts it within one step, unless the answer is complete, which is then
+        returned."""
         state = {BACKGROUND: Background(tenant)}
         headers = [
             (b"content-type", JSON_TYPE.encode()),
@@ -67,20 +68,20 @@ class InProcessServer:
 
 
 class _Exchange:
-    """The two channels of one request."""
+    """The receive and send channels of one request."""
 
     def __init__(self, body: bytes) -> None:
         self._left = [body]
         self._start: Message | None = None
         self._pieces: list[bytes] = []
         self.is_complete = False
-        """Whether the whole answer was sent."""
+        """True if the whole answer was sent."""
 
     async def receive(self) -> Message:
         if self._left:
             return {"type": "http.request", "body": self._left.pop(), "more_body": False}
-        await asyncio.get_running_loop().create_future()  # the caller does not leave
-        raise AssertionError("only cancelling ends this wait")
+        await asyncio.get_running_loop().create_future()  # the client never disconnects
+        raise AssertionError("only cancellation ends this wait")
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -90,7 +91,7 @@ class _Exchange:
             self.is_complete = not message.get("more_body", False)
 
     def reply(self, request_id: str) -> Reply:
-        assert self._start is not None, "the application answers"
+        assert self._start is not None, "the application has answered"
         status, headers = self._start["status"], dict(self._start.get("headers", ()))
         retry_after_s = None
         if status in RETRIED:
@@ -100,10 +101,10 @@ class _Exchange:
 
 
 async def answer(server: InProcessServer, job: Job, index: int, request: BatchRequest) -> Reply:
-    """The answer to a request of a job, tried again where a later try may succeed."""
+    """Execute one request of a job, with retries for temporary failures."""
     num_lost = 0
     for attempt in range(MAX_TRIES):
-        reply = await server.ask(request, job.tenant, request_id_of(job.name, index))
+        reply = await server.send(request, job.tenant, request_id_of(job.name, index))
         if reply.retry_after_s is None:
             return reply
         num_lost += _is_lost(reply)
@@ -114,7 +115,7 @@ async def answer(server: InProcessServer, job: Job, index: int, request: BatchRe
 
 
 def wait_s(attempt: int, retry_after_s: float, part: float) -> float:
-    """Seconds until the next try: twice as long each time, at least Retry-After, spread by a random part."""
+    """Delay before the next attempt in seconds: exponential backoff of at least Retry-After, with random jitter."""
     longest = min(MAX_WAIT_S, FIRST_WAIT_S * 2.0 ** min(attempt, 16))
     return max(retry_after_s, longest * (0.5 + part / 2))
 
@@ -128,15 +129,15 @@ def _is_lost(reply: Reply) -> bool:
 
 
 async def run_job(job: Job, server: InProcessServer, num_at_once: int, on_answer: Callable[[], None]) -> None:
-    """Answer all requests of a job, so many at once. Cancelled, it leaves what was answered in the journal.
+    """Execute all requests of a job, ``num_at_once`` concurrently. On cancellation, results so far stay in the journal.
 
     Raises:
-        OSError: an answer cannot be kept.
+        OSError: a result cannot be written.
     """
 
     async def work() -> None:
         task = asyncio.current_task()
-        assert task is not None, "it is one of a group"
+        assert task is not None, "runs as a task of the group"
         while not task.cancelling() and (index := job.take()) is not None:
             request = job.request(index)
             reply = await answer(server, job, index, request)
@@ -147,5 +148,5 @@ async def run_job(job: Job, server: InProcessServer, num_at_once: int, on_answer
         async with asyncio.TaskGroup() as tasks:
             for _ in range(num_at_once):
                 tasks.create_task(work())
-    except ExceptionGroup as group:  # the first ended the others, or they met the same
+    except ExceptionGroup as group:  # the first failure cancelled the others, or all had the same
         raise group.exceptions[0] from None

@@ -1,4 +1,4 @@
-"""Jobs: the requests of one input file, each to be answered once, and their answers so far."""
+"""Batch jobs: execute each request of an input file once, and keep the results so far."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lockstep.server.batches.schema import derived_id
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """An endpoint's answer to one request."""
+    """An endpoint's response to one request."""
 
     status: int
     request_id: str
     body: bytes
     retry_after_s: float | None = None
-    """Seconds after which the same request may be sent again; None: that would not help."""
+    """Seconds after which the request can be retried; None: a retry would not help."""
 
     @property
     def is_success(self) -> bool:
@@ -31,11 +31,11 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Job:
-    """Work on one batch. Files are read and written by one thread at a time; what is next is the event loop's.
+    """The requests and results of one batch. One thread at a time accesses the files; `take` runs on the event loop.
 
     Args:
-        name: of the batch; ids of its lines follow from it.
-        offsets: where the requests of the input begin.
+        name: name of the batch. The ids of result lines are derived from it.
+        offsets: offsets of the requests in the input file.
     """
 
     def __init__(self, name: str, tenant: str, input_path: Path, offsets: array[int], journal: Journal) -> None:
@@ -44,31 +44,31 @@ class Job:
         self.journal = journal
         self._offsets = offsets
         self._input = input_path.open("rb")
-        self._set_back: deque[int] = deque()
+        self._requeued: deque[int] = deque()
         self._rest = journal.unanswered()
 
     def take(self) -> int | None:
-        """The next request to be answered; None: there is none."""
-        return self._set_back.popleft() if self._set_back else next(self._rest, None)
+        """Return the next request to execute; None if there is none."""
+        return self._requeued.popleft() if self._requeued else next(self._rest, None)
 
-    def set_back(self, index: int) -> None:
-        """Let a request that was taken wait again, before all that were not."""
-        self._set_back.append(index)
+    def requeue(self, index: int) -> None:
+        """Queue a request that was taken again, before all others."""
+        self._requeued.append(index)
 
     def request(self, index: int) -> BatchRequest:
-        """A request, read from its line.
+        """Read a request from its line.
 
         Raises:
-            ConfigError: the input is not what it was when it was checked.
+            ConfigError: the input file has changed since it was checked.
         """
         self._input.seek(self._offsets[index])
         found = read_request(self._input.readline().strip(), None)
         if not isinstance(found, BatchRequest):
-            raise ConfigError(f"request {index + 1} of {self.name} was changed since it was checked: {found.message}")
+            raise ConfigError(f"request {index + 1} of {self.name} has changed since it was checked: {found.message}")
         return found
 
     def answer(self, index: int, request: BatchRequest, reply: Reply) -> None:
-        """Keep an answer, durably."""
+        """Write a result durably."""
         response = {
             "status_code": reply.status,
             "request_id": reply.request_id,
@@ -81,11 +81,11 @@ class Job:
         line = {"id": line_id, "custom_id": request.custom_id, "response": response, "error": error}
         return msgspec.json.encode(line)
 
-    def results(self, of_others: tuple[str, str] | None = None) -> Iterator[tuple[bool, bytes]]:
-        """Lines of the results in the order of the input, each with True if its request was answered well.
+    def results(self, unanswered_error: tuple[str, str] | None = None) -> Iterator[tuple[bool, bytes]]:
+        """Yield the result lines in the order of the input, each with True if its request succeeded.
 
         Args:
-            of_others: code and message of an error for those that were not answered; None: they have no line.
+            unanswered_error: code and message of the error for requests without a result; None: they have no line.
         """
         answered = self.journal.lines()
         following = next(answered, None)
@@ -93,8 +93,8 @@ class Job:
             if following is not None and following[0] == index:
                 yield following[1:]
                 following = next(answered, None)
-            elif of_others is not None:
-                error = {"code": of_others[0], "message": of_others[1]}
+            elif unanswered_error is not None:
+                error = {"code": unanswered_error[0], "message": unanswered_error[1]}
                 yield False, self._line(index, self.request(index), None, error) + b"\n"
 
     def close(self) -> None:
@@ -102,12 +102,14 @@ class Job:
         self.journal.close()
 
 
-def write_results(job: Job, output: IO[bytes], errors: IO[bytes], of_others: tuple[str, str] | None = None) -> None:
-    """Write the results into two files, which may be one; see `Job.results`."""
-    for is_success, line in job.results(of_others):
+def write_results(
+    job: Job, output: IO[bytes], errors: IO[bytes], unanswered_error: tuple[str, str] | None = None
+) -> None:
+    """Write the results to two files, which may be the same; see `Job.results`."""
+    for is_success, line in job.results(unanswered_error):
         (output if is_success else errors).write(line)
 
 
 def request_id_of(name: str, index: int) -> str:
-    """The ``x-request-id`` of a request, by which logs and recordings have it."""
+    """The ``x-request-id`` of a request, which appears in logs and recordings."""
     return f"{name}-{index + 1}"

@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches`: files of requests come in, are answered in idle turns, and go out as files."""
+"""Batch API routes: upload files of requests, run them as batches in idle time, and return the result files."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from lockstep.server.errors import ERROR_RESPONSES, HttpError, RefusedBodyError
 from lockstep.server.request_context import CLIENT_LEFT_STATUS, context_of
 
 UPLOAD_TIMEOUT_S = 600.0
-"""Seconds that a client may take to send a file."""
+"""Time limit, in seconds, for a client to upload a file."""
 MAX_FORM_BYTES = 64 << 10
-"""Of an upload, beside the file's own."""
+"""Maximum number of bytes of an upload in addition to the file."""
 MAX_FORM_FIELDS = 8
 PURPOSE = "batch"
 _NAME = re.compile(r"[^\x00-\x1f\x7f/\\]{1,255}")
@@ -74,20 +74,20 @@ router = APIRouter(prefix="/v1", tags=["batches"], responses=ERROR_RESPONSES)
 
 
 def runner_of(request: Request) -> BatchRunner:
-    """The runner of the server that a request came to."""
+    """Batch runner of the server."""
     runner: BatchRunner | None = request.app.state.batches
     if runner is None:
-        raise UnavailableError("batches are not run by this application; `lockstep serve` runs them")
+        raise UnavailableError("this application does not run batches; use `lockstep serve`")
     return runner
 
 
 @router.post("/files", response_model=FileObject, openapi_extra=_FORM)
 async def upload_file(request: Request) -> Response:
-    """Keep a file of requests, one JSON object a line."""
+    """Upload a file of requests, one JSON object per line."""
     store = runner_of(request).store
     if kind_of(request.headers.get("content-type", "")) != UPLOAD_TYPE:
         raise InvalidParameterError(
-            f"the body is no {UPLOAD_TYPE}; send the file as a form, as `client.files.create` does"
+            f"the body is not {UPLOAD_TYPE}; send the file as a form, as `client.files.create` does"
         )
     try:
         async with asyncio.timeout(UPLOAD_TIMEOUT_S):
@@ -98,7 +98,7 @@ async def upload_file(request: Request) -> Response:
         raise RefusedBodyError(
             HttpError(408, f"The file did not arrive within {UPLOAD_TIMEOUT_S:g} s.", code="body_timeout")
         ) from None
-    except OSError as error:  # large files come by way of a temporary one
+    except OSError as error:  # large uploads use a temporary file
         refusal = refusal_of(error, Path(tempfile.gettempdir()), "uploads")
         if refusal is None:
             raise
@@ -123,7 +123,7 @@ async def upload_file(request: Request) -> Response:
 
 
 def _bounded(request: Request, max_file_bytes: int) -> Request:
-    """The request, whose body is refused where it becomes longer than a file and its form may be."""
+    """Wrap a request so that a body longer than the limits of file and form is rejected."""
     num_bytes = 0
 
     async def receive() -> Message:
@@ -138,23 +138,24 @@ def _bounded(request: Request, max_file_bytes: int) -> Request:
 
 
 def _too_large(max_file_bytes: int) -> RefusedBodyError:
-    message = f"The file is larger than {max_file_bytes} bytes, which is this server's limit."
+    message = f"The file is larger than the limit of {max_file_bytes} bytes."
     return RefusedBodyError(HttpError(413, message, "file", "body_too_large", {"Connection": "close"}))
 
 
 def _described(form: FormData, now_s: int) -> tuple[StoredFile, IO[bytes]]:
-    """The upload of a form: the file as it will be kept, and its content; InvalidParameterError names a wrong field."""
+    """Return the file record and content of an upload form. Raises InvalidParameterError with the name of an invalid
+    field."""
     known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
     for name in form:
         if name not in known:
-            raise InvalidParameterError(f"{name[:64]} is not a parameter that is known here", param=name[:64])
+            raise InvalidParameterError(f"{name[:64]} is not a supported parameter", param=name[:64])
     upload, purpose = form.get("file"), form.get("purpose")
     if not isinstance(upload, UploadFile):
         raise InvalidParameterError("file is missing; send it as a part with a file name", param="file")
     if purpose != PURPOSE:
         shown = "missing" if purpose is None else repr(str(purpose)[:64])
         raise InvalidParameterError(
-            f"purpose is {shown}; files are kept for batches here, so it must be 'batch'", param="purpose"
+            f"purpose is {shown}; only files for batches are supported, so it must be 'batch'", param="purpose"
         )
     name = upload.filename or ""
     if not _NAME.fullmatch(name):
@@ -173,7 +174,7 @@ def _expiry(form: FormData, now_s: int) -> int | None:
     is_count = text.isascii() and text.isdigit() and len(text) < 9
     if anchor != "created_at" or not is_count or not MIN_EXPIRY_S <= int(text) <= MAX_EXPIRY_S:
         raise InvalidParameterError(
-            f"expires_after needs the anchor 'created_at' and {MIN_EXPIRY_S} to {MAX_EXPIRY_S} seconds",
+            f"expires_after must have the anchor 'created_at' and {MIN_EXPIRY_S} to {MAX_EXPIRY_S} seconds",
             param="expires_after",
         )
     return now_s + int(text)
@@ -187,7 +188,7 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
     purpose: Annotated[str | None, Query(max_length=MAX_FILE_ID_CHARS)] = None,
 ) -> Response:
-    """Files that are kept: uploaded ones and results of batches."""
+    """Stored files: uploaded files and results of batches."""
     runner, tenant = runner_of(request), context_of(request).tenant
     now_s, is_descending = runner.unix_time_s(), order == "desc"
     found = await runner.store.files(
@@ -198,7 +199,7 @@ async def list_files(
 
 @router.get("/files/{file_id}", response_model=FileObject)
 async def retrieve_file(file_id: str, request: Request) -> Response:
-    """Facts on one file."""
+    """Metadata of a file."""
     return JSONResponse((await _file(request, file_id)).shown())
 
 
@@ -208,7 +209,7 @@ async def retrieve_file(file_id: str, request: Request) -> Response:
     responses={200: {"content": {"application/octet-stream": {}}}},
 )
 async def retrieve_content(file_id: str, request: Request) -> Response:
-    """The bytes of one file."""
+    """Content of a file."""
     file = await _file(request, file_id)
     path = runner_of(request).store.path_of(file.id)
     return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
@@ -216,16 +217,16 @@ async def retrieve_content(file_id: str, request: Request) -> Response:
 
 @router.delete("/files/{file_id}", response_model=DeletedFile)
 async def delete_file(file_id: str, request: Request) -> Response:
-    """Forget a file that no batch is reading."""
+    """Delete a file that no batch is using."""
     runner = runner_of(request)
     await runner.store.delete_file(file_id, context_of(request).tenant, runner.unix_time_s())
-    runner.look()
+    runner.check_now()
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
 @router.post("/batches", response_model=BatchObject)
 async def create_batch(body: BatchBody, request: Request) -> Response:
-    """Answer all requests of a file, in idle turns."""
+    """Create a batch that executes all requests of a file in idle time."""
     runner, tenant = runner_of(request), context_of(request).tenant
     now_s = int(runner.unix_time_s())
     window = window_s(body.completion_window)
@@ -261,7 +262,7 @@ async def list_batches(
     after: FileId | None = None,
     limit: Annotated[int, Query(ge=1, le=MAX_BATCH_LIST)] = DEFAULT_BATCH_LIST,
 ) -> Response:
-    """Batches that are kept, latest first."""
+    """Stored batches, latest first."""
     runner = runner_of(request)
     found = await runner.store.batches(context_of(request).tenant, after=after, limit=limit + 1)
     return JSONResponse(_page([runner.current(batch).shown() for batch in found], limit))
@@ -269,14 +270,14 @@ async def list_batches(
 
 @router.get("/batches/{batch_id}", response_model=BatchObject)
 async def retrieve_batch(batch_id: str, request: Request) -> Response:
-    """One batch, and how far it has come."""
+    """A batch with its progress."""
     runner = runner_of(request)
     return JSONResponse(runner.current(await runner.store.batch(batch_id, context_of(request).tenant)).shown())
 
 
 @router.post("/batches/{batch_id}/cancel", response_model=BatchObject)
 async def cancel_batch(batch_id: str, request: Request) -> Response:
-    """Answer no more of a batch; what was answered becomes its files. One that has ended stays as it is."""
+    """Cancel a batch. Results so far are written to its files. A batch that has ended is unchanged."""
     runner = runner_of(request)
     batch = await runner.store.batch(batch_id, context_of(request).tenant)
     return JSONResponse((await runner.cancel(batch)).shown())
@@ -288,7 +289,7 @@ async def _file(request: Request, file_id: str) -> StoredFile:
 
 
 def _page(found: Sequence[Any], limit: int) -> dict[str, Any]:
-    """One page of a list of which one more was requested than it holds."""
+    """Return one page of a list that was queried with one extra item."""
     data = list(found[:limit])
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(found) > limit}

@@ -1,8 +1,9 @@
-"""Runner of batches: takes each from its checking to its end, in turns in which nothing else waits for an answer.
+"""Batch runner: takes each batch from validation to its end, using only the time in which no client request is open.
 
-Requests of batches are handed in while no client's request is open, a bounded number at once. When one comes, they are
-aborted and wait again; but none oftener than `MAX_SET_BACKS` times: one such request at a time runs on to its end, so
-that batches get on beside any load that has a gap now and then. What was answered is durable before it counts.
+Batch requests are started while no client request is open, up to a limit of concurrent requests. When a client request
+arrives, running batch requests are aborted and queued again. A request that was aborted `MAX_ABORTS` times runs to
+its end, one such request at a time. So batches make progress under any load that has occasional gaps. A result is
+written to disk before it is counted.
 """
 
 from __future__ import annotations
@@ -32,38 +33,39 @@ from lockstep.server.serving import Serving
 log = logging.getLogger(__name__)
 
 MAX_JOBS = 64
-"""Batches whose requests take turns; later ones wait to be checked."""
-MAX_SET_BACKS = 2
-"""Times that one request is aborted for others; then it runs to its end."""
+"""Maximum number of batches that are worked on at once. Later batches wait for validation."""
+MAX_ABORTS = 2
+"""Maximum number of times that one request is aborted for client requests. Then it runs to its end."""
 MAX_BESIDE = 1
-"""Requests that run on beside those of clients."""
+"""Maximum number of batch requests that keep running beside client requests."""
 SETTLE_S = 0.02
-"""Idle time before requests are handed in: a client often sends its next one at once."""
+"""Idle time, in seconds, before a batch request is started. A client often sends its next request immediately."""
 STAGGER_S = 0.01
-"""Time between requests that are handed in: a client's that comes while one is taken in waits, and for two it would
-wait twice as long."""
-TEND_S = 1.0
-"""Time after which batches are looked at although nothing happened: one may have expired."""
+"""Seconds between two starts of batch requests. A client request that arrives during a start waits for it, and would
+wait twice as long for two."""
+CHECK_INTERVAL_S = 1.0
+"""Interval, in seconds, at which batches are checked when nothing has happened. A batch may have expired."""
 MAX_REFUSED_S = 15.0
-"""Longest time between two tries to write what the disk has refused; the first is after `TEND_S`, each next one after
-twice as long."""
+"""Maximum time, in seconds, between two attempts to write to a failing disk.
+
+The first retry is after `CHECK_INTERVAL_S`; the delay doubles with each attempt."""
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 
 
 @dataclass(slots=True)
 class RunnerCounts:
-    """Counts since the start."""
+    """Counters since the server started."""
 
     num_completed: int = 0
     num_failed: int = 0
-    num_set_back: int = 0
+    num_aborted: int = 0
 
 
 class _Answer(NamedTuple):
-    """An answer that is to be kept."""
+    """A result that has not been written to disk yet."""
 
     number: int
-    """Of its request, from 0."""
+    """Index of the request, from 0."""
     request: BatchRequest
     reply: Reply
 
@@ -75,43 +77,45 @@ class _Open:
     tenant: str
     batch: Batch
     saved: Batch
-    """As the store has it."""
+    """The batch as it was last saved in the store."""
     job: Job | None = None
-    set_backs: dict[int, int] = field(default_factory=dict)
-    """By request that was aborted and waits or runs again, how often."""
+    aborts: dict[int, int] = field(default_factory=dict)
+    """Number of aborts, by index of a request that is waiting or running again."""
     answers: list[_Answer] = field(default_factory=list)
-    """Answers that the disk refused, at most as many as requests run at once; no other request begins meanwhile."""
+    """Results that could not be written to disk. There are at most as many as concurrent requests, because no request
+    is started meanwhile."""
     keeping: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while answers are written, so that each is written once."""
+    """Held while results are written, so that each is written once."""
     faults: tuple[Fault, ...] = ()
-    """Why it cannot go on."""
+    """Reasons why the batch cannot continue."""
 
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
-    """A request that is being answered."""
+    """A batch request that is being executed."""
 
     owner: _Open
     job: Job
     index: int
-    num_set_backs: int
+    num_aborts: int
     task: asyncio.Task[bool] | None = None
     is_answered: bool = False
-    """From here on it is not aborted: its answer is being kept."""
+    """True once the result is being written. The request is not aborted after this point."""
 
     def abort(self) -> None:
         if self.task is not None and not self.is_answered:
             self.task.cancel()
 
 
-def to_set_back(running: Iterable[RunningRequest]) -> list[RunningRequest]:
-    """Requests that are aborted for a client's: all but the few that were aborted as often as they may be."""
-    spared = [each for each in running if each.num_set_backs >= MAX_SET_BACKS][:MAX_BESIDE]
+def to_abort(running: Iterable[RunningRequest]) -> list[RunningRequest]:
+    """Requests to abort for a client request: all except those that have reached `MAX_ABORTS`, up to
+    `MAX_BESIDE`."""
+    spared = [each for each in running if each.num_aborts >= MAX_ABORTS][:MAX_BESIDE]
     return [each for each in running if each not in spared]
 
 
 class BatchRunner:
-    """All batches of one server. Used from its event loop."""
+    """Runs all batches of one server. Used from the server's event loop."""
 
     def __init__(
         self,
@@ -131,24 +135,24 @@ class BatchRunner:
         self._wake = asyncio.Event()
         self._turn = 0
         self._busy_s = 0.0
-        """When a client's request was open last, on the monotonic clock."""
-        self._handed_in_s = 0.0
-        """When requests were handed in last."""
+        """When a client request was last open, on the monotonic clock."""
+        self._started_s = 0.0
+        """When a batch request was last started, on the monotonic clock."""
         self._num_refused = 0
-        """Rounds in a row in which the disk refused something."""
+        """Number of consecutive rounds with a disk error."""
         self._refused_until_s = 0.0
-        """When the next one is, on the monotonic clock."""
+        """Time of the next round after a disk error, on the monotonic clock."""
         serving.traffic.watcher = self._traffic_changed
 
-    # -- what the routes ask --------------------------------------------------------------------------------------
+    # -- interface for the routes ---------------------------------------------------------------------------------
 
     def add(self, tenant: str, batch: Batch) -> None:
-        """Run a batch that is in the store."""
+        """Start to run a batch that is in the store."""
         self._open[batch.id] = _Open(tenant, batch, batch)
-        self.look()
+        self.check_now()
 
     def current(self, batch: Batch) -> Batch:
-        """A batch of the store, as far as it has come by now, and why it waits if the disk refuses its answers."""
+        """Current state of a batch. If it waits because of a disk error, the error is in its faults."""
         found = self._open.get(batch.id)
         if found is None:
             return batch
@@ -159,9 +163,10 @@ class BatchRunner:
         return msgspec.structs.replace(shown, faults=(Fault(code, f"the batch waits: {refusal}"),))
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Begin to cancel a batch; one that has ended, or ends already, stays as it is.
+        """Start to cancel a batch. A batch that has ended or is ending is returned unchanged.
 
-        Its requests are aborted at once. Where the disk refuses it, the cancellation is in memory until it does not.
+        The batch's requests are aborted immediately. If the cancellation cannot be written to disk, it is kept in
+        memory and written later.
         """
         found = self._open.get(batch.id)
         if found is None or found.batch.status not in ("validating", "in_progress"):
@@ -171,11 +176,11 @@ class BatchRunner:
             running.abort()
         with suppress(StorageError):
             await self._save(found)
-        self.look()
+        self.check_now()
         return self.current(batch)
 
-    def look(self) -> None:
-        """Look at all batches now, also where the disk has refused something: it may have room again."""
+    def check_now(self) -> None:
+        """Check all batches now, even after a disk error: there may be space again."""
         self._refused_until_s = 0.0
         self._wake.set()
 
@@ -184,7 +189,7 @@ class BatchRunner:
         return len(self._running)
 
     def num_of(self) -> dict[str, int]:
-        """Number of batches by status, of those that have not ended."""
+        """Numbers of batches that have not ended, by status."""
         numbers = dict.fromkeys(("validating", "in_progress", "finalizing", "cancelling"), 0)
         for each in self._open.values():
             numbers[each.batch.status] = numbers.get(each.batch.status, 0) + 1
@@ -192,20 +197,20 @@ class BatchRunner:
 
     @property
     def num_waiting(self) -> int:
-        """Requests of checked batches that are neither answered nor being answered."""
+        """Number of requests of validated batches that are neither finished nor running."""
         jobs = [each.job for each in self._open.values() if each.job is not None]
         unanswered = sum(j.journal.num_requests - j.journal.num_completed - j.journal.num_failed for j in jobs)
         return unanswered - len(self._running)
 
-    # -- its life -------------------------------------------------------------------------------------------------
+    # -- main loop ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run batches until it is cancelled; what has no answer then waits in the store."""
+        """Run batches until cancelled. Unfinished requests stay in the store."""
         try:
             for tenant, batch in await self.store.open_batches():
                 self._open[batch.id] = _Open(tenant, batch, batch)
             if self._open:
-                log.info("%d batches go on", len(self._open))
+                log.info("resuming %d batches", len(self._open))
             while True:
                 self._wake.clear()
                 timeout_s = await self._round()
@@ -218,12 +223,12 @@ class BatchRunner:
                 with suppress(StorageError):
                     await self._keep(each)
                 if each.answers:
-                    log.warning("%s: %d answers are lost, as they could not be kept", each.batch.id, len(each.answers))
+                    log.warning("%s: %d results are lost: the disk failed", each.batch.id, len(each.answers))
                 if each.job is not None:
                     await self.store.run(each.job.close)
 
     async def _stop(self, running: Iterable[RunningRequest]) -> None:
-        """Abort requests, and wait until those that have their answer have kept it."""
+        """Abort requests, and wait until results that are being written are on disk."""
         tasks = [each.task for each in running if each.task is not None]
         for each in list(running):
             each.abort()
@@ -233,62 +238,62 @@ class BatchRunner:
         return [running for running in self._running if running.owner is owner]
 
     async def _round(self) -> float:
-        """Bring batches on, and begin to answer a request; returns the seconds after which to look again.
+        """Advance all batches, then start one request. Return the seconds until the next round.
 
-        Nothing begins while the disk refuses something, since no answer could be kept.
+        No request is started while the disk returns errors, since its result could not be written.
         """
         wait_s = self._refused_until_s - self._now_s()
         if wait_s > 0:
             return wait_s
-        if await self._tend_all():
+        if await self._advance_all():
             self._num_refused = 0
-            return self._hand_in()
-        wait_s = min(MAX_REFUSED_S, TEND_S * 2.0 ** min(self._num_refused, 8))
+            return self._start_next()
+        wait_s = min(MAX_REFUSED_S, CHECK_INTERVAL_S * 2.0 ** min(self._num_refused, 8))
         self._num_refused += 1
         self._refused_until_s = self._now_s() + wait_s
         return wait_s
 
-    # -- who is handed in, and who is set back --------------------------------------------------------------------
+    # -- starting and aborting requests ---------------------------------------------------------------------------
 
     def _traffic_changed(self) -> None:
-        """A client's request came, or the last one ended."""
+        """Handle the arrival of a client request, or the end of the last open one."""
         self._busy_s = self._now_s()
         if self._serving.traffic.num_open:
-            for each in to_set_back(self._running):
+            for each in to_abort(self._running):
                 each.abort()
         else:
             self._wake.set()
 
-    def _hand_in(self) -> float:
-        """Begin to answer a request if nothing else waits; returns the seconds after which to look again."""
+    def _start_next(self) -> float:
+        """Start one request if no client request is open. Return the seconds until the next round."""
         if self._serving.traffic.num_open or not self._serving.lifecycle.is_admitting:
-            return TEND_S
+            return CHECK_INTERVAL_S
         now_s = self._now_s()
-        wait_s = max(self._busy_s + SETTLE_S, self._handed_in_s + STAGGER_S) - now_s
+        wait_s = max(self._busy_s + SETTLE_S, self._started_s + STAGGER_S) - now_s
         if wait_s > 0:
             return wait_s
         if len(self._running) >= self._serving.options.max_batch_requests or (found := self._next()) is None:
-            return TEND_S
-        self._handed_in_s = now_s
+            return CHECK_INTERVAL_S
+        self._started_s = now_s
         self._running.append(found)
         found.task = asyncio.create_task(self._answer(found), name="batch request")
         found.task.add_done_callback(partial(self._ended, found))
         return STAGGER_S
 
     def _next(self) -> RunningRequest | None:
-        """The next request: batches take turns."""
+        """Return the next request, taken from the batches in round-robin order."""
         at_work = [each for each in self._open.values() if each.batch.status == "in_progress" and each.job is not None]
         for place in range(len(at_work)):
             owner = at_work[(self._turn + place) % len(at_work)]
-            assert owner.job is not None, "it was looked at above"
+            assert owner.job is not None, "checked above"
             index = owner.job.take()
             if index is not None:
                 self._turn = (self._turn + place + 1) % len(at_work)
-                return RunningRequest(owner, owner.job, index, owner.set_backs.get(index, 0))
+                return RunningRequest(owner, owner.job, index, owner.aborts.get(index, 0))
         return None
 
     async def _answer(self, running: RunningRequest) -> bool:
-        """Answer a request and keep the answer; False if the disk refused it, so that it is kept later."""
+        """Execute a request and write its result. Return False on a disk error; the result is then written later."""
         job, index = running.job, running.index
         request = await self.store.run(lambda: job.request(index))
         reply = await answer(self._server, job, index, request)
@@ -301,71 +306,72 @@ class BatchRunner:
         return True
 
     async def _keep(self, owner: _Open) -> None:
-        """Keep the answers of a batch that are not kept yet.
+        """Write the results of a batch that have not been written yet.
 
         Raises:
-            StorageError: the disk refuses one.
+            StorageError: a result cannot be written.
         """
         async with owner.keeping:
             while owner.answers:
                 each = owner.answers[0]
                 await self.store.run(partial(_keep, owner.job, each))
                 del owner.answers[0]
-                owner.set_backs.pop(each.number, None)
+                owner.aborts.pop(each.number, None)
                 self.counts.num_completed += each.reply.is_success
                 self.counts.num_failed += not each.reply.is_success
 
     def _ended(self, running: RunningRequest, task: asyncio.Task[bool]) -> None:
-        """Take down what became of a request, also of one that was aborted before it began."""
+        """Record the outcome of a request, even if it was aborted before it started."""
         job, index, owner = running.job, running.index, running.owner
         self._running.remove(running)
         self._wake.set()
         if task.cancelled():
-            job.set_back(index)
-            owner.set_backs[index] = running.num_set_backs + 1
-            self.counts.num_set_back += 1
+            job.requeue(index)
+            owner.aborts[index] = running.num_aborts + 1
+            self.counts.num_aborted += 1
             return
         error = task.exception()
-        if error is not None:  # whatever it is, the batch reports it
-            log.error("%s cannot go on", job.name, exc_info=error)
-            owner.faults = (Fault("storage_error", f"request {index + 1} could not be answered or kept: {error}"),)
+        if error is not None:  # the batch reports any error
+            log.error("%s cannot continue", job.name, exc_info=error)
+            message = f"request {index + 1} could not be executed, or its result could not be written: {error}"
+            owner.faults = (Fault("storage_error", message),)
 
-    # -- the states of a batch ------------------------------------------------------------------------------------
+    # -- states of a batch ----------------------------------------------------------------------------------------
 
-    async def _tend_all(self) -> bool:
-        """Bring every batch into its next state, if it is time for it; False: the disk refuses something."""
+    async def _advance_all(self) -> bool:
+        """Advance the state of every batch that is due. Return False on a disk error."""
         is_kept = True
         for each in list(self._open.values()):
-            is_kept &= await self._tend(each)
-        if is_kept and self.store.fault is not None:  # also of an upload: nothing else of ours would try it again
+            is_kept &= await self._try_advance(each)
+        if is_kept and self.store.fault is not None:  # an upload may have failed; nothing else here retries it
             await self.store.probe()
             is_kept = self.store.fault is None
         return is_kept
 
-    async def _tend(self, each: _Open) -> bool:
-        """Bring a batch into its next state, if it is time for it; False: the disk refuses something."""
+    async def _try_advance(self, each: _Open) -> bool:
+        """Advance the state of a batch if it is due. Return False on a disk error."""
         try:
             await self._advance(each, self.unix_time_s())
-        except StorageError:  # what was to be kept still is
+        except StorageError:  # the data stays in memory for the next attempt
             return False
         except (OSError, sqlite3.Error, LockstepError) as error:
             if not each.faults:
-                log.error("%s cannot go on: %s", each.batch.id, error)
-            each.faults = each.faults or (Fault("storage_error", f"the batch cannot be worked on: {error}"),)
+                log.error("%s cannot continue: %s", each.batch.id, error)
+            each.faults = each.faults or (Fault("storage_error", f"the batch cannot continue: {error}"),)
         return True
 
     async def _advance(self, each: _Open, now_s: float) -> None:
         if not (each.faults or each.batch.has_ended):
             await self._keep(each)
             await self._save(each)
-            await self._go_on(each, now_s)
+            await self._continue(each, now_s)
         if each.faults and not each.batch.has_ended:
             await self._fail(each, now_s)
         await self._save(each)
         if each.batch.has_ended:
             self._close(each)
 
-    async def _go_on(self, each: _Open, now_s: float) -> None:
+    async def _continue(self, each: _Open, now_s: float) -> None:
         is_over = has_expired(each.batch, now_s)
         if each.job is None and not (each.batch.status == "validating" and (is_over or self._num_jobs >= MAX_JOBS)):
             await self._begin(each)
@@ -374,7 +380,7 @@ class BatchRunner:
             return
         if batch.status == "cancelling":
             await self._end(each, batch.moved("cancelled", now_s), None)
-        elif each.job is not None and each.job.journal.is_whole:
+        elif each.job is not None and each.job.journal.is_complete:
             if batch.status == "in_progress":
                 each.batch = batch = batch.moved("finalizing", now_s)
                 await self._save(each)
@@ -383,14 +389,14 @@ class BatchRunner:
             await self._end(each, batch.moved("expired", now_s), EXPIRED)
 
     async def _save(self, each: _Open) -> None:
-        """Have the store know how far a batch has come; StorageError: the disk refuses it."""
+        """Save the state of a batch in the store, if it changed. Raises StorageError on a disk error."""
         batch = each.batch
         if batch is not each.saved:
             await self.store.save(batch)
             each.saved = batch
 
     def _close(self, each: _Open) -> None:
-        """Forget a batch that has ended."""
+        """Remove a batch that has ended."""
         del self._open[each.batch.id]
         job = each.job
         if job is None or each.batch.status == "failed":
@@ -403,7 +409,7 @@ class BatchRunner:
         return sum(each.job is not None for each in self._open.values())
 
     async def _begin(self, each: _Open) -> None:
-        """Check a batch's input, and open the work on it where the last process left it."""
+        """Validate a batch's input file, and open its job where the previous process stopped."""
         batch = each.batch
         if batch.status == "cancelling" and "in_progress_at" not in batch.times:
             return
@@ -432,7 +438,7 @@ class BatchRunner:
                 self._serving.cluster.card(model)
             except ModelNotFoundError as error:
                 yield Fault("model_not_found", str(error), "body.model", line)
-            except LockstepError:  # unknown yet; the request itself will fail with it
+            except LockstepError:  # not known yet; the request itself will report this error
                 return
 
     async def _fail(self, each: _Open, now_s: float) -> None:
@@ -443,40 +449,41 @@ class BatchRunner:
         if job is not None:
             await self.store.run(job.close)
 
-    async def _end(self, each: _Open, ended: Batch, of_others: tuple[str, str] | None) -> None:
-        """Bring a batch to its end, with the files of what was answered."""
+    async def _end(self, each: _Open, ended: Batch, unanswered_error: tuple[str, str] | None) -> None:
+        """End a batch and write its result files."""
         await self._stop(self._running_of(each))
         await self._keep(each)
         job, store = each.job, self.store
         if job is None:
             each.batch = ended
         else:
-            whole = _counted(ended, job, with_others=of_others is not None)
-            each.batch = each.saved = await store.run(lambda: store.finish(job, whole, self.unix_time_s(), of_others))
+            whole = _counted(ended, job, counts_unanswered=unanswered_error is not None)
+            now_s = self.unix_time_s()
+            each.batch = each.saved = await store.run(lambda: store.finish(job, whole, now_s, unanswered_error))
 
 
 def has_expired(batch: Batch, now_s: float) -> bool:
-    """True if the time of a batch is over before all of it is answered."""
+    """True if the completion window of a batch is over before all of its requests are finished."""
     return now_s >= batch.expires_at and batch.status in ("validating", "in_progress")
 
 
 def _keep(job: Job | None, each: _Answer) -> None:
-    """Keep an answer, unless it was kept by a task that was then cancelled. On the store's thread."""
-    assert job is not None, "a batch with answers is worked on"
+    """Write a result, unless a cancelled task has already written it. Runs on the store's thread."""
+    assert job is not None, "a batch with results has a job"
     if not job.journal.has(each.number):
         job.answer(*each)
 
 
-def _counted(batch: Batch, job: Job | None, *, with_others: bool = False) -> Batch:
-    """The batch with its requests counted.
+def _counted(batch: Batch, job: Job | None, *, counts_unanswered: bool = False) -> Batch:
+    """Return the batch with its request counts filled in.
 
     Args:
-        with_others: those without an answer have failed.
+        counts_unanswered: count requests without a result as failed.
     """
     if job is None:
         return batch
     journal = job.journal
-    num_failed = journal.num_requests - journal.num_completed if with_others else journal.num_failed
+    num_failed = journal.num_requests - journal.num_completed if counts_unanswered else journal.num_failed
     return msgspec.structs.replace(
         batch, num_requests=journal.num_requests, num_completed=journal.num_completed, num_failed=num_failed
     )

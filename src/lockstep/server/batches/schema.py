@@ -1,4 +1,4 @@
-"""Files and batches in OpenAI's shapes, and the states that a batch goes through."""
+"""Files and batches: OpenAI's shapes, and the state transitions of a batch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NEXT: Mapping[Status, tuple[Status, ...]] = {
     "expired": (),
     "cancelled": (),
 }
-"""By state, the states that may follow."""
+"""Allowed next states, by state."""
 ENDED: tuple[Status, ...] = tuple(status for status, following in NEXT.items() if not following)
 MIN_EXPIRY_S = 3_600
-"""Bounds of the seconds after which files may expire: OpenAI's."""
+"""Limits of the expiry time of files in seconds, as in OpenAI's API."""
 MAX_EXPIRY_S = 2_592_000
 MAX_FILE_LIST = 10_000
 MAX_BATCH_LIST = 100
@@ -36,7 +36,7 @@ MAX_FILE_ID_CHARS = 64
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """Facts on a file that is kept."""
+    """Metadata of a stored file."""
 
     id: str
     bytes: int
@@ -46,12 +46,12 @@ class StoredFile(msgspec.Struct, frozen=True):
     expires_at: int | None = None
 
     def shown(self) -> FileObject:
-        """The file as clients see it."""
-        return {"object": "file", "status": "processed", "status_details": None, **msgspec.structs.asdict(self)}  # type: ignore[typeddict-item]  # its fields are the shape's
+        """The file in the API's form."""
+        return {"object": "file", "status": "processed", "status_details": None, **msgspec.structs.asdict(self)}  # type: ignore[typeddict-item]  # same fields as the shape
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One batch: what was requested, and how far it has come."""
+    """A batch: its parameters and its progress."""
 
     id: str
     endpoint: str
@@ -63,10 +63,10 @@ class Batch(msgspec.Struct, frozen=True):
     output_expiry_s: int | None = None
     status: Status = "validating"
     times: dict[str, int] = {}
-    """By state that was reached, when: ``in_progress_at`` and the like."""
+    """Times at which states were reached, by name: ``in_progress_at`` and so on."""
     faults: tuple[Fault, ...] = ()
     model: str | None = None
-    """Where all requests name the same."""
+    """Model name, if all requests use the same."""
     num_requests: int = 0
     num_completed: int = 0
     num_failed: int = 0
@@ -78,13 +78,13 @@ class Batch(msgspec.Struct, frozen=True):
         return self.status in ENDED
 
     def moved(self, status: Status, now_s: float, **changes: Any) -> Batch:
-        """The batch in its next state."""
-        assert status in NEXT[self.status], f"a batch that is {self.status} does not become {status}"
+        """Copy of the batch in its next state."""
+        assert status in NEXT[self.status], f"a batch in state {self.status} cannot change to {status}"
         times = {**self.times, f"{status}_at": int(now_s)}
         return msgspec.structs.replace(self, status=status, times=times, **changes)
 
     def shown(self) -> BatchObject:
-        """The batch as clients see it."""
+        """The batch in the API's form."""
         faults = [msgspec.structs.asdict(fault) for fault in self.faults]
         return {
             "id": self.id,
@@ -116,13 +116,13 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 def derived_id(prefix: str, *parts: object) -> str:
-    """An id that follows from others, so that work that is done again after a crash gives the same."""
+    """Derive an id from other values, so that work repeated after a crash produces the same id."""
     digest = blake2b("\n".join(map(str, parts)).encode(), digest_size=16)
     return f"{prefix}{digest.hexdigest()}"
 
 
 class FileObject(Shape):
-    """A file that is kept."""
+    """A stored file."""
 
     id: str
     object: Literal["file"]
@@ -146,7 +146,7 @@ class FileList(Shape):
 
 
 class DeletedFile(Shape):
-    """The remains of a file."""
+    """Confirmation that a file was deleted."""
 
     id: str
     object: Literal["file"]
@@ -154,7 +154,7 @@ class DeletedFile(Shape):
 
 
 class BatchFault(Shape):
-    """A fault of an input file."""
+    """A problem of an input file."""
 
     code: str
     message: str
@@ -174,7 +174,7 @@ class RequestCounts(Shape):
 
 
 class BatchObject(Shape):
-    """A batch, and how far it has come; times are Unix seconds."""
+    """A batch with its progress. Times are in Unix seconds."""
 
     id: str
     object: Literal["batch"]
@@ -210,17 +210,17 @@ class BatchList(Shape):
 
 
 class OutputExpiry(Body):
-    """Expiry of the files that a batch makes."""
+    """Expiry of a batch's result files."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)]
 
 
 class BatchBody(Body):
-    """The file of requests, the endpoint that they are for, and the time that they may take."""
+    """The input file of a batch, the endpoint of its requests, and its completion window."""
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=MAX_FILE_ID_CHARS)]
-    """Of a file that was uploaded with the purpose `batch`."""
+    """Id of a file that was uploaded with the purpose `batch`."""
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     completion_window: Annotated[str, Field(min_length=2, max_length=8)]
     """`24h`, or another number of s, m, h or d, up to 30d."""

@@ -1,6 +1,6 @@
-"""Store of files and batches: a SQLite file with what is known of them, and their contents beside it in one folder.
+"""Store of files and batches: keeps their metadata in a SQLite database and file contents in the same folder.
 
-One server at a time uses a folder. What one tenant stored does not exist for another.
+A folder is used by one server at a time. Tenants cannot see each other's files and batches.
 """
 
 from __future__ import annotations
@@ -67,53 +67,53 @@ CREATE INDEX open_batches ON batches (has_ended);
     synchronous="FULL",
 )
 _TEMPORARY = "lockstep-owned-batches-"
-"""Beginning of the names of temporary folders."""
+"""Prefix of the names of temporary folders."""
 _PROBE_BYTES = 64 << 10
-"""Room that a folder needs to be taken for one that can be written again."""
+"""Number of bytes that must be writable for the disk to count as recovered."""
 _FOLDER_MODE = 0o700
 _COPY_BYTES = 1 << 20
 _ANY = ""
-"""A purpose that every file has."""
+"""Purpose filter that matches every file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Bounds of a store."""
+    """Limits of a store."""
 
     max_file_bytes: int = MAX_FILE_BYTES
-    """Of one uploaded file."""
+    """Maximum size of an uploaded file."""
     max_files: int = 1_000
-    """Uploaded files of a tenant; so many more may be results."""
+    """Maximum number of uploaded files per tenant. Result files are limited separately to the same number."""
     max_bytes: int = 16 << 30
-    """Of all files together; results are written beyond it."""
+    """Maximum size of all files together, checked for uploads. Results are written even beyond it."""
     max_batches: int = 1_000
-    """Batches of a tenant; the oldest that has ended is forgotten, its files are not."""
+    """Maximum number of batches per tenant. Above it, the oldest ended batch is removed, but not its files."""
 
 
 class BatchStore:
-    """Used from one event loop; closed when no one uses it any more.
+    """Stores files and batches. Used from one event loop. Call `close` after the last use.
 
     Args:
-        folder: where it is; None: a temporary one, which goes when the store is closed.
+        folder: folder of the store; None: a temporary folder that is removed when the store is closed.
 
     Raises:
-        ConfigError: the folder cannot be made or used, or another server uses it.
+        ConfigError: the folder cannot be created or used, or another server uses it.
     """
 
     def __init__(self, folder: Path | None, limits: StoreLimits | None = None) -> None:
         self.limits = limits or StoreLimits()
         self.fault: StorageError | None = None
-        """The last refusal of the disk, until it takes something again."""
+        """The last write error of the disk; None once a write succeeds again."""
         try:
             self._temporary = None if folder else claim_folder(Path(tempfile.gettempdir()), _TEMPORARY)
         except OSError as error:
-            raise ConfigError(f"{tempfile.gettempdir()}: batches cannot be kept there: {error}") from error
+            raise ConfigError(f"{tempfile.gettempdir()}: batches cannot be stored there: {error}") from error
         self._folder = self._temporary.path if self._temporary else Path(folder or "").expanduser().absolute()
         try:
             for each in (self._folder, self._folder / "files", self._folder / "journals"):
                 each.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{self._folder}: batches cannot be kept there: {error}") from error
+            raise ConfigError(f"{self._folder}: batches cannot be stored there: {error}") from error
         self.database = Database(self._folder / "batches.db", SCHEMA)
         self._sweep()
 
@@ -123,21 +123,21 @@ class BatchStore:
             self._temporary.remove()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Do work with files and the database on the database's thread.
+        """Run work with files and the database on the database's thread.
 
         Raises:
-            StorageError: the disk refuses it; `fault` has the error from then on.
+            StorageError: a write failed; `fault` is then set to the error.
         """
         try:
             return await self.database.run(work)
         except StorageError as error:
             if self.fault is None:
-                log.warning("%s; batches wait until then, and other requests are answered all the same", error)
+                log.warning("%s; batches are paused until then, other requests are not affected", error)
             self.fault = error
             raise
 
     async def probe(self) -> None:
-        """Find out whether the disk takes something again; then there is no `fault` any more."""
+        """Test whether the disk can be written again, and clear `fault` if it can."""
 
         def write() -> None:
             path = self._folder / "files" / "probe.part"
@@ -152,10 +152,10 @@ class BatchStore:
         with suppress(StorageError):
             await self.run(write)
             self.fault = None
-            log.info("%s: batches can be kept there again; they go on", self._folder)
+            log.info("%s: batches can be stored there again; resuming batches", self._folder)
 
     def _sweep(self) -> None:
-        """Remove what a server that was killed left half done."""
+        """Remove incomplete files of a server that was killed."""
         connection = self.database.connection
         kept = {row[0] for row in connection.execute("SELECT id FROM files")}
         open_ids = {row[0] for row in connection.execute("SELECT id FROM batches WHERE has_ended = 0")}
@@ -170,11 +170,11 @@ class BatchStore:
         return self._folder / "files" / file_id
 
     async def put_file(self, tenant: str, file: StoredFile, content: IO[bytes]) -> None:
-        """Keep an uploaded file.
+        """Store an uploaded file.
 
         Raises:
-            InvalidParameterError: as much is kept as may be.
-            StorageError: the disk refuses it.
+            InvalidParameterError: a limit of the store is reached.
+            StorageError: a write failed.
         """
 
         def put() -> None:
@@ -183,10 +183,10 @@ class BatchStore:
             num_bytes = self.database.connection.execute("SELECT COALESCE(SUM(size), 0) FROM files").fetchone()[0]
             limits = self.limits
             if count >= limits.max_files:
-                raise InvalidParameterError(f"{count} files are kept, as many as may be; delete one", param="file")
+                raise InvalidParameterError(f"{count} files are stored, which is the limit; delete one", param="file")
             if num_bytes + file.bytes > limits.max_bytes:
                 raise InvalidParameterError(
-                    f"{num_bytes} bytes of files are kept, and at most {limits.max_bytes} may be; delete some",
+                    f"{num_bytes} bytes of files are stored, and the limit is {limits.max_bytes}; delete some files",
                     param="file",
                 )
             with self._written(file.id) as target:
@@ -198,7 +198,7 @@ class BatchStore:
 
     @contextmanager
     def _written(self, file_id: str) -> Iterator[IO[bytes]]:
-        """A new file that has its name as soon as it is whole and on the disk."""
+        """A new file that gets its final name once it is complete and on disk."""
         path = self.path_of(file_id)
         part = path.with_name(f"{file_id}.part")
         try:
@@ -212,7 +212,7 @@ class BatchStore:
             part.unlink(missing_ok=True)
 
     async def file(self, file_id: str, tenant: str, now_s: float, *, param: str = "file_id") -> StoredFile:
-        """A tenant's file; StoredFileNotFoundError, with the parameter that named it, when there is none."""
+        """Return a tenant's file. Raises StoredFileNotFoundError with ``param`` if there is none."""
         await self._forget_expired(now_s)
         rows = await self.database.rows("SELECT payload FROM files WHERE id = ? AND tenant = ?", file_id, tenant)
         if not rows:
@@ -222,23 +222,23 @@ class BatchStore:
     async def files(
         self, tenant: str, now_s: float, *, after: str | None, limit: int, is_descending: bool, purpose: str | None
     ) -> list[StoredFile]:
-        """A page of files, by when they came."""
+        """Return a page of files, ordered by creation."""
         await self._forget_expired(now_s)
         rows = await self._page("files", tenant, after, limit, is_descending=is_descending, purpose=purpose or _ANY)
         return [msgspec.json.decode(payload, type=StoredFile) for payload in rows]
 
     async def delete_file(self, file_id: str, tenant: str, now_s: float) -> None:
-        """Forget a file.
+        """Delete a file.
 
         Raises:
-            StoredFileNotFoundError: there is none of that id.
-            InvalidParameterError: a batch that has not ended reads it.
+            StoredFileNotFoundError: no file has this id.
+            InvalidParameterError: a batch that has not ended uses it.
         """
         await self.file(file_id, tenant, now_s)
         query = "SELECT id FROM batches WHERE input_file_id = ? AND has_ended = 0"
         if rows := await self.database.rows(query, file_id):
             raise InvalidParameterError(
-                f"{file_id} is being read by {rows[0][0]}; cancel that first, or wait for its end", param="file_id"
+                f"{file_id} is the input of {rows[0][0]}; cancel that batch or wait for its end", param="file_id"
             )
         await self.run(lambda: self._forget([file_id]))
 
@@ -248,7 +248,7 @@ class BatchStore:
             "(SELECT input_file_id FROM batches WHERE has_ended = 0)"
         )
         if rows := await self.database.rows(query, int(now_s)):
-            with suppress(StorageError):  # they go when the disk takes it
+            with suppress(StorageError):  # the next attempt removes them
                 await self.run(lambda: self._forget([row[0] for row in rows]))
 
     def _forget(self, file_ids: list[str]) -> None:
@@ -267,7 +267,7 @@ class BatchStore:
         if after is not None:
             found = await self.database.rows(f"SELECT seq FROM {table} WHERE id = ? AND tenant = ?", after, tenant)
             if not found:
-                raise InvalidParameterError(f"after is {after!r}, which is none of the {table}", param="after")
+                raise InvalidParameterError(f"after is {after!r}, which is not an id in the {table}", param="after")
             query += f" AND seq {'<' if is_descending else '>'} ?"
             bounds = [found[0][0]]
         query += f" ORDER BY seq {'DESC' if is_descending else 'ASC'} LIMIT ?"
@@ -276,11 +276,11 @@ class BatchStore:
     # -- batches --------------------------------------------------------------------------------------------------
 
     async def put_batch(self, tenant: str, batch: Batch) -> None:
-        """Keep a new batch, and forget the oldest one that has ended where there are too many.
+        """Store a new batch. If there are too many, remove the oldest one that has ended.
 
         Raises:
-            QueueFullError: none of them has.
-            StorageError: the disk refuses it.
+            QueueFullError: there are too many batches and none has ended.
+            StorageError: a write failed.
         """
 
         def put() -> None:
@@ -289,7 +289,7 @@ class BatchStore:
                 count, oldest = connection.execute(counted, (tenant,)).fetchone()
                 if count >= self.limits.max_batches:
                     if oldest is None:
-                        raise QueueFullError(f"{count} batches have not ended, as many as may be; try again later")
+                        raise QueueFullError(f"{count} batches have not ended, which is the limit; try again later")
                     connection.execute("DELETE FROM batches WHERE seq = ?", (oldest,))
                 connection.execute(
                     "INSERT INTO batches (id, tenant, input_file_id, has_ended, payload) VALUES (?, ?, ?, 0, ?)",
@@ -299,42 +299,43 @@ class BatchStore:
         await self.run(put)
 
     async def batch(self, batch_id: str, tenant: str) -> Batch:
-        """A tenant's batch as it was saved last; BatchNotFoundError when there is none."""
+        """Return a tenant's batch as last saved. Raises BatchNotFoundError if there is none."""
         rows = await self.database.rows("SELECT payload FROM batches WHERE id = ? AND tenant = ?", batch_id, tenant)
         if not rows:
             raise BatchNotFoundError(f"No batch found with id {batch_id!r}.", param="batch_id")
         return msgspec.json.decode(rows[0][0], type=Batch)
 
     async def batches(self, tenant: str, *, after: str | None, limit: int) -> list[Batch]:
-        """A page of batches, latest first."""
+        """Return a page of batches, latest first."""
         rows = await self._page("batches", tenant, after, limit, is_descending=True)
         return [msgspec.json.decode(payload, type=Batch) for payload in rows]
 
     async def open_batches(self) -> list[tuple[str, Batch]]:
-        """Every batch that has not ended, oldest first, with its tenant."""
+        """Return every batch that has not ended with its tenant, oldest first."""
         rows = await self.database.rows("SELECT tenant, payload FROM batches WHERE has_ended = 0 ORDER BY seq")
         return [(tenant, msgspec.json.decode(payload, type=Batch)) for tenant, payload in rows]
 
     async def save(self, batch: Batch) -> None:
-        """Keep how far a batch has come; StorageError: the disk refuses it."""
+        """Save the state of a batch. Raises StorageError if the write failed."""
         await self.run(lambda: _update(self.database.connection, batch))
 
     def open_job(self, tenant: str, batch: Batch, offsets: array[int]) -> Job:
-        """Work on a batch; begins where an earlier one was broken off. On the database's thread."""
+        """Open the job of a batch, which continues an interrupted one. Runs on the database's thread."""
         journal = Journal(self._folder / "journals" / batch.id, batch.id, len(offsets))
         return Job(batch.id, tenant, self.path_of(batch.input_file_id), offsets, journal)
 
-    def finish(self, job: Job, batch: Batch, now_s: float, of_others: tuple[str, str] | None) -> Batch:
-        """Make files of a job's results, and keep them and the batch's end in one transaction. On the database's
-        thread. Broken off in the middle and done again, it makes the same files.
+    def finish(self, job: Job, batch: Batch, now_s: float, unanswered_error: tuple[str, str] | None) -> Batch:
+        """Write a job's result files, and save the files and the final batch in one transaction.
+
+        Runs on the database's thread. If it is interrupted and repeated, it writes the same files.
 
         Args:
-            batch: in its last state.
-            of_others: as in `Job.results`.
+            batch: the batch in its final state.
+            unanswered_error: as in `Job.results`.
         """
         kinds = {"output": derived_id("file-", batch.id, "output"), "error": derived_id("file-", batch.id, "error")}
         with self._written(kinds["output"]) as output, self._written(kinds["error"]) as errors:
-            write_results(job, output, errors, of_others)
+            write_results(job, output, errors, unanswered_error)
         made: dict[str, StoredFile] = {}
         for kind, file_id in kinds.items():
             size = self.path_of(file_id).stat().st_size
@@ -351,16 +352,16 @@ class BatchStore:
                 _insert_file(connection, job.tenant, file)
             _update(connection, ended)
         job.close()
-        with suppress(OSError):  # the next start removes it
+        with suppress(OSError):  # the next server start removes it
             job.journal.path.unlink(missing_ok=True)
         return ended
 
 
 def open_batch_store(options: ServerOptions) -> BatchStore:
-    """The store of a server; the caller closes it.
+    """Open the batch store of a server. The caller closes it.
 
     Raises:
-        ConfigError: the folder of ``batch_dir`` cannot be used.
+        ConfigError: the folder ``batch_dir`` cannot be used.
     """
     return BatchStore(None if options.batch_dir is None else Path(options.batch_dir))
 

@@ -1,4 +1,4 @@
-"""The Responses API: conversations that the server stores, sent as items and events."""
+"""Responses API: stored conversations, returned as items and events."""
 
 from lockstep.server.responses.routes import router
 from lockstep.server.responses.store import ResponseStore, memory_store, open_store

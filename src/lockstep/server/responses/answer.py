@@ -1,7 +1,7 @@
-"""Responses in the making: what was written so far, each change of it as one of OpenAI's events, and their shapes.
+"""Responses API output: collects the output of a call as items, and describes each change as one of OpenAI's events.
 
-A response is a list of items: thoughts, text, calls of tools. One item is open at a time; another kind of writing
-closes it. Every event has the next sequence number, and the last is exactly one of `response.completed`,
+A response is a list of items: reasoning, text, tool calls. One item is open at a time; output of another kind closes
+it. Events have consecutive sequence numbers. The last event is exactly one of `response.completed`,
 `response.incomplete` and `response.failed`. The shapes are those of OpenAI's Responses API reference.
 """
 
@@ -67,7 +67,7 @@ class FunctionCall(Shape):
     call_id: str
     name: str
     namespace: NotRequired[str | None]
-    """Of the tool, where its request put it into one."""
+    """Namespace of the tool, if the request put it into one."""
     arguments: str
     status: Status
 
@@ -83,14 +83,14 @@ class CustomToolCall(Shape):
 
 class InputTokensDetails(Shape):
     cached_tokens: int
-    """Came from the prefix cache."""
+    """Number of tokens that came from the prefix cache."""
     cache_write_tokens: int
-    """None is charged for."""
+    """Always 0: cache writes are not charged."""
 
 
 class OutputTokensDetails(Shape):
     reasoning_tokens: int
-    """Before the content, where there were thoughts."""
+    """Number of tokens before the content, if the answer has reasoning."""
 
 
 class ResponseUsage(Shape):
@@ -147,13 +147,13 @@ class ResponseObject(Shape):
 
 
 def documented_events() -> dict[int | str, dict[str, Any]]:
-    """Document the success of creating a response: a whole response, or a stream of events."""
+    """OpenAPI document of a successful response: a complete response object or a stream of events."""
     events = {"example": "event: response.created\ndata: {...}\n\n"}
     return {200: {"model": ResponseObject, "description": "The response.", "content": {"text/event-stream": events}}}
 
 
 class Kind(Enum):
-    """Content of an item; the value begins the ids of such items."""
+    """Kind of an item. The value is the prefix of item ids of this kind."""
 
     THOUGHTS = REASONING_PREFIX
     TEXT = MESSAGE_PREFIX
@@ -166,12 +166,12 @@ class Kind(Enum):
 
     @property
     def text_member(self) -> str:
-        """The member of a call's item that has its text."""
+        """Name of the member of a call item that holds its text."""
         return "input" if self is Kind.CUSTOM_CALL else "arguments"
 
     @property
     def event(self) -> str:
-        """Begins the names of events of a call's text."""
+        """Prefix of the event names for a call's text."""
         return f"response.{'custom_tool_call_input' if self is Kind.CUSTOM_CALL else 'function_call_arguments'}"
 
 
@@ -189,13 +189,13 @@ class _OpenItem:
         return "".join(self.pieces)
 
     def part(self) -> dict[str, Any]:
-        """The content part, as it is now."""
+        """Current content part."""
         if self.kind is Kind.THOUGHTS:
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def item(self, status: str) -> dict[str, Any]:
-        """The whole item, as it is now."""
+        """Current state of the whole item."""
         match self.kind:
             case Kind.THOUGHTS:
                 return {**self.fields, "type": "reasoning", "summary": [], "content": [self.part()], "status": status}
@@ -218,11 +218,11 @@ class _OpenItem:
 
 
 class ResponseWriter:
-    """Turns what is generated into items and events, one after the other.
+    """Converts generated output to items and events, in order.
 
     Args:
-        base: the constant members of the response object.
-        new_id: makes the ids of items.
+        base: constant members of the response object.
+        new_id: generates item ids.
     """
 
     def __init__(self, base: JsonObject, new_id: NewId) -> None:
@@ -251,11 +251,11 @@ class ResponseWriter:
         self._add_of_part("response.output_text.delta", item, delta=text, logprobs=list(logprobs))
 
     def end_text(self, *, is_cut: bool) -> None:
-        """No text follows; ``is_cut``: because no more tokens were allowed."""
+        """Close the open item, because no text follows. ``is_cut``: the token limit was reached."""
         self._close("incomplete" if is_cut else "completed")
 
     def write_call(self, call: JsonObject, *, is_cut: bool = False) -> None:
-        """A tool is called; ``is_cut``: with a part of its arguments, because no more tokens were allowed."""
+        """Add a tool call. ``is_cut``: the token limit was reached and the arguments are incomplete."""
         self._close("completed")
         fields = dict(call)
         kind = Kind.CUSTOM_CALL if fields["type"] == "custom_tool_call" else Kind.CALL
@@ -267,41 +267,42 @@ class ResponseWriter:
         self._close("incomplete" if is_cut else "completed")
 
     def complete(self, completed_at_s: int, **fields: Any) -> JsonObject:
-        """The answer came to its end: the response to be sent by `end`, with further fields."""
+        """Return the response object of a completed answer, with further fields. Pass it to `end`."""
         self._end_output("completed")
         return self._response("completed", completed_at=completed_at_s, **fields)
 
     def cut(self, **fields: Any) -> JsonObject:
-        """No more tokens were allowed: the response to be sent by `end`, with further fields."""
+        """Return the response object of an answer that reached the token limit, with further fields. Pass it to
+        `end`."""
         self._end_output("incomplete")
         return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **fields)
 
     def fail(self, code: str, message: str) -> JsonObject:
-        """Something broke: the response to be sent by `end`, with what was written until then."""
+        """Return the response object of a failed answer, with the output so far. Pass it to `end`."""
         if self._open is not None:
             self._closed.append(self._open.item("incomplete"))
             self._open = None
         return self._response("failed", error={"code": code, "message": message})
 
     def end(self, response: JsonObject) -> None:
-        """The last event, which tells how it ended."""
+        """Add the last event, which reports the final status."""
         assert not self._is_ended, "a response ends once"
         self._is_ended = True
         self._add(f"response.{response['status']}", response=response)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
     def _end_output(self, status: str) -> None:
-        """Close what is open; an answer without anything in it is one empty message."""
+        """Close the open item. An answer without any output becomes one empty message."""
         if self._open is None and not self._closed:
             self._writing(Kind.TEXT)
         self._close(status)
 
     def _writing(self, kind: Kind) -> _OpenItem:
-        """The open item, if it is of that kind; else a new one."""
+        """Return the open item if it is of the given kind, otherwise a new one."""
         if self._open is not None and self._open.kind is kind:
             return self._open
         self._close("completed")
@@ -355,15 +356,15 @@ class ResponseWriter:
 
 
 _CODES: Mapping[int, str] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""Of errors in a response object, by HTTP status; OpenAI's names."""
+"""Error codes in a response object by HTTP status, with OpenAI's names."""
 
 
 class ResponseEncoder:
     """Encoder of one call with one choice as items and events. Implements `lockstep.server.answer_response.Encoder`.
 
     Args:
-        writer: a new one.
-        tools: that the model was shown.
+        writer: a new writer.
+        tools: tools that the model was shown.
     """
 
     framing = SSE
@@ -373,7 +374,7 @@ class ResponseEncoder:
         self._tools = {shown.name: shown for shown in tools}
         self._final: JsonObject | None = None
         self._entries: list[Entry] = []
-        """Log-probabilities whose text has not come yet."""
+        """Log-probabilities of tokens whose text is not complete yet."""
         self._has_text = False
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
@@ -385,12 +386,12 @@ class ResponseEncoder:
         return self._frames()
 
     def final(self, answer: Answer) -> JsonObject:
-        """The response object of an answer that is complete."""
+        """Response object of a complete answer."""
         if self._final is None:
             [choice], writer = answer.choices, self._writer
             self._write(choice)
             is_cut = choice.finish_reason == "length"
-            if self._entries and self._has_text and not choice.whole_calls:  # else they are the calls'
+            if self._entries and self._has_text and not choice.whole_calls:  # otherwise they belong to the calls
                 writer.write_text("", self._take_entries())
             writer.end_text(is_cut=is_cut)
             for call in choice.whole_calls:
@@ -401,7 +402,7 @@ class ResponseEncoder:
 
     def _call_item(self, call: ToolCall) -> JsonObject:
         shown = self._tools.get(call.name)
-        if shown is None:  # another server's model called what nobody described
+        if shown is None:  # a remote server's model called a function that was not offered
             return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
         return shown.call_item(call)
 
@@ -417,10 +418,11 @@ class ResponseEncoder:
         return encode(self.final(answer))
 
     def _write(self, choice: Choice) -> None:
-        """Give the writer what is new. Calls are sent at the end: until then one may turn out to be text."""
+        """Pass new output to the writer. Calls are sent at the end, because an incomplete call may turn out to be
+        text."""
         if choice.reasoning:
             self._writer.write_thoughts(choice.reasoning)
-        if choice.text or not choice.reasoning:  # what came with thoughts alone is theirs
+        if choice.text or not choice.reasoning:  # entries that came with reasoning only belong to the reasoning
             self._entries += choice.entries
         if choice.text:
             self._writer.write_text(choice.text, self._take_entries())

@@ -1,4 +1,4 @@
-"""`/v1/responses`: ask, continue, look at, forget."""
+"""Responses API routes: create, continue, retrieve and delete responses under `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from lockstep.server.responses.translation import WORDS, JsonObject, chat_body, 
 from lockstep.server.serving import serving_of, translated
 
 MAX_ITEMS = 100
-"""Of one page, as with OpenAI; so is the default."""
+"""Maximum page size, as in OpenAI's API. So is the default page size below."""
 DEFAULT_ITEMS = 20
 
 router = APIRouter(route_class=LongBodyRoute, responses=ERROR_RESPONSES)
 
 
 def store_of(request: Request) -> ResponseStore:
-    """The store of the server that a request came to; put on the application by `create_app`."""
+    """Response store of the server. Set on the application by `create_app`."""
     store: ResponseStore = request.app.state.response_store
     return store
 
 
 class DeletedResponse(Shape):
-    """The remains of a response."""
+    """Confirmation that a response was deleted."""
 
     id: str
     object: Literal["response"]
@@ -51,7 +51,7 @@ class DeletedResponse(Shape):
 
 
 class ItemList(Shape):
-    """One page of a conversation."""
+    """One page of the items of a conversation."""
 
     object: Literal["list"]
     data: Annotated[Sequence[Mapping[str, Any]], Field(max_length=MAX_ITEMS)]
@@ -62,7 +62,7 @@ class ItemList(Shape):
 
 @router.post("/v1/responses", responses=documented_events())
 async def create_response(body: ResponseBody, request: Request) -> Response:
-    """Answer, and keep the answer so that it can be continued."""
+    """Create a response and store it, so that it can be continued."""
     serving, context, store = serving_of(request), context_of(request), store_of(request)
     cluster, tenant = serving.cluster, context.tenant
     context.model = cluster.card(body.model).name
@@ -104,14 +104,14 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
 async def retrieve_response(
     response_id: str, request: Request, stream: Annotated[Literal["false"] | None, Query()] = None
 ) -> Response:
-    """A stored response, which is whole and so not streamed."""
+    """A stored response. It is complete, so it cannot be streamed."""
     _only(request, "stream")
     return JSONResponse((await _stored(request, response_id)).response)
 
 
 @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
 async def delete_response(response_id: str, request: Request) -> Response:
-    """Forget a stored response. Those that continued it cannot be continued any more."""
+    """Delete a stored response. Responses that continued it can no longer be continued."""
     await _stored(request, response_id)
     await store_of(request).delete(response_id, context_of(request).tenant)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
@@ -119,10 +119,10 @@ async def delete_response(response_id: str, request: Request) -> Response:
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=ResponseObject)
 async def cancel_response(response_id: str, request: Request) -> Response:
-    """Refused: a response that is stored has come to its end."""
+    """Not supported: every stored response is complete."""
     await _stored(request, response_id)
     raise InvalidParameterError(
-        f"Only background responses can be cancelled, and {response_id} is not; close the connection to end one",
+        f"Only background responses can be cancelled, and {response_id} is not one; close the connection to abort",
         param="response_id",
     )
 
@@ -135,7 +135,7 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = DEFAULT_ITEMS,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """Items that a stored response answered: the conversation before it and its own input."""
+    """Input items of a stored response: the preceding conversation and the response's own input."""
     _only(request, "after", "limit", "order")
     chain = await chain_to(store_of(request), response_id, context_of(request).tenant, param="response_id")
     items = [*_items_of_chain(chain[:-1]), *chain[-1].input_items]
@@ -143,7 +143,7 @@ async def list_input_items(
 
 
 def _items_of_chain(chain: Sequence[StoredResponse]) -> list[JsonObject]:
-    """The items of a conversation, in order."""
+    """Items of a conversation, in order."""
     return [item for stored in chain for item in (*stored.input_items, *stored.response["output"])]
 
 
@@ -152,10 +152,10 @@ async def _stored(request: Request, response_id: str) -> StoredResponse:
 
 
 def _only(request: Request, *known: str) -> None:
-    """Refuse query parameters that would be ignored."""
+    """Reject query parameters that would be ignored."""
     for name in request.query_params:
         if name not in known:
-            raise InvalidParameterError(f"{name} is not a parameter that is known here", param=name)
+            raise InvalidParameterError(f"{name} is not a supported parameter", param=name)
 
 
 def _new_id(prefix: str) -> str:
@@ -163,20 +163,20 @@ def _new_id(prefix: str) -> str:
 
 
 def item_list(items: Sequence[JsonObject], *, after: str | None, limit: int, is_descending: bool) -> ItemList:
-    """One page of a conversation.
+    """Return one page of a conversation.
 
     Args:
-        items: of the conversation, oldest first.
-        after: id of the last item of the page before; None: the first page.
+        items: items of the conversation, oldest first.
+        after: id of the last item of the previous page; None: return the first page.
 
     Raises:
-        InvalidParameterError: there is no item ``after``.
+        InvalidParameterError: no item has the id ``after``.
     """
     ordered = list(reversed(items)) if is_descending else list(items)
     if after is not None:
         place = next((index for index, item in enumerate(ordered) if item["id"] == after), None)
         if place is None:
-            raise InvalidParameterError(f"after is {after!r}, which is none of the items", param="after")
+            raise InvalidParameterError(f"after is {after!r}, which is not the id of an item", param="after")
         ordered = ordered[place + 1 :]
     page = ordered[:limit]
     return {

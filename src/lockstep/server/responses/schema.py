@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`, in the shapes of OpenAI's Responses API as far as a text model can serve them."""
+"""Request body of `POST /v1/responses`: the shapes of OpenAI's Responses API that a text model can support."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ResponseTextPart(Marked):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: list[JsonObject] | None = None
-    """Left over from an answer; unused, as are the following."""
+    """Ignored, like the next two. Present when an answer is sent back."""
     logprobs: list[JsonObject] | None = None
     parsed: Any = None
 
@@ -52,7 +52,7 @@ Content = Annotated[
 
 
 class MessageItem(Body):
-    """A message of the conversation. An answer's `output` may be sent back as it came."""
+    """A message of the conversation. The `output` of an answer can be sent back unchanged."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -60,7 +60,7 @@ class MessageItem(Body):
     id: Id | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
-    """Unused."""
+    """Ignored."""
 
 
 class SummaryPart(Body):
@@ -74,35 +74,35 @@ class ThoughtPart(Body):
 
 
 class ReasoningItem(Body):
-    """Thoughts of a model, for templates that read them."""
+    """Reasoning of a model, for templates that read it."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[SummaryPart] | None, Field(max_length=MAX_CONTENT_PARTS)] = None
-    """Unused."""
+    """Ignored."""
     content: Annotated[list[ThoughtPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
     id: Id | None = None
     status: Status | None = None
     encrypted_content: str | None = None
-    """Unused: nothing is encrypted here; encrypted content is for another server."""
+    """Ignored: this server does not encrypt reasoning, and cannot read that of another server."""
 
 
 class FunctionCallItem(Marked):
-    """A tool that a model called."""
+    """A function call by a model."""
 
     type: Literal["function_call"]
     call_id: Id
     name: FunctionName
     namespace: FunctionName | None = None
     arguments: str
-    """A JSON object, as text."""
+    """A JSON object, serialized as a string."""
     parsed_arguments: Any = None
-    """Unused: what the official client read from `arguments`."""
+    """Ignored. The official client adds the parsed form of `arguments`."""
     id: Id | None = None
     status: Status | None = None
 
 
 class FunctionCallOutputItem(Body):
-    """The answer of a tool."""
+    """Output of a function call."""
 
     type: Literal["function_call_output"]
     call_id: Id
@@ -112,7 +112,7 @@ class FunctionCallOutputItem(Body):
 
 
 class CustomToolCallItem(Marked):
-    """A tool that a model called with a text."""
+    """A call by a model of a tool with free-text input."""
 
     type: Literal["custom_tool_call"]
     call_id: Id
@@ -124,7 +124,7 @@ class CustomToolCallItem(Marked):
 
 
 class CustomToolCallOutputItem(Body):
-    """The answer of such a tool."""
+    """Output of a custom tool call."""
 
     type: Literal["custom_tool_call_output"]
     call_id: Id
@@ -149,7 +149,7 @@ Item = Annotated[
     Discriminator(
         _item_kind,
         custom_error_type="item_kind",
-        custom_error_message=f"An item's type must be one of {', '.join(ITEM_KINDS)}; other kinds are not served",
+        custom_error_message=f"An item's type must be one of {', '.join(ITEM_KINDS)}; other types are not supported",
     ),
 ]
 Input = Annotated[
@@ -165,7 +165,7 @@ class NamedTool(Body):
 
 
 class ResponseAllowedTools(Body):
-    """Some of the tools: the model is informed of all, and may call these."""
+    """A subset of the tools. The model is shown all tools but can only call these."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -184,26 +184,27 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] | None = None
     """Absent: text."""
     name: Annotated[str | None, Field(min_length=1, max_length=MAX_LABEL_CHARS)] = None
-    """Of type `json_schema`, as are the following."""
+    """With type `json_schema`, like all members below."""
     description: str | None = None
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
-    """The answer always obeys the schema, whatever is set here."""
+    """Ignored: the answer always obeys the schema."""
 
 
 class TextConfig(Body):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """Where the model's chat template reads it; else only `medium` is without a warning."""
+    """Passed to chat templates that read it. Otherwise values other than `medium` cause a warning."""
 
 
 class Reasoning(Body):
     effort: ReasoningEffort | None = None
-    """Where the model's chat template reads it; `none` also where it reads `enable_thinking`; else a warning."""
+    """Passed to chat templates that read it; `none` also sets `enable_thinking` to false. Otherwise it causes a
+    warning."""
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Thoughts are given as they are, which is more than a summary."""
+    """Ignored: reasoning is returned in full, not as a summary."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    """The deprecated name of `summary`."""
+    """Deprecated name of `summary`."""
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
 
@@ -225,64 +226,66 @@ class ResponseStreamOptions(Body):
 
 
 class ResponseBody(RequestBody):
-    """A conversation for a model to answer, and parameters of the answer."""
+    """A conversation for a model to answer, with the parameters of the answer."""
 
     input: Input
     model: Name | None = None
-    """A served name; absent: the one model that is served."""
+    """Name of a served model. Absent: the only served model."""
     instructions: str | None = None
-    """A system message before everything else; not inherited from the previous response."""
+    """System message before the conversation. It is not inherited from the previous response."""
     previous_response_id: Id | None = None
-    """A stored response that this one continues."""
+    """Id of a stored response that this one continues."""
     store: bool | None = None
-    """Whether the response is kept, so that others may continue it; default true."""
+    """Whether to store the response, so that it can be continued. Default: true."""
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
-    """Tokens of the answer, thoughts included; absent: what the context leaves."""
+    """Maximum number of tokens of the answer, including reasoning. Absent: the rest of the context."""
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: at most one call."""
+    """False: the answer has at most one call."""
     reasoning: Reasoning | None = None
     include: list[Includable] | None = None
-    """Output beside the text: log-probabilities. Thoughts are plain text anyway, and the server has no tools of its
-    own."""
+    """Additional output: log-probabilities. Other values have no effect: reasoning is always returned as plain text,
+    and the server has no built-in tools."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    """Only with `include` of `message.output_text.logprobs`."""
+    """Requires `message.output_text.logprobs` in `include`."""
     truncation: Literal["auto", "disabled"] | None = None
-    """Nothing is left out: a conversation that does not fit is refused, whatever is set here."""
+    """Ignored: a conversation that does not fit in the context is rejected."""
     background: Literal[False] | None = None
-    """Not done here, so only false."""
+    """Only false is supported."""
     metadata: Labels | None = None
-    """Labels that are kept with the response, and logged."""
+    """Labels that are stored with the response and logged."""
     client_metadata: Annotated[dict[str, Any] | None, Field(max_length=MAX_CLIENT_METADATA)] = None
-    """Notes of the client for itself; unused."""
+    """Ignored: data for the client's own use."""
     safety_identifier: Name | None = None
-    """Logged, as `user`."""
+    """Logged, like `user`."""
     prompt_cache_key: Name | None = None
-    """A hint where to run; there is one place here, and its prefix cache needs none."""
+    """Ignored: the prefix cache does not need routing hints."""
     prompt_cache_retention: Name | None = None
     prompt_cache_options: JsonObject | None = None
     deadline_ms: DeadlineMs | None = None
-    """The answer is complete by then, or the request ends with 504 or a failed response."""
+    """Time limit for the complete answer. When it is exceeded, the request ends with status 504 or a failed
+    response."""
     chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`; a warning names those that it does not read."""
+    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that the template does not
+    read."""
     max_tool_calls: None = None
-    """Of built-in tools, which are not served."""
+    """Not supported: it applies to built-in tools only."""
     conversation: None = None
-    """Not done here: send `previous_response_id`."""
+    """Not supported: use `previous_response_id`."""
     prompt: None = None
-    """Not done here: send `instructions` and `input`."""
+    """Not supported: use `instructions` and `input`."""
 
 
 def as_json(body: Body) -> dict[str, Any]:
-    """A part of the body as the client wrote it, without what it left out."""
+    """Serialize a part of the body as the client sent it, without unset members."""
     return body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
 
 
 def response_base(body: ResponseBody, response_id: str, model: str, created_s: int) -> dict[str, Any]:
-    """Members of a response object that tell its request, the same from beginning to end."""
+    """Members of a response object that describe its request. They never change."""
     text = {} if body.text is None else as_json(body.text)
     return {
         "id": response_id,

@@ -1,6 +1,7 @@
-"""Stores of answered responses, which later requests may continue: a protocol, memory, and a SQLite file.
+"""Response stores: keep answered responses that later requests can continue, in memory or in a SQLite file.
 
-A store is bounded by count and by bytes, oldest first. What one tenant stored does not exist for another.
+A store is limited in count and bytes; the oldest responses are removed first. Tenants cannot see each other's
+responses.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from lockstep.server.database import Database, Schema
 from lockstep.server.options import ServerOptions
 
 MAX_STORED_BYTES = 256 << 20
-"""Of all stored responses together, as JSON."""
+"""Maximum total size of all stored responses, as JSON."""
 MAX_CHAIN = 256
-"""Responses that one conversation may be made of; each of them is read to continue it."""
+"""Maximum number of responses in one conversation. Continuing a conversation reads all of them."""
 
-_UNSTORED = "the response was made, but it could not be stored"
+_UNSTORED = "the response was generated but could not be stored"
 
 JsonObject = Mapping[str, Any]
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """One answered request: the response, and the input of the client."""
+    """One stored response with the client's input."""
 
     id: str
     tenant: str
     response: JsonObject
     """The response object."""
     input_items: tuple[JsonObject, ...]
-    """This request's own, without those of the responses before it."""
+    """Input items of this request only, without those of earlier responses."""
 
     @property
     def previous_id(self) -> str | None:
@@ -46,32 +47,32 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Bounds of a store; beyond them the oldest response is forgotten."""
+    """Limits of a store. Beyond them, the oldest response is removed."""
 
     max_responses: int
     max_bytes: int = MAX_STORED_BYTES
 
 
 class ResponseStore(Protocol):
-    """Used from one event loop; closed when no one uses it any more."""
+    """Used from one event loop. Call `close` after the last use."""
 
     async def put(self, stored: StoredResponse) -> None:
-        """Keep a response; RequestFailedError when it cannot be kept."""
+        """Store a response. Raises RequestFailedError if it cannot be stored."""
         ...
 
     async def get(self, response_id: str, tenant: str) -> StoredResponse | None:
-        """A tenant's response; None when there is none of that id, or no longer."""
+        """Return a tenant's response; None if it does not exist or was removed."""
         ...
 
     async def delete(self, response_id: str, tenant: str) -> bool:
-        """Forget it; whether it was there."""
+        """Delete a response. Return whether it existed."""
         ...
 
     def close(self) -> None: ...
 
 
 class MemoryStore:
-    """Keeps responses as long as the process lives. Implements `ResponseStore`."""
+    """Keeps responses in memory. Implements `ResponseStore`."""
 
     def __init__(self, limits: StoreLimits) -> None:
         self._limits = limits
@@ -101,7 +102,7 @@ class MemoryStore:
 
 
 def encode(stored: StoredResponse) -> bytes:
-    """A response as it is kept: a value of its own, and exactly as many bytes as are counted."""
+    """Serialize a response: an independent copy, whose length counts towards the store's limit."""
     return msgspec.json.encode(stored)
 
 
@@ -110,7 +111,7 @@ def decode(payload: bytes) -> StoredResponse:
 
 
 async def get_stored(store: ResponseStore, response_id: str, tenant: str, param: str | None) -> StoredResponse:
-    """A tenant's response; ResponseNotFoundError, with the parameter that named it, when it is not there."""
+    """Return a tenant's response. Raises ResponseNotFoundError with ``param`` if there is none."""
     stored = await store.get(response_id, tenant)
     if stored is None:
         raise ResponseNotFoundError(f"Response with id '{response_id}' not found.", param=param)
@@ -120,21 +121,21 @@ async def get_stored(store: ResponseStore, response_id: str, tenant: str, param:
 async def chain_to(
     store: ResponseStore, response_id: str, tenant: str, *, param: str = "previous_response_id"
 ) -> tuple[StoredResponse, ...]:
-    """A response and all that it continued, oldest first.
+    """Return a response and all responses that it continues, oldest first.
 
     Args:
-        param: the parameter that named it.
+        param: the request parameter that contains the id.
 
     Raises:
-        ResponseNotFoundError: one of them is not kept, or no longer.
-        InvalidParameterError: there are too many.
+        ResponseNotFoundError: a response does not exist or was removed.
+        InvalidParameterError: the conversation has more than `MAX_CHAIN` responses.
     """
     newest_first: list[StoredResponse] = []
     following: str | None = response_id
     while following is not None:
         if len(newest_first) == MAX_CHAIN:
             raise InvalidParameterError(
-                f"the conversation that {response_id} ends has more than {MAX_CHAIN} responses; send it as input",
+                f"the conversation up to {response_id} has more than {MAX_CHAIN} responses; send it as input",
                 param=param,
             )
         newest_first.append(await get_stored(store, following, tenant, param))
@@ -160,10 +161,10 @@ CREATE INDEX responses_by_size ON responses (size);
 
 
 class SqliteStore:
-    """Implements `ResponseStore`.
+    """Keeps responses in a SQLite file. Implements `ResponseStore`.
 
     Raises:
-        ConfigError: the file cannot be opened or made, or it is not one of ours.
+        ConfigError: the file cannot be opened or created, or it is not a response database.
     """
 
     def __init__(self, path: Path, limits: StoreLimits) -> None:
@@ -193,7 +194,7 @@ class SqliteStore:
         self._database.close()
 
     def _insert(self, stored: StoredResponse, payload: bytes) -> None:
-        """Add one and forget the oldest, in one transaction."""
+        """Insert one response and remove the oldest ones beyond the limits, in one transaction."""
         limits = self._limits
         with self._database.transaction() as connection:
             connection.execute(
@@ -210,10 +211,10 @@ class SqliteStore:
 
 
 def open_store(options: ServerOptions) -> ResponseStore:
-    """The store of a server; the caller closes it.
+    """Open the response store of a server. The caller closes it.
 
     Raises:
-        ConfigError: the file of ``responses_db`` cannot be used.
+        ConfigError: the file ``responses_db`` cannot be used.
     """
     if options.responses_db is None:
         return memory_store(options)
@@ -221,7 +222,7 @@ def open_store(options: ServerOptions) -> ResponseStore:
 
 
 def memory_store(options: ServerOptions) -> MemoryStore:
-    """A store that is there at once."""
+    """Create a store in memory."""
     return MemoryStore(_limits(options))
 
 

@@ -1,9 +1,9 @@
-"""Tools of the Responses API: those that a client runs, as functions for the model, and calls of these as items.
+"""Tools of the Responses API: converts client tools to functions, and calls of these functions to items.
 
-A ``custom`` tool takes free text: the model is shown a function of one text, and its call comes back as a
-``custom_tool_call``. A ``namespace`` holds functions of one origin: the model is shown each under both names, and a
-call has the namespace beside the name. Tools that a server or a machine of OpenAI's runs are left out, and a warning
-names them.
+A ``custom`` tool takes free text: the model is shown a function with one string parameter, and its calls are returned
+as ``custom_tool_call`` items. A ``namespace`` groups functions: the model is shown each function under the combined
+name, and call items have the namespace in a member of its own. Tools that run on OpenAI's servers or machines are left
+out, with a warning.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lockstep.server.tools.definitions import MAX_TOOLS, FunctionName
 from lockstep.server.tools.parser import ToolCall
 
 INPUT = "input"
-"""The parameter of a custom tool's function."""
+"""Name of the parameter of a custom tool's function."""
 BETWEEN = "__"
-"""Stands between a namespace and a name in what the model is shown."""
+"""Separator between namespace and name in the name that the model is shown."""
 MAX_NAME_CHARS = 64
 HOSTED = (
     *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation"),
@@ -33,27 +33,27 @@ HOSTED = (
 
 
 class FunctionTool(Marked):
-    """A function that the model may call."""
+    """A function that the model can call."""
 
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
-    """A JSON schema; absent: no parameters."""
+    """JSON schema of the arguments; absent: no parameters."""
     strict: bool | None = None
-    """The arguments obey the schema."""
+    """True: the arguments obey the schema."""
     defer_loading: bool | None = None
-    """Unused: the model is shown every tool from the beginning."""
+    """Ignored: the model is shown every tool from the start."""
 
 
 class TextTool(Marked):
-    """A tool whose input is a text."""
+    """A tool with free-text input."""
 
     type: Literal["custom"]
     name: FunctionName
     description: str | None = None
     format: JsonObject | None = None
-    """A grammar of the text is not enforced; there is a warning."""
+    """Grammar of the text. It is not enforced; a warning reports this."""
     defer_loading: bool | None = None
 
 
@@ -64,20 +64,20 @@ PlainTool = Annotated[
 
 
 class NamespaceTool(Marked):
-    """Tools of one origin."""
+    """A group of tools."""
 
     type: Literal["namespace"]
     name: FunctionName
     description: str | None = None
-    """Unused: each tool has its own."""
+    """Ignored: each tool has its own description."""
     tools: Annotated[list[PlainTool], Field(max_length=MAX_TOOLS)]
 
 
 class HostedTool(Marked):
-    """A tool that is left out; its other members are those of its type."""
+    """A tool that is left out. Further members depend on the type."""
 
     __pydantic_extra__: dict[str, Any] = Field(init=False)
-    type: Literal[HOSTED]  # type: ignore[valid-type]  # a table, not one name after another
+    type: Literal[HOSTED]  # type: ignore[valid-type]  # the values come from a table
     name: Name | None = None
 
 
@@ -107,12 +107,12 @@ ResponseTool = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ShownTool:
-    """One function as the model is shown it, and the tool that it stands for."""
+    """A function as the model is shown it, with the tool that it represents."""
 
     name: str
-    """The function's."""
+    """Name of the function."""
     place: int
-    """Index in the request of the tool, or of the namespace that holds it."""
+    """Index in the request of the tool, or of the namespace that contains it."""
     tool: FunctionTool | TextTool
     namespace: str | None = None
 
@@ -128,7 +128,7 @@ class ShownTool:
         return {key: value for key, value in about.items() if value is not None}
 
     def call_item(self, call: ToolCall) -> dict[str, Any]:
-        """The item of a call, without its id and status."""
+        """Convert a call to an item, without id and status."""
         about = {"call_id": call.id, "name": self.tool.name}
         if self.namespace is not None:
             about["namespace"] = self.namespace
@@ -138,7 +138,7 @@ class ShownTool:
 
 
 def shown_tools(tools: Sequence[ResponseTool]) -> list[ShownTool]:
-    """The functions that the model is shown, in order."""
+    """Return the functions that the model is shown, in order."""
     shown: list[ShownTool] = []
     for place, tool in enumerate(tools):
         if isinstance(tool, FunctionTool | TextTool):
@@ -150,30 +150,30 @@ def shown_tools(tools: Sequence[ResponseTool]) -> list[ShownTool]:
 
 
 def shown_name(namespace: str | None, name: str) -> str:
-    """The name under which the model is shown a tool."""
+    """Name of a tool that the model is shown."""
     return name if namespace is None else f"{namespace}{BETWEEN}{name}"
 
 
 def tool_warnings(tools: Sequence[ResponseTool]) -> Iterator[str]:
-    """Warnings of tools that the model is not shown, and of what is not enforced."""
+    """Warnings about tools that are left out, and about formats that are not enforced."""
     for place, tool in enumerate(tools):
         where = f"tools[{place}]"
         if isinstance(tool, HostedTool):
-            yield f"{where}: {tool.type} does not run here, so the model is not shown it"
+            yield f"{where}: {tool.type} is not supported, so it is not shown to the model"
         elif isinstance(tool, TextTool) and (tool.format or {}).get("type", "text") != "text":
-            yield f"{where}.format: the input of {tool.name} is not held to a grammar"
+            yield f"{where}.format: the grammar of {tool.name} is not enforced"
         elif isinstance(tool, NamespaceTool):
             for index, each in enumerate(tool.tools):
                 if len(shown_name(tool.name, each.name)) > MAX_NAME_CHARS:
-                    yield f"{where}.tools[{index}]: left out, as its name and the namespace's have over 64 characters"
+                    yield f"{where}.tools[{index}]: left out: name and namespace exceed 64 characters"
 
 
 def arguments_of(text: str) -> str:
-    """The arguments of a custom tool's function, for a call that comes back as its input."""
+    """Arguments of a custom tool's function for a call that the client sent back as text."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
 def _input(call: ToolCall) -> str:
-    """The text that a custom tool is called with; all that was written where the model did not say which it is."""
+    """Input text of a custom tool call; all arguments as written if the model did not name the parameter."""
     text = json.loads(bytes(call.arguments_object)).get(INPUT)
     return text if isinstance(text, str) else call.arguments

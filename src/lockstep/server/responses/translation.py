@@ -1,8 +1,8 @@
-"""Translation of response requests to chat requests, and of parameters' names back: pure.
+"""Translation between Responses and chat requests: converts items to messages and parameter names both ways.
 
-Items are what is stored and shown; messages are what a model is given. A run of thoughts, text and tool calls of the
-assistant is one message, however many items it has, so that a conversation reads the same whether it was continued by
-id or sent as a whole.
+All functions are pure. Items are stored and returned; messages are passed to the model. Consecutive reasoning, text and
+tool call items of the assistant become one message. So a conversation produces the same prompt whether it is continued
+by id or sent in full.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from lockstep.server.responses.tools import arguments_of, shown_name, shown_tool
 
 JsonObject = Mapping[str, Any]
 NewId = Callable[[str], str]
-"""From a prefix to an id that nothing else has."""
+"""Makes a unique id from a prefix."""
 
 REASONING_PREFIX, MESSAGE_PREFIX, CALL_PREFIX, CALL_OUTPUT_PREFIX = "rs", "msg", "fc", "fco"
 CUSTOM_CALL_PREFIX = "ctc"
 
 
 def items_of(given: str | Sequence[Item], new_id: NewId) -> tuple[JsonObject, ...]:
-    """A request's input as items with ids, in the shape in which they are listed.
+    """Convert a request's input to items with ids, in the form in which they are listed.
 
     Raises:
-        InvalidParameterError: a call's arguments are not a JSON object; `param` names the place.
+        InvalidParameterError: a call's arguments are not a JSON object; `param` names the item.
     """
     if isinstance(given, str):
         given = (MessageItem(role="user", content=given),)
@@ -76,7 +76,7 @@ def _item(item: Item, where: str, new_id: NewId) -> JsonObject:
     if isinstance(item, FunctionCallItem):
         if not _is_object(item.arguments):
             raise InvalidParameterError(
-                f"{where}.arguments is not a JSON object, written as text", param=f"{where}.arguments"
+                f"{where}.arguments is not a JSON object serialized as a string", param=f"{where}.arguments"
             )
         return {
             "id": item.id or new_id(CALL_PREFIX),
@@ -96,7 +96,7 @@ def _item(item: Item, where: str, new_id: NewId) -> JsonObject:
             **_of_namespace(item.namespace),
             "input": item.input,
         }
-    assert isinstance(item, FunctionCallOutputItem | CustomToolCallOutputItem), "the schema has no other kind"
+    assert isinstance(item, FunctionCallOutputItem | CustomToolCallOutputItem), "the schema has no other item types"
     output = item.output
     return {
         "id": item.id or new_id(CALL_OUTPUT_PREFIX),
@@ -120,7 +120,7 @@ def _part(kind: str, text: str) -> JsonObject:
 
 
 def _is_object(text: str) -> bool:
-    """True if text is a JSON object; none at all is one without members."""
+    """True if a string is a JSON object. An empty string counts as an empty object."""
     try:
         return isinstance(json.loads(text or "{}"), dict)
     except (ValueError, RecursionError):
@@ -128,13 +128,13 @@ def _is_object(text: str) -> bool:
 
 
 def messages_of(instructions: str | None, items: Iterable[JsonObject]) -> Sequence[JsonObject]:
-    """The conversation as a chat template reads it.
+    """Convert a conversation to messages for the chat template.
 
     Args:
-        items: of the whole conversation, as `items_of` and answers wrote them.
+        items: items of the whole conversation, as returned by `items_of` and in responses.
 
     Raises:
-        InvalidParameterError: the items are no conversation: too many, or an output of a call that was not made.
+        InvalidParameterError: there are too many messages, or an output has no matching call.
     """
     messages: list[dict[str, Any]] = []
     called: dict[str, str] = {}
@@ -166,7 +166,7 @@ def messages_of(instructions: str | None, items: Iterable[JsonObject]) -> Sequen
 
 
 def _open_turn(messages: list[dict[str, Any]], *before: str) -> dict[str, Any]:
-    """The assistant's message that the next item belongs to: the last one, unless it has something that comes later."""
+    """Return the assistant message for the next item: the last one, unless it has a member listed in ``before``."""
     if not messages or messages[-1]["role"] != "assistant" or any(key in messages[-1] for key in before):
         messages.append({"role": "assistant"})
     return messages[-1]
@@ -191,7 +191,7 @@ _SAME = (
     *RequestBody.model_fields,
     *("model", "parallel_tool_calls", "safety_identifier", "prompt_cache_key", "chat_template_kwargs"),
 )
-"""Parameters that both have."""
+"""Parameters with the same name in both APIs."""
 
 WORDS = Vocabulary(
     (
@@ -205,21 +205,21 @@ WORDS = Vocabulary(
         (re.compile(r"logprobs"), "include"),
     )
 )
-"""What chat completions call a parameter, and what it is called here."""
+"""Parameter names of chat completions, each with the name in the Responses API."""
 
 
 def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
-    """The same question as a chat request.
+    """Convert a body to a chat request.
 
     Raises:
-        InvalidParameterError: names the parameter.
+        InvalidParameterError: a parameter is invalid; the error names it.
     """
     if not messages:
-        raise InvalidParameterError("input makes no message; it must hold a text, a message or a call", param="input")
+        raise InvalidParameterError("input has no message; it must contain text, a message or a call", param="input")
     has_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise InvalidParameterError(
-            f'top_logprobs is given without include of "{LOGPROBS}"; give both or none',
+            f'top_logprobs is given without include of "{LOGPROBS}"; give both or neither',
             param="top_logprobs",
         )
     if body.stream_options is not None and not body.stream:
@@ -248,14 +248,14 @@ def _response_format(given: TextFormat) -> JsonObject:
     if kind != "json_schema":
         if about:
             raise InvalidParameterError(
-                f"text.format.{next(iter(about))} is given with type {kind}; its type is json_schema",
+                f"text.format.{next(iter(about))} is given with type {kind}; it requires type json_schema",
                 param="text.format",
             )
         return {"type": kind}
     for name in ("schema", "name"):
         if name not in about:
             raise InvalidParameterError(
-                f"text.format.{name} is missing; type json_schema needs it", param=f"text.format.{name}"
+                f"text.format.{name} is missing; type json_schema requires it", param=f"text.format.{name}"
             )
     return {"type": kind, "json_schema": about}
 

@@ -1,9 +1,9 @@
-"""Grammar of a call's arguments where they are not one JSON object, in llguidance's dialect of Lark.
+"""Grammar builder for call arguments that are not one JSON object, in llguidance's dialect of Lark.
 
-Arguments come in the order of the schema. A grammar enforces declared and required properties, types, `enum`, `const`,
-choices and local references; where a value is JSON (values in Python's syntax, and numbers, objects and lists between
-tags) all that grammars of JSON enforce; of strings in markers or tags the length and the `pattern`, not the `format`;
-of Gemma's lists the length. Conditions between several arguments are not enforced.
+Arguments are generated in the order of the schema. The grammar always enforces declared and required properties, types,
+`enum`, `const`, choices and local references. Values that are JSON (all values in Python syntax; numbers, objects and
+lists between tags) obey everything that JSON grammars enforce. Strings between markers or tags obey length and
+`pattern`, but not `format`. Gemma's lists obey the length. Conditions across several arguments are not enforced.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from lockstep.server.tools.call_formats import CallFormat
 from lockstep.server.tools.markup_readers import BARE_KEY_CHAR, PARAMETER_END, TAG_KEY_CHAR
 
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As Python writes JSON, and so as templates show it to models."""
+"""Layout of JSON as written by Python, in which templates show JSON to models."""
 _UNESCAPED_SLASH, _SLASH = re.compile(r"(?<!\\)/"), r"\\/"
 _FREE_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
-"""A key that no schema declares."""
+"""Pattern of a key that the schema does not declare."""
 _COMMA = ' "," '
 _DEFINITIONS = ("$defs", "definitions")
 MarkerId = Callable[[str], int | None]
-"""The token that is exactly this text and no text to grammars, or None."""
+"""Returns the token that encodes exactly the given text but is not text for grammars, or None."""
 
 
 def lark_marker(text: str, marker_id: MarkerId) -> str:
-    """A marker: its token where it has one of its own, else its letters."""
+    """Lark expression of a marker: its token if it has one, otherwise its characters."""
     token = marker_id(text) if text else None
     return lark_literal(text) if token is None else f"<[{token}]>"
 
 
 def lark_literal(text: str) -> str:
-    """A Lark string; nothing where there is no text."""
+    """Quote text as a Lark string; empty for empty text."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def lark_pattern(text: str) -> str:
-    """The text as a part of a Lark pattern."""
+    """Escape text as part of a Lark pattern."""
     return re.escape(text).replace("/", r"\/")
 
 
 class ArgumentGrammar:
-    """Rules for the arguments of one function.
+    """Builds the grammar rules for the arguments of one function.
 
     Args:
-        name: begins the names of all rules.
-        schema: of the arguments; its objects are closed where they shall have no undeclared properties.
+        name: prefix of all rule names.
+        schema: schema of the arguments. Its objects are closed where undeclared properties are not allowed.
     """
 
     def __init__(self, call_format: CallFormat, marker_id: MarkerId, name: str, schema: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class ArgumentGrammar:
         self.rules: list[str] = []
 
     def call(self, function: str) -> str:
-        """The expression of a whole call; adds its rules to ``rules``."""
+        """Return the expression of a whole call, and add the rules that it needs to ``rules``."""
         syntax = self._format.syntax
         if syntax is None:
             head, separator, tail = f"<function={function}>\n", "", "</function>"
@@ -75,13 +75,14 @@ class ArgumentGrammar:
         return f"{lark_literal(head)} {arguments} {lark_literal(tail)}"
 
     def _argument(self, key: str, value: str) -> str:
-        """One argument, its key a Lark expression."""
+        """Return the expression of one argument. ``key`` is a Lark expression."""
         if self._format.syntax is None:
             return f'"<parameter=" {key} ">\\n" {value} "\\n{PARAMETER_END}\\n"'
         return f"{key} {lark_literal(self._format.syntax.assign)} {value}"
 
     def _pairs(self, schema: Mapping[str, Any], separator: str) -> str:
-        """The declared properties of an object in their order, or any where none are declared and some may be."""
+        """Expression of an object's declared properties in order. Without any, it allows arbitrary ones if the schema
+        does."""
         properties = properties_of(schema)
         required = [key for key in list_of(schema, "required") if isinstance(key, str)]
         keys = list(dict.fromkeys([*properties, *required]))
@@ -103,11 +104,12 @@ class ArgumentGrammar:
 
     @property
     def _key_pattern(self) -> str:
-        """Pattern of one character of a key."""
+        """Pattern of a single character of a key."""
         return TAG_KEY_CHAR if self._format.syntax is None else BARE_KEY_CHAR
 
     def _sequence(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Items in their order, each with whether it is required, and separators between those that are there."""
+        """Expression of items in order, each given with whether it is required, with separators between present
+        items."""
         if not separator:
             return " ".join(item if is_required else f"({item})?" for item, is_required in items)
         start, rest, may_be_empty = "", "", True
@@ -121,7 +123,7 @@ class ArgumentGrammar:
         return f"({start})?" if start and may_be_empty else start
 
     def _value(self, schema: object) -> str:
-        """A value of a schema, as an expression."""
+        """Return the expression of a value."""
         if self._format.syntax is not None and not self._is_gemma:
             return self._json(schema)
         reference = schema.get("$ref") if isinstance(schema, dict) else None
@@ -175,7 +177,7 @@ class ArgumentGrammar:
         return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
     def _text(self, schema: Mapping[str, Any]) -> str:
-        """A terminal of strings that stand between markers or tags."""
+        """Return a terminal for strings between markers or tags."""
         stop = PARAMETER_END if self._format.syntax is None else self._format.syntax.quotes[0]
         least, most = size_of(schema, "minLength") or 0, size_of(schema, "maxLength")
         parts = [f"/(?s:.){{{least},{'' if most is None else most}}}/", f"~/(?s:.*){lark_pattern(stop)}(?s:.*)/"]
@@ -213,11 +215,11 @@ class ArgumentGrammar:
 
     @property
     def _is_gemma(self) -> bool:
-        """True if values nest in the format's own syntax."""
+        """True if nested values use the format's own syntax."""
         return self._format.syntax is not None and self._format.syntax.has_bare_keys
 
     def _new(self, kind: str) -> str:
-        """A name for a rule, or for a terminal where the kind is in capitals."""
+        """Return a new rule name, or a new terminal name if the kind is in capitals."""
         name = f"{self._name}_{kind}_{next(self._numbers)}"
         return name.upper() if kind.isupper() else name
 

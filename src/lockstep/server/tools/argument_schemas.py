@@ -1,4 +1,4 @@
-"""Schemas of single arguments: local references followed, and the types that a value may have."""
+"""Schemas of single arguments: resolves local references and finds the types that a value can have."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_REFERENCES = 32
-"""References followed in a row, and levels of choices looked into; more of them tell nothing of a type."""
+"""Maximum number of consecutive references, and depth of nested choices, that are followed."""
 _TYPES: tuple[tuple[type, str], ...] = (
     (bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array"), (dict, "object"),
 )  # fmt: skip
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema that a local reference leads to, or the schema itself; empty where it constrains nothing.
+    """Resolve the local references of a schema. The result is empty if the schema has no constraints.
 
     Args:
-        root: the schema of all arguments, in which references are looked up.
+        root: the schema of all arguments, in which references are resolved.
     """
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, Mapping):
@@ -37,13 +37,13 @@ def _target(reference: str, root: Mapping[str, Any]) -> object:
 
 
 def list_of(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """The list under a keyword; empty where there is none: schemas come from clients."""
+    """The list under a keyword; empty if it is missing or not a list, because schemas come from clients."""
     value = schema.get(key)
     return value if isinstance(value, list) else []
 
 
 def size_of(schema: Mapping[str, Any], key: str) -> int | None:
-    """The bound under a keyword; None where there is none."""
+    """The size limit under a keyword; None if it is missing or invalid."""
     value = schema.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -51,12 +51,12 @@ def size_of(schema: Mapping[str, Any], key: str) -> int | None:
 
 
 def type_of(value: object) -> str:
-    """JSON Schema's name of a value's type."""
+    """JSON Schema type name of a value."""
     return next((name for kind, name in _TYPES if isinstance(value, kind)), "null")
 
 
 def types_of(schema: object, root: Mapping[str, Any], level: int = 0) -> frozenset[str]:
-    """Types that a schema allows; none: it does not say."""
+    """Types that a schema allows; empty if it does not restrict them."""
     schema = resolved(schema, root)
     named = schema.get("type")
     if isinstance(named, str):
@@ -74,12 +74,12 @@ def types_of(schema: object, root: Mapping[str, Any], level: int = 0) -> frozens
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The declared arguments of a function, by name."""
+    """The declared arguments of a function by name."""
     properties = schema.get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
 def property_of(key: str, schema: Mapping[str, Any]) -> object:
-    """The schema of one argument of a function: its own, or that of undeclared ones."""
+    """Schema of one argument of a function: its own, or that of undeclared arguments."""
     root = resolved(schema, schema)
     return properties_of(root).get(key, root.get("additionalProperties"))

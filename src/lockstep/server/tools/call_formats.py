@@ -1,12 +1,11 @@
-"""Call formats: how each family of models writes calls of functions, one row a family, and the signs by which a chat
-template shows its format.
+"""Call formats: define how each model family writes function calls, and detect the format from a chat template.
 
-Sources, each a chat template of the family: Qwen 2.5 and 3, Hermes 2, Granite 4 and SmolLM3 with `xml_tools` (hermes);
+Sources are chat templates of the families: Qwen 2.5 and 3, Hermes 2, Granite 4 and SmolLM3 with `xml_tools` (hermes);
 Llama 3.1 and 3.2 (llama3_json); Mistral v0.3 (mistral_list) and Small 3.2 (mistral_named); Granite 3.3 (granite3);
-Firefunction v2, and phi-4-mini with the template that vLLM has for it (functools); Olmo 3.1 Instruct (olmo3); LFM2.5
-(lfm2); SmolLM3 with `python_tools` (smollm3_code); Qwen3-Coder, Qwen 3.5 and Nemotron 3 Nano (qwen3_coder); Gemma 4
-(gemma4). The templates of phi-4-mini and LFM2 show functions and no calls: their markers are those of the model cards.
-FunctionGemma's are in Google's "FunctionGemma formatting and best practices".
+Firefunction v2, and phi-4-mini with vLLM's template for it (functools); Olmo 3.1 Instruct (olmo3); LFM2.5 (lfm2);
+SmolLM3 with `python_tools` (smollm3_code); Qwen3-Coder, Qwen 3.5 and Nemotron 3 Nano (qwen3_coder); Gemma 4 (gemma4).
+The templates of phi-4-mini and LFM2 show functions but no calls, so their markers are taken from the model cards.
+FunctionGemma's are taken from Google's "FunctionGemma formatting and best practices".
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ class CallKind(Enum):
     NAMED = "named"
     """The name, a marker, and the arguments as JSON."""
     LITERAL = "literal"
-    """The name and each argument as key and literal; `CallFormat.syntax` has the marks."""
+    """The name, and each argument as key and literal. `CallFormat.syntax` defines the punctuation."""
     TAGGED = "tagged"
-    """XML-like tags of the function and of each parameter, whose values are text."""
+    """XML-like tags for the function and for each parameter, whose values are text."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiteralSyntax:
-    """Marks of a call whose arguments are keys and literals."""
+    """Punctuation of a call whose arguments are keys and literals."""
 
     prefix: str
     """Text before the name."""
     open: str
     close: str
-    """Marks around the arguments."""
+    """Brackets around the arguments: `open` and `close`."""
     assign: str
-    """The mark between the key and the value of an argument."""
+    """Separator between the key and the value of an argument."""
     separator: str
-    """Text between two arguments, as models write it."""
+    """Separator between two arguments, as models write it."""
     quotes: tuple[str, ...]
-    """Texts that begin and end strings, longer ones first. The first is that of forced calls."""
+    """Delimiters of strings, longer ones first. Forced calls use the first one."""
     has_escapes: bool
-    """True if a backslash in a string begins an escape, with Python's meaning."""
+    """True if a backslash in a string starts an escape, as in Python."""
     has_bare_keys: bool
-    """True if the keys of nested objects may stand without quotes."""
+    """True if the keys of nested objects can be unquoted."""
 
 
 PYTHON = LiteralSyntax("", "(", ")", "=", ", ", ('"""', "'''", '"', "'"), has_escapes=True, has_bare_keys=False)
@@ -59,59 +58,59 @@ def _gemma(quote: str) -> LiteralSyntax:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """One way to write calls."""
+    """The form in which a model family writes calls."""
 
     name: str
     begin: str
-    """The marker that announces calls."""
+    """Marker before calls."""
     close: str = ""
-    """What may follow the last call; with `each`, every call."""
+    """Text that can follow the last call, or every call with `each`."""
     kind: CallKind = CallKind.JSON
     key: str = "arguments"
-    """The key of the arguments in the object of a `CallKind.JSON` call."""
+    """Key of the arguments in the object of a `CallKind.JSON` call."""
     open: str = ""
-    """What stands between ``begin`` and the first call."""
+    """Text between ``begin`` and the first call."""
     separator: str = ""
-    """What stands between two calls of one list, as models write it; white space alone: each call has its line."""
+    """Text between two calls of one list, as models write it. White space only: each call is on its own line."""
     end: str = ""
-    """A marker that may follow ``close``."""
+    """Marker that can follow ``close``."""
     each: bool = False
     """Whether every call has its own ``begin`` and ``close``."""
     bare: bool = False
-    """Whether an answer may begin with a call and no marker."""
+    """Whether an answer can start with a call without a marker."""
     arguments_marker: str = ""
-    """The marker between the name and the arguments of a `CallKind.NAMED` call."""
+    """Marker between the name and the arguments of a `CallKind.NAMED` call."""
     id_marker: str = ""
-    """A marker that may follow the name, with an id of the model's own."""
+    """Marker that can follow the name, with an id generated by the model."""
     syntax: LiteralSyntax | None = None
-    """The marks of a `CallKind.LITERAL` call."""
+    """Punctuation of a `CallKind.LITERAL` call."""
     layout: str = ""
-    """White space that a forced call has after ``begin`` and before ``close``."""
+    """White space of a forced call after ``begin`` and before ``close``."""
     stop: str = ""
-    """A special token that the model writes after its calls, and with which its answer ends."""
+    """Special token that the model writes after its calls and that ends its answer."""
     has_short_ids: bool = False
-    """The template takes ids of 9 letters and digits only."""
+    """True if the template only accepts ids of 9 letters and digits."""
 
     @property
     def between(self) -> str:
-        """The mark that separates calls; empty where white space does."""
+        """Separator between calls; empty if it is white space."""
         return self.separator.strip()
 
     @property
     def has_lines(self) -> bool:
-        """True if a further call may follow a call without any mark."""
+        """True if another call can follow a call without a separator."""
         return bool(self.separator) and not self.between
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that may be special tokens, and must be seen all the same."""
+        """Texts that may be special tokens but must be visible to the parser."""
         quotes = () if self.syntax is None else self.syntax.quotes
         texts = (self.begin, self.id_marker, self.arguments_marker, *quotes, self.close, self.end)
         return tuple(text for text in texts if len(text) > 1 and not text.startswith(("'", '"')))
 
 
 HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>", each=True, layout="\n")
-"""Also the instructions for models whose template has no tools."""
+"""Also the format of the instructions for models whose template does not support tools."""
 LLAMA3_JSON = CallFormat("llama3_json", "<|python_tag|>", key="parameters", separator="; ", bare=True)
 MISTRAL_LIST = CallFormat("mistral_list", "[TOOL_CALLS]", "]", open="[", separator=", ", has_short_ids=True)
 MISTRAL_NAMED = CallFormat(
@@ -178,12 +177,12 @@ SIGNS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
     (("<|python_tag|>",), LLAMA3_JSON),
     (('"parameters": ', '{"name": '), LLAMA3_JSON),
 )
-"""Texts that a template with tools must have, all of them, for a format; the first row that fits."""
+"""Texts that a template with tools must contain, all of them, for a format. The first matching row applies."""
 
 
-def format_of(template: str | None, knows_tools: bool) -> CallFormat:
-    """The format that a chat template teaches its model; hermes where it teaches none."""
-    if template is None or not knows_tools:
+def format_of(template: str | None, supports_tools: bool) -> CallFormat:
+    """Detect the call format of a chat template; hermes if the template defines none."""
+    if template is None or not supports_tools:
         return HERMES
     return next((row for signs, row in SIGNS if all(sign in template for sign in signs)), HERMES)
 
@@ -191,4 +190,4 @@ def format_of(template: str | None, knows_tools: bool) -> CallFormat:
 WORDS: Mapping[str, str] = {
     "true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null",
 }  # fmt: skip
-"""Words that are values: models mix up those of JSON and of Python."""
+"""Words that are literals. Those of both JSON and Python are accepted, because models mix them up."""

@@ -1,8 +1,8 @@
-"""Readers of single calls that are written as JSON: the arguments leave in pieces, and a call arrives in pieces.
+"""Readers of single calls written as JSON: parse a call that arrives in pieces, and return its arguments in pieces.
 
-A reader takes text until the call is complete or broken, that is until it cannot become a call of a known function any
-more. Words that more text may change (half a name, number or escape) are left where they are until it has come. Readers
-of other syntaxes are in `lockstep.server.tools.markup_readers`.
+A reader consumes text until the call is complete or broken. A call is broken when it can no longer become a call of a
+known function. Text that further text may change (part of a name, number or escape) is not consumed until that text
+arrives. Readers of other syntaxes are in `lockstep.server.tools.markup_readers`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 MAX_DEPTH = 64
-"""Lists and objects within each other; deeper ones are no arguments of a call."""
+"""Maximum nesting depth of lists and objects in arguments. A call with deeper nesting is broken."""
 BLANKS = re.compile(r"[ \t\n\r]*")
 _STRING = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
-"""Characters of a string up to its end, or to what is none or half an escape."""
+"""Characters of a string up to its end, an invalid character or an incomplete escape."""
 _HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")
 ATOM = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -42,17 +42,17 @@ _ENDS = (_Expect.COMMA_OR_END, _Expect.ITEM_OR_END, _Expect.KEY_OR_END)
 
 @dataclass(slots=True)
 class JsonScanner:
-    """Follows one value. A number that nothing encloses is complete with the character after it."""
+    """Incremental scanner of one JSON value. A top-level number is complete once the character after it is known."""
 
     is_complete: bool = False
     is_broken: bool = False
     _expect: _Expect = _Expect.VALUE
     _in_key: bool = False
     _stack: list[str] = field(default_factory=list)
-    """The brackets and braces that are to come."""
+    """Closing brackets and braces that are expected, innermost last."""
 
     def read(self, text: str, at: int) -> int:
-        """Follow the text from ``at`` on; returns where the value, or what is certain of it, ends."""
+        """Scan the text from ``at``. Return the end of the value, or of the part that is certain."""
         before = -1
         while before < at < len(text) and not (self.is_complete or self.is_broken):
             before = at
@@ -70,7 +70,7 @@ class JsonScanner:
         return end
 
     def _between(self, text: str, at: int) -> int:
-        """Follow one mark, or a number or literal, after blanks."""
+        """Scan one punctuation character, number or literal, after blanks."""
         at = end_of(BLANKS, text, at)
         if at == len(text):
             return at
@@ -110,14 +110,14 @@ class JsonScanner:
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """The end of a run that may be empty."""
+    """Return the end of a match that may be empty."""
     match = pattern.match(text, at)
-    assert match is not None, "the pattern matches the empty text"
+    assert match is not None, "the pattern matches an empty string"
     return match.end()
 
 
 def num_begun(text: str, marker: str) -> int:
-    """Count the characters of a marker that the text ends with."""
+    """Number of characters at the end of the text that are an incomplete marker."""
     most = min(len(marker) - 1, len(text))
     if marker[0] not in text[len(text) - most :]:
         return 0
@@ -125,41 +125,41 @@ def num_begun(text: str, marker: str) -> int:
 
 
 def _is_half_string(text: str, end: int) -> bool:
-    """True if a string that was followed up to ``end`` may go on with text that is yet to come."""
+    """True if a string that was scanned up to ``end`` may continue with further text."""
     return end == len(text) or _HALF_ESCAPE.fullmatch(text, end) is not None
 
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-"""Both are understood in every format: models mix them up."""
+"""Keys of the arguments. Both are accepted in every format, because models mix them up."""
 OTHER_KEYS = ("type", "id")
-"""May stand beside them, and say nothing here."""
+"""Further keys that are allowed and ignored."""
 MAX_KEY_CHARS = 64 * 6 + 2
-"""Of a key or name with its quotes, every character an escape."""
+"""Maximum length of a key or name with its quotes, if every character is an escape."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]*")
 
 
 class CallReader(ABC):
-    """Reader of one call. What it collects of the arguments is JSON, whatever their syntax in the text.
+    """Reader of one call. The collected arguments are JSON, whatever their syntax in the text.
 
     Args:
-        names: of the functions that may be called.
+        names: names of the functions that can be called.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._name: str | None = None
         self._scanner: JsonScanner | None = None
-        """Not None while arguments are read."""
+        """Set while arguments are being read."""
         self._has_arguments = False
         self._num_taken = 0
-        """Characters of the arguments that were handed out."""
+        """Number of characters of the arguments that `take` has returned."""
         self.arguments = ""
-        """So far."""
+        """Arguments read so far."""
         self.is_complete = False
         self.is_broken = False
 
     def read(self, text: str) -> int:
-        """Take the text, as far as it is certain; returns up to where."""
+        """Consume the certain part of the text, and return its length."""
         before, at = -1, 0
         while before < at < len(text) and not (self.is_complete or self.is_broken):
             before = at
@@ -170,7 +170,7 @@ class CallReader(ABC):
         return at
 
     def take(self) -> tuple[str, str] | None:
-        """The function's name and what of the arguments is new; None: nothing yet to tell."""
+        """Return the function name and new text of the arguments; None if there is nothing new."""
         if self._name is None or self._num_taken == len(self.arguments):
             return None
         fragment, self._num_taken = self.arguments[self._num_taken :], len(self.arguments)
@@ -178,14 +178,14 @@ class CallReader(ABC):
 
     @abstractmethod
     def _read_part(self, text: str, at: int) -> int:
-        """Take one mark or word that is not of the arguments; returns ``at`` where more text is needed."""
+        """Consume one punctuation character or word outside the arguments. Return ``at`` if more text is needed."""
 
     def _end_arguments(self) -> None:
-        """Act on the end of arguments that were read as JSON."""
+        """Handle the end of arguments that were read as JSON."""
         self.is_complete = True
 
     def _read_name(self, text: str, at: int, before: str, after: str) -> int:
-        """Take the name of a known function between two marks, once it is whole."""
+        """Consume the name of a known function between two markers, once it is complete."""
         seen = text[at : at + len(before)]
         if seen != before:
             return at if before.startswith(seen) else self._break(at)
@@ -236,7 +236,7 @@ _MARKS: Mapping[tuple[_Part, str], _Part] = {
 
 
 class JsonCallReader(CallReader):
-    """Reader of ``{"name": ..., "arguments": {...}}``, the keys in any order."""
+    """Reader of ``{"name": ..., "arguments": {...}}``, with the keys in any order."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
@@ -261,7 +261,7 @@ class JsonCallReader(CallReader):
         return at + 1
 
     def _read_word(self, text: str, at: int) -> int:
-        """Take a key, or a value that is no arguments: a string of some characters."""
+        """Consume a key, or a value other than the arguments: a string of limited length."""
         if text[at] != '"':
             return self._break(at)
         end = end_of(_STRING, text, at + 1)
@@ -288,7 +288,7 @@ class JsonCallReader(CallReader):
 
 
 class NamedCallReader(CallReader):
-    """Reader of a name, a marker and arguments. An id with a marker of its own may follow the name."""
+    """Reader of a name, a marker and arguments. An id with its own marker may follow the name."""
 
     def __init__(self, names: Collection[str], marker: str, id_marker: str = "") -> None:
         super().__init__(names)

@@ -1,4 +1,4 @@
-"""Functions and choices of a request: their shapes, which are OpenAI's, and what shapes alone cannot refuse."""
+"""Function definitions and tool choices: define OpenAI's shapes, and check rules that the shapes cannot express."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lockstep.executors.constraint import closed
 from lockstep.server.fields import Body, JsonObject, Marked, text_or_object
 
 MAX_TOOLS = 128
-"""Functions that one request may describe, as many as OpenAI takes."""
+"""Maximum number of functions per request, as in OpenAI's API."""
 MAX_SCHEMA_DEPTH = 64
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""What a function that describes no parameters takes."""
+"""Schema of a function without parameters."""
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -26,9 +26,9 @@ class Function(Marked):
     name: FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
-    """A JSON schema; absent: no parameters."""
+    """JSON schema of the arguments; absent: no parameters."""
     strict: bool | None = None
-    """The arguments obey the schema."""
+    """True: the arguments obey the schema."""
 
 
 class Tool(Marked):
@@ -51,14 +51,14 @@ class AllowedTools(Body):
 
 
 class AllowedToolsChoice(Body):
-    """Some of the tools: the model is informed of all, and may call these."""
+    """A subset of the tools. The model is shown all tools but can only call these."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
 def choice_kind(value: object) -> str:
-    """The form of `tool_choice` that a value is intended to be, as a tag."""
+    """Tag of the `tool_choice` form that a value is parsed as."""
     if isinstance(value, dict):
         return "[allowed]" if value.get("type") == "allowed_tools" else "[object]"
     return "[text]"
@@ -78,33 +78,33 @@ FunctionChoice = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """One function as a model is informed of it."""
+    """A function as the model is shown it."""
 
     name: str
     description: str | None
     parameters: Mapping[str, Any]
-    """The JSON schema of its arguments, an object's."""
+    """JSON schema of the arguments. Its type is object."""
     strict: bool
-    """Whether a call must obey the schema also where the model is free to call or not."""
+    """Whether a call must obey the schema even if the model is free to call or not."""
     where: str
-    """Its place in the request, e.g. ``tools[2].function``."""
+    """Path in the request, for example ``tools[2].function``."""
 
     @property
     def shown(self) -> dict[str, Any]:
-        """As templates want it."""
+        """The function in the form that templates expect."""
         about = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **about, "parameters": self.parameters}}
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
-        """The schema of a forced call's arguments: the function's, without parameters that it does not declare."""
+        """Schema of a forced call's arguments, which does not allow undeclared parameters."""
         schema = closed({"type": "object", **self.parameters})
-        assert isinstance(schema, dict), "a closed object is one"
+        assert isinstance(schema, dict), "the closed form of an object schema is an object"
         return schema
 
 
 class ChoiceMode(Enum):
-    """Freedom of the model to call functions."""
+    """Whether the model can or must call functions."""
 
     NONE = "none"
     AUTO = "auto"
@@ -114,22 +114,22 @@ class ChoiceMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CheckedChoice:
-    """A request's choice of the functions that may or must be called."""
+    """The functions that a request allows or requires the model to call."""
 
     mode: ChoiceMode
     names: tuple[str, ...] | None = None
-    """Of the functions that may be called; of mode `NAMED` the one that must be. None: all."""
+    """Names of the functions that can be called; with mode `NAMED`, the one that must be called. None: all."""
 
     def takes(self, name: str) -> bool:
-        """True if a function may be called, if any may."""
+        """True if the choice allows calls of a function."""
         return self.names is None or name in self.names
 
 
 def checked_tools(functions: Sequence[Function]) -> tuple[CallableTool, ...]:
-    """The functions of a request.
+    """Check the functions of a request.
 
     Raises:
-        InvalidParameterError: ``param`` names the place, e.g. ``tools[2].function.name``.
+        InvalidParameterError: a function is invalid; ``param`` names its path, for example ``tools[2].function.name``.
     """
     checked = tuple(
         CallableTool(
@@ -146,19 +146,20 @@ def checked_tools(functions: Sequence[Function]) -> tuple[CallableTool, ...]:
         if seen.setdefault(tool.name, index) != index:
             where = f"tools[{index}].function.name"
             raise InvalidParameterError(
-                f"{where} is {tool.name!r}, the name of tools[{seen[tool.name]}] too; names must differ", param=where
+                f"{where} is {tool.name!r}, also the name of tools[{seen[tool.name]}]; names must be unique",
+                param=where,
             )
     return checked
 
 
 def checked_choice(choice: ToolChoice | None, tools: Sequence[CallableTool]) -> CheckedChoice:
-    """Check a choice against the functions; None means ``auto`` where there are any.
+    """Check a choice against the functions. None means ``auto`` if there are any.
 
     Raises:
-        InvalidParameterError: it is of a function that is not there.
+        InvalidParameterError: the choice names an unknown function.
     """
     if choice == "required" and not tools:
-        raise InvalidParameterError("tool_choice is 'required', but there are no tools", param="tool_choice")
+        raise InvalidParameterError("tool_choice is 'required', but the request has no tools", param="tool_choice")
     if choice is None or isinstance(choice, str):
         return CheckedChoice(ChoiceMode(choice or "auto") if tools else ChoiceMode.NONE)
     if isinstance(choice, NamedToolChoice):
@@ -169,7 +170,7 @@ def checked_choice(choice: ToolChoice | None, tools: Sequence[CallableTool]) -> 
 
 
 def _known(choice: NamedToolChoice, where: str, tools: Sequence[CallableTool]) -> str:
-    """The name of a function that is there."""
+    """Return the function name of a choice, after checking that it exists."""
     name = choice.function.name
     if name not in {tool.name for tool in tools}:
         known = ", ".join(tool.name for tool in tools) or "none"
@@ -189,7 +190,7 @@ def _parameters(schema: Mapping[str, Any] | None, where: str) -> Mapping[str, An
     if not isinstance(properties, Mapping):
         raise InvalidParameterError.of(f"{where}.properties", properties, "an object")
     if _depth(schema) > MAX_SCHEMA_DEPTH:
-        raise InvalidParameterError(f"{where} is nested more than {MAX_SCHEMA_DEPTH} deep", param=where)
+        raise InvalidParameterError(f"{where} is nested more than {MAX_SCHEMA_DEPTH} levels deep", param=where)
     try:
         json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -198,7 +199,7 @@ def _parameters(schema: Mapping[str, Any] | None, where: str) -> Mapping[str, An
 
 
 def _depth(value: object) -> int:
-    """Levels of lists and objects, counted without recursion and no further than matters."""
+    """Nesting depth of lists and objects, counted without recursion up to the limit."""
     level, depth = [value], 0
     while level and depth <= MAX_SCHEMA_DEPTH:
         children: list[object] = []

@@ -1,8 +1,8 @@
-"""Schemas of functions as far as a grammar can hold a call to them.
+"""Enforceable schemas: reduces function schemas to the parts that a grammar can enforce for calls.
 
-The grammar engine implements a part of JSON Schema and refuses the rest. A function that is not ``strict`` is held to
-what remains when the rest is left out, and a warning names what was left out. A ``strict`` function asks for all of it,
-so that the error names the first part that cannot be enforced.
+The grammar engine implements a subset of JSON Schema and rejects the rest. For a function that is not ``strict``,
+unsupported parts are removed, and a warning lists them. For a ``strict`` function, the first unsupported part is an
+error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.server.tools.definitions import CallableTool
 ANNOTATIONS = frozenset(
     ["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"]
 )
-"""Keywords that no document fails by; a grammar has no use for them."""
+"""Keywords that never make a document invalid. They are removed, because a grammar does not use them."""
 UNENFORCED = frozenset([
     *("not", "if", "then", "else", "propertyNames", "uniqueItems", "contains", "minContains", "maxContains"),
     *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
@@ -29,22 +29,22 @@ UNENFORCED = frozenset([
 ])  # fmt: skip
 """Keywords that the grammar engine does not implement."""
 MAX_SHOWN_PARTS = 8
-"""Parts of one schema that a warning names."""
+"""Maximum number of parts of one schema that a warning lists."""
 MAX_KEY_CHARS = 64
 _DEFINITIONS = ("$defs", "definitions")
 _MAPS = ("properties", "patternProperties", *_DEFINITIONS)
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _ONES = ("items", "additionalItems", "additionalProperties")
-"""Keywords under which schemas stand: by name, in a list, alone."""
+"""Keywords that contain schemas: by name, in a list, and single ones."""
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_$-]+")
 
 
 def enforced_tools(tools: Sequence[CallableTool]) -> tuple[tuple[CallableTool, ...], tuple[str, ...]]:
-    """The functions with the schemas that a grammar enforces, and warnings of what it does not.
+    """Return the functions with the schemas that a grammar enforces, and warnings about the parts that it does not.
 
     Raises:
-        InvalidParameterError: a function is strict, and a part of its schema cannot be enforced; ``param`` names the
-            part, e.g. ``tools[2].function.parameters.properties.ids.uniqueItems``.
+        InvalidParameterError: a part of a strict function's schema cannot be enforced; ``param`` names the part, for
+            example ``tools[2].function.parameters.properties.ids.uniqueItems``.
     """
     enforced, warnings = [], []
     for tool in tools:
@@ -53,12 +53,12 @@ def enforced_tools(tools: Sequence[CallableTool]) -> tuple[tuple[CallableTool, .
             where = f"{tool.where}.parameters{left_out[0]}"
             reason = _fault(_without_annotations(tool.parameters))
             raise InvalidParameterError(
-                f"{where} cannot be enforced ({reason}), and the function {tool.name!r} is strict; leave that part or "
-                "strict out",
+                f"{where} cannot be enforced ({reason}), but the function {tool.name!r} is strict; remove that part or "
+                "strict",
                 param=where,
             )
         if left_out:
-            shown = ", ".join(part.removeprefix(".") or "all of it" for part in left_out[:MAX_SHOWN_PARTS])
+            shown = ", ".join(part.removeprefix(".") or "the whole schema" for part in left_out[:MAX_SHOWN_PARTS])
             more = f" and {len(left_out) - MAX_SHOWN_PARTS} more" if len(left_out) > MAX_SHOWN_PARTS else ""
             warnings.append(f"{tool.where}.parameters: not enforced in calls of {tool.name}: {shown}{more}")
         enforced.append(replace(tool, parameters=schema))
@@ -66,9 +66,9 @@ def enforced_tools(tools: Sequence[CallableTool]) -> tuple[tuple[CallableTool, .
 
 
 def enforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The part of an object's schema that can be enforced, and the paths of the parts that cannot, in its order.
+    """Return the enforceable part of an object schema, and the paths of the other parts, in order.
 
-    A path begins with a dot or a bracket; an empty one is the whole schema.
+    A path starts with a dot or a bracket. An empty path is the whole schema.
     """
     plain = _without_annotations(schema)
     if not _fault(plain):
@@ -89,7 +89,7 @@ def _fault(schema: Mapping[str, Any]) -> str:
 
 
 def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with nothing that only describes, at any depth."""
+    """Copy of a schema without annotations, at any depth."""
     plain: dict[str, Any] = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
     for name, key, part in _parts(plain):
         _put(plain, name, key, _without_annotations(part))
@@ -97,10 +97,10 @@ def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(schema: Mapping[str, Any], path: str, definitions: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
-    """The schema without its keywords that cannot be enforced, whose paths are added to ``left_out``.
+    """Copy of a schema without unsupported keywords. Their paths are added to ``left_out``.
 
     Args:
-        definitions: of the whole schema, to which parts refer.
+        definitions: definitions of the whole schema, to which parts refer.
     """
     kept: dict[str, Any] = {}
     for name, value in schema.items():
@@ -108,7 +108,7 @@ def _kept(schema: Mapping[str, Any], path: str, definitions: Mapping[str, Any], 
         if name in UNENFORCED or (name in ("format", "pattern") and schema_fault({"type": "string", name: value})):
             left_out.append(where)
         elif name == "oneOf" and schema_fault({**definitions, name: value}):
-            left_out.append(where)  # one of several that exclude each other; any of them is enforced
+            left_out.append(where)  # exclusive alternatives are not supported; enforced as anyOf
             kept["anyOf"] = value
         elif name == "patternProperties" and isinstance(value, Mapping):
             kept[name] = {key: part for key, part in value.items() if not schema_fault({name: {key: True}})}
@@ -126,7 +126,7 @@ def _kept(schema: Mapping[str, Any], path: str, definitions: Mapping[str, Any], 
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Mapping[str, Any]]]:
-    """Schemas within a schema: the keyword, the name or index under it (None: it is alone), and the schema."""
+    """Yield subschemas: the keyword, the name or index under it (None for a single schema), and the subschema."""
     found: list[tuple[str, str | int | None, Any]] = []
     for name in _MAPS:
         if isinstance(named := schema.get(name), Mapping):
@@ -141,7 +141,7 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, M
 
 
 def _put(schema: dict[str, Any], name: str, key: str | int | None, part: dict[str, Any]) -> None:
-    """Replace a schema within a schema; the containers between them are copied, since the client's are not ours."""
+    """Replace a subschema. The containers in between are copied, because they belong to the client's schema."""
     if key is None:
         schema[name] = part
     elif isinstance(key, int):

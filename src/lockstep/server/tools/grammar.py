@@ -1,8 +1,8 @@
-"""Grammars of constrained answers with calls, in llguidance's dialect of Lark, made of texts alone.
+"""Grammars of answers with tool calls: built as text, in llguidance's dialect of Lark.
 
-Source of the dialect: llguidance's docs/syntax.md. A marker that is one token of the model is named by its id, since
-text never becomes such a token there. Thoughts come first where the model has them, as free text up to their end tag;
-they stay possible that way although a constraint holds from the first token on.
+Source of the dialect: llguidance's docs/syntax.md. A marker that is a single token is referenced by its id, because
+literal text never matches such a token. For a model with reasoning, the grammar allows free text up to the end tag
+first. This keeps reasoning possible although the constraint applies from the first token.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from lockstep.server.tools.call_formats import CallFormat, CallKind
 from lockstep.server.tools.definitions import CallableTool
 
 MAX_FORCED_CALLS = 16
-"""Calls in one constrained answer: a model that cannot stop is stopped."""
+"""Maximum number of calls in a constrained answer. It limits a model that does not stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """Shape of the answers that a grammar allows."""
+    """The form of the answers that a grammar allows."""
 
     call_format: CallFormat
     tools: Sequence[CallableTool]
-    """Those that may be called."""
+    """Functions that can be called."""
     at_most: int
-    """Calls."""
-    may_talk: bool
-    """Whether there may be text before a call, or no call at all."""
+    """Maximum number of calls."""
+    allows_text: bool
+    """Whether the answer can have text before a call, or no call at all."""
     json_constraint: Constraint | None
-    """What an answer without calls must be, where it is to be JSON; there is no text before calls then."""
+    """Constraint of an answer without calls, if it must be JSON. Text before calls is then not allowed."""
     reasoning: Reasoning | None
-    """Thoughts that may come first; must, where the prompt has opened them."""
+    """Reasoning that can come first. It must come first if the prompt has opened it."""
 
 
 def answer_grammar(shape: AnswerShape, marker_id: MarkerId) -> str:
-    """The whole grammar; its rule ``start`` begins."""
+    """Return the complete grammar. Its first rule is ``start``."""
     rules: list[str] = []
     answer = _answer(shape, marker_id, rules)
     thoughts = _thoughts(shape.reasoning, marker_id, rules)
@@ -57,13 +57,12 @@ def answer_grammar(shape: AnswerShape, marker_id: MarkerId) -> str:
 
 def _answer(shape: AnswerShape, marker_id: MarkerId, rules: list[str]) -> str:
     form = shape.call_format
-    if not shape.may_talk:
+    if not shape.allows_text:
         return "calls" if form.bare else f"{lark_marker(form.begin, marker_id)} calls"
-    if (
-        shape.json_constraint is not None
-    ):  # a call has its marker also where it could do without: both begin with a brace
-        rules.append(f"told: %json {_compact_schema(shape.json_constraint)}")
-        return f"told | {lark_marker(form.begin, marker_id)} calls"
+    # A call always has its marker here, also in a bare format: a JSON answer and a bare call both start with a brace.
+    if shape.json_constraint is not None:
+        rules.append(f"json_answer: %json {_compact_schema(shape.json_constraint)}")
+        return f"json_answer | {lark_marker(form.begin, marker_id)} calls"
     begins = r"\s*[^\s{](?s:.*)" if form.bare else "(?s:.*)"
     rules.append(f"TEXT: /{begins}/ & ~/(?s:.*){lark_pattern(form.begin)}(?s:.*)/")
     options = ["TEXT"]
@@ -78,7 +77,7 @@ def _answer(shape: AnswerShape, marker_id: MarkerId, rules: list[str]) -> str:
 
 
 def _calls(shape: AnswerShape, marker_id: MarkerId, rules: list[str]) -> str:
-    """All calls after the first marker."""
+    """Rule for all calls after the first marker."""
     form, more = shape.call_format, shape.at_most - 1
     gap = lark_literal(form.layout)
     close = f"{gap} {lark_marker(form.close, marker_id)} {lark_marker(form.end, marker_id)}"

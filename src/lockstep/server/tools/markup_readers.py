@@ -1,7 +1,7 @@
-"""Readers of single calls whose arguments are not JSON, and the choice of a reader for a format.
+"""Readers of tool calls with non-JSON arguments: parse a single call, and choose the reader for a call format.
 
-The arguments are translated into JSON while they arrive: each piece of the text gives a piece of JSON, and the pieces
-together are the same wherever the text was cut.
+Arguments are translated to JSON as they arrive: each piece of text yields a piece of JSON. The concatenated result does
+not depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SIMPLE_ESCAPES: Mapping[str, str] = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\", "'": "'",
     '"': '"', "/": "/",
 }  # fmt: skip
-"""Python's, and the slash of JSON."""
+"""Python's escapes, and JSON's escape of the slash."""
 _MAX_CODE_POINT = 0x10FFFF
 _AFTER_STRINGS = ",:)]}"
 
@@ -58,16 +58,17 @@ class _Frame:
     close: str
     json_close: str
     assign: str = ""
-    """The mark after a key; empty in a list."""
+    """Separator after a key; empty in a list."""
     has_bare_keys: bool = False
     num_items: int = 0
 
 
 class LiteralCallReader(CallReader):
-    """Reader of ``name(key=value, ...)`` and its like, the values literals of Python, of JSON, or strings in markers.
+    """Reader of ``name(key=value, ...)`` and similar forms. Values are Python literals, JSON literals, or quoted
+    strings.
 
-    More is read than a compiler would take: trailing commas, line breaks in strings, numbers with leading zeros, and a
-    quote inside a string (``'it's'``) where nothing that may follow a string follows it.
+    The reader accepts more than a compiler: trailing commas, line breaks in strings, numbers with leading zeros, and an
+    unescaped quote inside a string (``'it's'``) if no character that can follow a string comes after it.
     """
 
     def __init__(self, names: Collection[str], syntax: LiteralSyntax) -> None:
@@ -76,7 +77,7 @@ class LiteralCallReader(CallReader):
         self._expect = _Expect.NAME
         self._frames: list[_Frame] = []
         self._quote = ""
-        """The end of the string that is being read."""
+        """Closing quote of the string that is being read."""
         self._in_key = False
 
     def _read_part(self, text: str, at: int) -> int:
@@ -148,7 +149,7 @@ class LiteralCallReader(CallReader):
         return at + 1
 
     def _quote_at(self, text: str, at: int) -> str | None:
-        """The quote that begins here, or nothing; None: more text decides."""
+        """The quote that starts here, or an empty string; None: more text is needed to decide."""
         rest = text[at : at + max(map(len, self._syntax.quotes))]
         for quote in self._syntax.quotes:
             if rest.startswith(quote):
@@ -197,7 +198,7 @@ class LiteralCallReader(CallReader):
             self.arguments += _escaped(_SIMPLE_ESCAPES.get(char, f"\\{char}"))
             return at + 2
         if match["u"] is not None:
-            self.arguments += match[0]  # JSON's own; two of them may be one character
+            self.arguments += match[0]  # also valid in JSON; two of them may encode one character
             return match.end()
         digits, base = (match["o"], 8) if match["o"] is not None else (match["x"] or match["U"], 16)
         code_point = int(digits, base)
@@ -247,12 +248,12 @@ _STEPS: Mapping[_Expect, Callable[[LiteralCallReader, str, int], int]] = {
 
 
 def _escaped(text: str) -> str:
-    """The text as a part of a JSON string."""
+    """Escape text as part of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _number(word: str) -> str | None:
-    """A number of Python as JSON; None: the word is none."""
+    """Convert a Python number to JSON; None if the word is not a number."""
     if ATOM.fullmatch(word) is not None:
         return word
     for base in (0, 10):
@@ -278,19 +279,19 @@ class _Tag(Enum):
     FUNCTION = auto()
     PARAMETER_OR_END = auto()
     TEXT = auto()
-    """A value that is a string and leaves while it arrives."""
+    """A string value, which is passed on as it arrives."""
     VALUE = auto()
-    """A value whose type is known at its end."""
+    """A value whose type is known only at its end."""
 
 
 class TaggedCallReader(CallReader):
     """Reader of ``<function=name>``, ``<parameter=key>`` with a value each, and their closing tags.
 
-    A value is text; the schema decides what it is in JSON. One line break after the opening and one before the closing
-    tag belong to the tags.
+    A value is text; the schema determines its JSON type. One line break after the opening tag and one before the
+    closing tag belong to the tags.
 
     Args:
-        schemas: of the arguments, by the names of the functions.
+        schemas: schemas of the arguments by function name.
     """
 
     def __init__(self, names: Collection[str], schemas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -298,9 +299,9 @@ class TaggedCallReader(CallReader):
         self._schemas = schemas
         self._tag = _Tag.FUNCTION
         self._types: frozenset[str] = frozenset()
-        """Types that the value may have which is being read."""
+        """Allowed types of the value that is being read."""
         self._is_at_begin = False
-        """Whether a line break that belongs to the opening tag may come."""
+        """True if the next line break would belong to the opening tag."""
 
     def _read_part(self, text: str, at: int) -> int:
         if self._tag in (_Tag.TEXT, _Tag.VALUE):
@@ -365,11 +366,11 @@ class TaggedCallReader(CallReader):
 _KINDS: Mapping[str, str] = {
     '"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null",
 }  # fmt: skip
-"""The type of a JSON value by its first character; any other begins a number."""
+"""JSON type by the first character of a value. Any other character starts a number."""
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value that was written as text: a literal of an allowed type, else the text as a string."""
+    """Convert a value that was written as text to JSON: a literal if its type is allowed, otherwise a string."""
     value = _literal(text)
     if value is not None:
         kind = _KINDS.get(value[0]) or ("number" if {".", "e", "E"} & set(value) else "integer")
@@ -379,7 +380,7 @@ def typed(text: str, types: frozenset[str]) -> str:
 
 
 def _literal(text: str) -> str | None:
-    """The JSON of a literal; None: the text is not exactly one."""
+    """Convert a literal to JSON; None if the text is not exactly one literal."""
     reader, frame = LiteralCallReader((), PYTHON), _Frame("]", "]")
     reader._open(frame, "[")
     is_whole = reader.read(f"{text}]") == len(text) + 1 and reader.is_complete
@@ -389,17 +390,16 @@ def _literal(text: str) -> str | None:
 def reader_of(
     call_format: CallFormat, names: Collection[str], schemas: Mapping[str, Mapping[str, Any]] | None = None
 ) -> CallReader:
-    """A reader for the next call of a format.
+    """Create a reader for the next call in a format.
 
     Args:
-        schemas: of the arguments, by the names of the functions; formats whose values have no types of their own
-            need them.
+        schemas: schemas of the arguments by function name. Required for formats with untyped values.
     """
     if call_format.kind is CallKind.NAMED:
         return NamedCallReader(names, call_format.arguments_marker, call_format.id_marker)
     if call_format.kind is CallKind.TAGGED:
         return TaggedCallReader(names, schemas or {})
     if call_format.kind is CallKind.LITERAL:
-        assert call_format.syntax is not None, "a format of literals has their syntax"
+        assert call_format.syntax is not None, "a literal format has a syntax"
         return LiteralCallReader(names, call_format.syntax)
     return JsonCallReader(names)

@@ -1,12 +1,12 @@
-"""Parser that tells calls from content, in a text that arrives in pieces.
+"""Tool call parser: separates calls from content in text that arrives in pieces.
 
-White space around calls belongs to them. Nothing is shown that may yet become a marker. A call is announced with its
-name and the first of its arguments, and whole when its own JSON is; what a model writes in place of a call that is
-none (no JSON, an unknown function) is content, all of it. Where the beginning of such a call was announced
-already, that cannot be unsaid: a stream then has a call that is never whole, and ``calls`` does not hold it. A call
-that was announced when the answer was cut is a call with a part of its arguments.
+White space around calls is part of them. Text that may become a marker is held back. A call is announced with its name
+and the first part of its arguments; it is complete when its arguments are. Text that starts like a call but is not one
+(invalid JSON, an unknown function) becomes content in full. If such a call was already announced in a stream, the
+announcement cannot be withdrawn: the stream has an incomplete call that is not in ``calls``. If the answer is cut after
+an announcement, the call has a part of its arguments.
 
-Everything but the sizes of the pieces depends on the text alone and not on where it was cut.
+The result depends only on the text, not on how it was split, except for the sizes of the pieces.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """New text that is no call."""
+    """New text outside calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """News of one call."""
+    """New output of one call."""
 
     index: int
-    """Of the call, in order of announcement."""
+    """Index of the call, in order of announcement."""
     arguments: str
-    """A fragment; together they are the JSON text as the model wrote it."""
+    """A fragment. Together, the fragments are the arguments' JSON text as the model wrote it."""
     id: str | None = None
-    """On a call's first delta, as is `name`."""
+    """Set on the first delta of a call, like `name`."""
     name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole call, or as much of one as an answer has that was cut."""
+    """A complete call, or the received part of a call that was cut."""
 
     index: int
     id: str
@@ -63,11 +63,11 @@ class ToolCall:
 
     @property
     def arguments_object(self) -> msgspec.Raw:
-        """The arguments as JSON of an object; of arguments that were cut, the members that came."""
+        """The arguments as a JSON object. If the arguments were cut, it has the members received so far."""
         try:
             if isinstance(json.loads(self.arguments or "{}"), dict):
                 return msgspec.Raw((self.arguments or "{}").encode())
-        except ValueError:  # it was cut
+        except ValueError:  # the arguments were cut
             return msgspec.Raw(json.dumps(_members_of(self.arguments)).encode())
         return msgspec.Raw(b"{}")
 
@@ -77,26 +77,26 @@ Delta = ContentDelta | CallDelta
 
 class _Place(Enum):
     START = auto()
-    """Nothing but blanks so far, and the answer may begin with a call."""
+    """Only blanks so far, and the answer may start with a call."""
     TEXT = auto()
     OPENED = auto()
-    """After a marker, or what separates calls."""
+    """After a marker or a separator of calls."""
     CALL = auto()
     TAIL = auto()
-    """After a call: what closes it, separates it from the next or begins another."""
+    """After a call: its end marker, a separator or the start of another call."""
     AFTER = auto()
-    """After calls: blanks, and the end marker."""
+    """After the calls: blanks and the end marker."""
 
 
 class ToolParser:
-    """Reads one answer.
+    """Parser of one answer.
 
     Args:
-        call_format: how calls are written.
-        names: of the functions that may be called; none: everything is content.
-        new_id: gives a call its id, once for each that is announced.
-        schemas: of the arguments, by the names of the functions; see `reader_of`.
-        is_forced: the whole answer is calls, so that what is cut is a part of one and no content.
+        call_format: form in which calls are written.
+        names: names of the functions that can be called. Without any, everything is content.
+        new_id: generates the id of a call, once per announced call.
+        schemas: schemas of the arguments by function name; see `reader_of`.
+        is_forced: the whole answer consists of calls, so that text that was cut is part of a call and not content.
     """
 
     def __init__(
@@ -115,24 +115,25 @@ class ToolParser:
         self._is_forced = is_forced
         self._place = _Place.START if call_format.bare else _Place.TEXT
         self._text = ""
-        """Not decided yet."""
+        """Text that has not been classified yet."""
         self._raw: list[str] = []
-        """What becomes content if the call does not come about."""
+        """Text that becomes content if the call turns out to be invalid."""
         self._has_content = False
-        """Whether anything but blanks was shown."""
+        """Whether any content other than blanks was emitted."""
         self._is_list_open = False
         self._reader: CallReader | None = None
         self._announced: ToolCall | None = None
-        """The call that is being read, once its name is known; still without its arguments."""
+        """The call that is being read, once its name is known, without its arguments."""
         self._num_announced = 0
         self._deltas: list[Delta] = []
         self.calls: list[ToolCall] = []
-        """Whole calls so far; after `flush` also one that the answer's end cut, with a part of its arguments."""
+        """Complete calls so far. After `flush`, also a call that the end of the answer cut, with a part of its
+        arguments."""
         self.num_unread = 0
-        """Times that what began as a call could not be read as one and became content."""
+        """Number of times that text which started like a call could not be parsed and became content."""
 
     def append(self, text: str) -> list[Delta]:
-        """Take more text; returns what is certain now. A text that no reader can take is content."""
+        """Add text and return what is certain now. If parsing fails unexpectedly, all text is returned as content."""
         if not self._names:
             self._show(text)
             return self._take()
@@ -140,8 +141,8 @@ class ToolParser:
         try:
             while self._text and self._advance():
                 pass
-        except Exception:  # whatever it is: the answer is computed, and its text can be shown
-            log.warning("an answer's calls cannot be read; its text is shown as it is", exc_info=True)
+        except Exception:  # any error: the generated text can still be returned
+            log.warning("parsing the tool calls of an answer failed; its text is returned unchanged", exc_info=True)
             self._names = frozenset()
             self._give_up()
             self._show(self._text)
@@ -149,11 +150,11 @@ class ToolParser:
         return self._take()
 
     def flush(self, *, is_cut: bool = False) -> list[Delta]:
-        """End the text; returns what was held back.
+        """End the text and return what was held back.
 
         Args:
-            is_cut: whether more would have come, had more tokens been allowed. A call whose name is known by then is a
-                call with a part of its arguments.
+            is_cut: whether the token limit ended the answer. A call whose name is known by then becomes a call with a
+                part of its arguments.
         """
         if is_cut:
             self._end_cut_call()
@@ -164,9 +165,12 @@ class ToolParser:
         return self._take()
 
     def _end_cut_call(self) -> None:
-        """End the call in whose middle the answer was cut. The name of a forced call is also known where there is but
-        one function; where there are several, nothing is left of a call without its name."""
-        is_forced = self._is_forced and not self._has_content  # else another server answered as it liked
+        """End the call in which the answer was cut.
+
+        The name of a forced call is also known if there is only one function. If there are several, a call without its
+        name is dropped.
+        """
+        is_forced = self._is_forced and not self._has_content  # a remote server may ignore the constraint
         if is_forced and self._announced is None and not self.calls and len(self._names) == 1:
             [name] = self._names
             self._announce(name, "")
@@ -179,7 +183,7 @@ class ToolParser:
         self._place, self._text = _Place.AFTER, ""
 
     def _advance(self) -> bool:
-        """Decide about some of the text; False: more of it is needed."""
+        """Classify some of the text. Return False if more text is needed."""
         return _STEPS[self._place](self)
 
     def _at_start(self) -> bool:
@@ -208,7 +212,7 @@ class ToolParser:
         return False
 
     def _open(self, length: int) -> None:
-        """Calls begin after so much of the text."""
+        """Enter calls after the given number of characters."""
         self._raw = [self._text[:length]]
         self._text = self._text[length:]
         self._is_list_open = not self._format.open
@@ -233,7 +237,7 @@ class ToolParser:
 
     def _in_call(self) -> bool:
         reader = self._reader
-        assert reader is not None, "inside a call there is a reader"
+        assert reader is not None, "a call has a reader"
         end = reader.read(self._text)
         self._raw.append(self._text[:end])
         self._text = self._text[end:]
@@ -290,13 +294,13 @@ class ToolParser:
             self._deltas.append(CallDelta(call.index, fragment))
 
     def _end_call(self, arguments: str) -> None:
-        assert self._announced is not None, "a whole call has arguments"
+        assert self._announced is not None, "a complete call was announced"
         self.calls.append(replace(self._announced, arguments=arguments))
         self._forget_call()
         self._place = _Place.TAIL
 
     def _give_up(self) -> None:
-        """Show what was taken for a call as content."""
+        """Emit the text of an invalid call as content."""
         self.num_unread += 1
         self._show("".join(self._raw))
         self._forget_call()
@@ -330,7 +334,7 @@ _STEPS: Mapping[_Place, Callable[[ToolParser], bool]] = {
 
 
 def _members_of(arguments: str) -> Mapping[str, Any]:
-    """The members of an object whose text was cut; none where there is none to be read."""
+    """Members of an object whose JSON text was cut; empty if there are none."""
     try:
         members = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
@@ -339,5 +343,5 @@ def _members_of(arguments: str) -> Mapping[str, Any]:
 
 
 def _shown(text: str, cut: int) -> int:
-    """Length of the text up to ``cut`` that is shown whatever follows: all but its last blanks."""
+    """Length of the text up to ``cut`` that can be emitted whatever follows: everything but trailing blanks."""
     return max(len(text[:cut].rstrip()), cut - MAX_HELD_BLANKS)

@@ -1,7 +1,8 @@
-"""Conventions of chat templates for functions, past calls and their results, where templates differ.
+"""Tool conventions of chat templates: pass functions, past calls and results to templates in the form that each
+expects.
 
 Sources: the chat templates of SmolLM3 (`xml_tools`, `python_tools`) and phi-4-mini (`tools` as text in the system
-message), and those of Granite 3.3, LFM2, phi-4-mini and SmolLM3, which write no calls.
+message), and those of Granite 3.3, LFM2, phi-4-mini and SmolLM3, which do not render calls.
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ from lockstep.server.tools.call_formats import (
 
 Message = Mapping[str, Any]
 Shown = Mapping[str, Any]
-"""One function, in the shape of OpenAI's `tools`."""
+"""One function, in the form of OpenAI's `tools`."""
 _CODE = "python_tools"
 _READS_MESSAGE_TOOLS = re.compile(r"""message(?:\[['"]tools['"]\]|\.tools\b)""")
 _SYSTEM = "You are a helpful assistant with some tools."
-"""System message of a conversation that has none, where functions stand in it; of phi-4-mini's model card."""
+"""Default system message if the functions are part of the system message; from phi-4-mini's model card."""
 
 _PYTHON_WORDS: Mapping[str, str] = {"true": "True", "false": "False", "null": "None"}
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateTools:
-    """Conventions of one request's template for functions."""
+    """Conventions of one request's template for tools."""
 
     call_format: CallFormat = HERMES
     variable: str = ""
-    """The template's variable that takes the functions."""
+    """The template variable that receives the functions."""
     is_in_message: bool = False
-    """True if the system message takes the functions, as text in a member of its own."""
+    """True if the system message has the functions, as text in a separate member."""
     writes_calls: bool = True
-    """False: the template shows the content of an assistant's message and not its calls."""
+    """False: the template renders the content of an assistant message but not its calls."""
 
     @property
-    def is_known(self) -> bool:
-        """True if the template has a place for functions."""
+    def supports_tools(self) -> bool:
+        """True if the template supports functions."""
         return bool(self.variable) or self.is_in_message
 
     def template_kwargs(self, tools: Sequence[Shown]) -> dict[str, Any]:
-        """The template's variables for these functions; none where there are none."""
+        """Template variables for the given functions; empty if there are none."""
         if self.variable == _CODE:  # replaces the request's own value
             return {_CODE: [tool["function"] for tool in tools]}
         if not tools or not self.variable:
@@ -60,8 +61,8 @@ class TemplateTools:
         return {self.variable: list(tools) if self.variable == "tools" else [tool["function"] for tool in tools]}
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Shown]) -> Sequence[Message]:
-        """The conversation with names at results, calls where the template writes none, and functions where the system
-        message takes them."""
+        """Return the conversation with function names in results. Calls become content if the template does not render
+        them, and functions are added to the system message if the template expects them there."""
         messages = with_result_names(messages)
         if not self.writes_calls:
             messages = with_calls_in_content(messages, self.call_format)
@@ -69,13 +70,14 @@ class TemplateTools:
 
 
 def template_tools_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None) -> TemplateTools:
-    """Find out how a model's template takes functions.
+    """Detect how a model's template receives functions.
 
     Args:
-        template_kwargs: of the request. ``python_tools: true`` asks SmolLM3 for calls as Python code.
+        template_kwargs: template variables of the request. ``python_tools: true`` requests calls as Python code from
+            SmolLM3.
 
     Raises:
-        ChatTemplateError: there is no template, or it cannot be read.
+        ChatTemplateError: there is no template, or it cannot be parsed.
     """
     variables, source = tokenizer.template_variables, tokenizer.chat_template or ""
     writes_calls = "tool_calls" in source
@@ -88,7 +90,8 @@ def template_tools_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] |
 
 
 def with_result_names(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages, each result of a call with the function's name as ``name``: clients send its id only."""
+    """Return the messages with the function's name as ``name`` in each result, because clients only send the call
+    id."""
     if not _has(messages, "tool"):
         return messages
     names: dict[object, str] = {}
@@ -102,7 +105,7 @@ def with_result_names(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def with_calls_in_content(messages: Sequence[Message], call_format: CallFormat) -> Sequence[Message]:
-    """The messages with their calls as text, as the model wrote them."""
+    """Return the messages with their calls as text, in the model's own format."""
     if not _has(messages, "assistant"):
         return messages
     checked = checked_messages(messages, knows_developer=True)
@@ -115,7 +118,7 @@ def with_calls_in_content(messages: Sequence[Message], call_format: CallFormat) 
 
 
 def with_tools_in_system(messages: Sequence[Message], tools: Sequence[Shown]) -> Sequence[Message]:
-    """The messages, the first of them a system message with the functions as JSON text."""
+    """Return the messages, starting with a system message that has the functions as JSON text."""
     text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     checked = checked_messages(messages, knows_developer=False)
     if checked[0]["role"] != "system":
@@ -125,14 +128,14 @@ def with_tools_in_system(messages: Sequence[Message], tools: Sequence[Shown]) ->
 
 
 def _has(messages: object, role: str) -> bool:
-    """True if a message of the role is among what may be messages."""
+    """True if any message has the role. ``messages`` is not validated yet."""
     return isinstance(messages, Sequence) and any(
         isinstance(message, Mapping) and message.get("role") == role for message in messages
     )
 
 
 def calls_text(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Names and arguments of calls as a model of the format writes them."""
+    """Format calls as a model of the format writes them."""
     form = call_format
     texts = [_call(form, name, arguments) for name, arguments in calls]
     if form.each:

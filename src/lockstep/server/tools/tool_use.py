@@ -1,7 +1,7 @@
-"""Use of a request's functions by one model: what its template is shown, what its answer must be, how calls are read.
+"""Tool use of one request: determines what the template is shown, how the answer is constrained, how calls are parsed.
 
-Where a template knows no tools, functions, calls and results become text, in the hermes format: the calls of a model
-that was told of it are read like those of a model that was trained on it.
+If a template does not support tools, functions, calls and results become text in the hermes format. A model that gets
+these instructions writes calls in the same format as a model that was trained on it, so both are parsed alike.
 """
 
 from __future__ import annotations
@@ -37,40 +37,41 @@ _HELLO = [{"role": "user", "content": "Hello"}]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """One request's functions as its model is shown them, and as its answer is constrained and read."""
+    """The functions of a request in the form for the template, with the constraint and the parser settings of the
+    answer."""
 
     call_format: CallFormat
     choice: CheckedChoice
     names: tuple[str, ...]
-    """Of the functions that may be called; none: there are no calls, only content."""
+    """Names of the functions that can be called. Empty: there are no calls, only content."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the template."""
     system_text: str | None = None
-    """Not None: the template depends on no tools, and this tells the model of them."""
+    """Instructions about the functions, if the template does not support tools; otherwise None."""
     constraint: Constraint | None = None
-    """What the answer must be."""
+    """Constraint of the answer."""
     shown_specials: tuple[str, ...] = ()
-    """Special tokens that calls are written with."""
+    """Special tokens that are part of calls."""
     warnings: tuple[str, ...] = ()
-    """Parts of the functions' schemas that calls are not held to although they are constrained."""
+    """Warnings about parts of the functions' schemas that are not enforced although calls are constrained."""
     template_tools: TemplateTools = field(default_factory=TemplateTools)
-    """How the template takes functions, past calls and results."""
+    """How the template receives functions, past calls and results."""
     shown: Sequence[Mapping[str, Any]] = ()
-    """The functions as the template shows them."""
+    """The functions in the form for the template."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Schemas of the arguments, by the names of the functions that may be called."""
+    """Schemas of the arguments, by name of the functions that can be called."""
     stop_ids: tuple[int, ...] = ()
-    """Special tokens with which an answer that has calls ends."""
+    """Special tokens that end an answer with calls."""
     takes_system: bool = True
 
     def messages(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The conversation for the template: with the functions, past calls and their results as text where it knows
-        none, with ids that it takes where it is particular.
+        """Prepare the conversation for the template. Functions, past calls and results become text if the template does
+        not support tools. Call ids are shortened if the template requires it.
 
         Raises:
-            InvalidParameterError: a message is not what it should be; ``param`` names it.
+            InvalidParameterError: a message is invalid; ``param`` names it.
         """
-        if self.knows_tools:
+        if self.supports_tools:
             messages = with_short_ids(messages) if self.call_format.has_short_ids else messages
             return self.template_tools.messages(messages, self.shown)
         rewritten = calls_as_text(messages)
@@ -81,20 +82,20 @@ class ToolUse:
         )
 
     def parser(self, new_id: Callable[[], str]) -> ToolParser:
-        """A parser of one answer; ``new_id`` gives a call its id."""
+        """Create a parser for one answer. ``new_id`` generates call ids."""
         is_forced = self.choice.mode in (ChoiceMode.REQUIRED, ChoiceMode.NAMED)
         return ToolParser(self.call_format, self.names, new_id, self.schemas, is_forced=is_forced)
 
     @property
-    def knows_tools(self) -> bool:
-        """True if the template has a place for functions."""
-        return self.template_tools.is_known
+    def supports_tools(self) -> bool:
+        """True if the template supports tools."""
+        return self.template_tools.supports_tools
 
     @property
     def calls_end(self) -> bool:
-        """True if an answer with a whole call ends with ``tool_calls`` in place of ``stop``.
+        """True if an answer with a complete call ends with ``tool_calls`` instead of ``stop``.
 
-        Not where the request named its function: OpenAI and vLLM say ``stop`` then, since the model chose nothing.
+        False if the request named the function: OpenAI and vLLM return ``stop`` then, because the model had no choice.
         """
         return self.choice.mode is not ChoiceMode.NAMED
 
@@ -107,19 +108,20 @@ def resolve_tools(
     template_kwargs: Mapping[str, Any] | None = None,
     json_constraint: Constraint | None = None,
 ) -> ToolUse:
-    """Plan one request.
+    """Prepare the tools of one request.
 
-    ``required``, a named function, a ``strict`` one and at most one call are promises, and kept by a constraint: what
-    the answer holds of calls parses and obeys the schemas. Otherwise the model writes what it wants.
+    ``required``, a named function, a ``strict`` function and a limit of one call are guarantees and enforced by a
+    constraint: all calls in the answer can be parsed and obey the schemas. Otherwise the model's output is not
+    constrained.
 
     Args:
-        functions: none is as good as the choice ``none``.
-        parallel: whether there may be several calls.
-        told: what an answer without calls must be, if it must be JSON; a forced call needs none.
-        template_kwargs: what else the template will be given, which may decide whether the prompt opens thoughts.
+        functions: without any, the result is the same as for the choice ``none``.
+        parallel: whether the answer can have several calls.
+        template_kwargs: other template variables. They may determine whether the prompt opens reasoning.
+        json_constraint: constraint of an answer without calls, if it must be JSON. Not used for forced calls.
 
     Raises:
-        InvalidParameterError: the functions or the choice are wrong, or the model's answers cannot be constrained.
+        InvalidParameterError: the functions or the choice are invalid, or the model's answers cannot be constrained.
         ChatTemplateError: the model has no template.
     """
     checked = checked_tools(functions)
@@ -137,7 +139,7 @@ def resolve_tools(
         chosen,
         tuple(tool.name for tool in callable_),
         template_kwargs=template.template_kwargs(shown),
-        system_text=None if template.is_known else tools_as_text(checked),
+        system_text=None if template.supports_tools else tools_as_text(checked),
         constraint=constraint,
         warnings=warnings,
         shown_specials=tuple(text for text in form.markers if tokenizer.special_ids([text])),
@@ -145,7 +147,7 @@ def resolve_tools(
         shown=shown,
         schemas={tool.name: tool.parameters for tool in callable_},
         stop_ids=tuple(sorted(tokenizer.special_ids([form.stop]))),
-        takes_system=template.is_known or takes_system_messages(tokenizer),
+        takes_system=template.supports_tools or takes_system_messages(tokenizer),
     )
 
 
@@ -158,23 +160,23 @@ def _constraint(
     template_kwargs: Mapping[str, Any] | None,
     json_constraint: Constraint | None,
 ) -> tuple[Constraint | None, tuple[str, ...]]:
-    """The constraint of an answer, and warnings of what the functions' schemas ask for beyond it."""
-    may_talk = choice.mode is ChoiceMode.AUTO
-    json_constraint = (
-        json_constraint if tokenizer.takes_grammars else None
-    )  # else a model that is given both may know how
-    if may_talk and parallel and json_constraint is None and not any(tool.strict for tool in tools):
+    """Return the constraint of an answer, and warnings about the parts of the functions' schemas that it does not
+    enforce."""
+    allows_text = choice.mode is ChoiceMode.AUTO
+    # A remote server receives the tools and the JSON constraint separately and may support the combination.
+    json_constraint = json_constraint if tokenizer.takes_grammars else None
+    if allows_text and parallel and json_constraint is None and not any(tool.strict for tool in tools):
         return None, ()
     if not tokenizer.takes_grammars:
         raise InvalidParameterError(
-            "this model's answers cannot be constrained, so that calls can be neither forced nor limited; "
+            "this model's answers cannot be constrained, so calls can be neither forced nor limited; "
             "use tool_choice auto, without strict functions and with parallel_tool_calls",
             param="tool_choice",
         )
     at_most = MAX_FORCED_CALLS if parallel and choice.mode is not ChoiceMode.NAMED else 1
-    held = [replace(tool, parameters={}) if may_talk and not tool.strict else tool for tool in tools]
+    held = [replace(tool, parameters={}) if allows_text and not tool.strict else tool for tool in tools]
     enforced, warnings = enforced_tools(held)
-    shape = AnswerShape(form, enforced, at_most, may_talk, json_constraint, _reasoning(tokenizer, template_kwargs))
+    shape = AnswerShape(form, enforced, at_most, allows_text, json_constraint, _reasoning(tokenizer, template_kwargs))
     constraint = Constraint.lark(answer_grammar(shape, tokenizer.marker_id))
     try:
         constraint.validate()
@@ -184,7 +186,7 @@ def _constraint(
 
 
 def _reasoning(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None) -> Reasoning | None:
-    """The thoughts that a model's answers begin with."""
+    """Reasoning that a model's answers start with."""
     if tokenizer.chat_template is None or tags_of_template(tokenizer.chat_template) is None:
         return None
     return tokenizer.reasoning_after(tokenizer.encode_chat(_HELLO, template_kwargs=template_kwargs))
@@ -197,7 +199,7 @@ Message = Mapping[str, Any]
 
 
 def tools_as_text(tools: Sequence[CallableTool]) -> str:
-    """Instructions for a model whose template depends on no tools."""
+    """Instructions for a model whose template does not support tools."""
     functions = "\n".join(json.dumps(tool.shown["function"], ensure_ascii=False) for tool in tools)
     return (
         "You may call functions. These are given, one a line, with the JSON schemas of their parameters:\n"
@@ -209,8 +211,8 @@ def tools_as_text(tools: Sequence[CallableTool]) -> str:
 
 
 def with_system_text(messages: Sequence[Message], text: str, *, takes_system: bool) -> list[Message]:
-    """The conversation with a text for the model ahead: in its first message if that is a system message, else in a
-    system message of its own, or in the first message where the template takes no system messages."""
+    """Prepend instructions to the conversation: in its system message, in a new one, or in the first message if the
+    template does not support system messages."""
     first = messages[0]
     if first["role"] in ("system", "developer") or not takes_system:
         content = f"{first['content']}\n\n{text}" if takes_system else f"{text}\n\n{first['content']}"
@@ -219,7 +221,7 @@ def with_system_text(messages: Sequence[Message], text: str, *, takes_system: bo
 
 
 def calls_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Past calls and their results in what the assistant and the user say. Results in a row are one message."""
+    """Convert past calls and results to text of assistant and user messages. Consecutive results become one message."""
     rewritten: list[Message] = []
     for message in checked_messages(messages, knows_developer=True):
         calls = message.pop("tool_calls", None)
@@ -240,7 +242,7 @@ def calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """The messages with ids of calls of nine letters and digits; equal ids stay equal."""
+    """Return the messages with call ids of nine letters and digits. Equal ids stay equal."""
     checked = checked_messages(messages, knows_developer=True)
     for message in checked:
         if "tool_call_id" in message:
@@ -252,14 +254,14 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def short_id(call_id: str) -> str:
-    """An id of nine letters and digits; one that is such already stays."""
+    """Convert an id to nine letters and digits. An id of this form is unchanged."""
     if len(call_id) == SHORT_ID_CHARS and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:SHORT_ID_CHARS]
 
 
 def takes_system_messages(tokenizer: Tokenizer) -> bool:
-    """True if a template shows a system message, ahead of a user's."""
+    """True if the template renders a system message before a user message."""
     probe = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hello"}]
     try:
         return _PROBE in tokenizer.render_chat(probe)
