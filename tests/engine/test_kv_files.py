@@ -116,7 +116,7 @@ def test_swapped_files_are_misses(tmp_path: Path) -> None:
     second.rename(first)
     aside.rename(second)
     for number in range(2):
-        with pytest.raises(BlockError, match="is another block than its name states"):
+        with pytest.raises(BlockError, match="holds another block than its name states"):
             read(files, key_of(number))
 
 
@@ -157,7 +157,7 @@ def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"file/kv: KV blocks cannot be kept there: Not a directory"):
+    with pytest.raises(UsageError, match=r"file/kv: KV blocks cannot be stored there: Not a directory"):
         BlockFiles(tmp_path / "file" / "kv", 1 << 20)
 
 
@@ -242,7 +242,7 @@ def test_a_full_disk_is_a_cache_of_its_size_and_one_warning(
     assert not files.write(key_of(99), content_of(99), 1), "only better ones are there"
     assert not list(tmp_path.rglob("*.part"))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert files.fault.startswith(f"{tmp_path}: KV blocks are not kept there now: No space left on device")
+    assert files.fault.startswith(f"{tmp_path}: KV blocks cannot be stored there now: No space left on device")
     num_free[0] = 1000
     for number in range(60, 300):
         assert files.write(key_of(number), content_of(number), 0)
@@ -440,7 +440,7 @@ def test_no_more_is_kept_in_host_memory_than_was_free_there(tmp_path: Path, monk
     folder = claim_host_folder(tmp_path)
     assert folder.usable_bytes == 54 << 20
     fault = kv_files.host_fault(tmp_path, 1 << 30, folder.usable_bytes)
-    assert fault.startswith(f"{tmp_path} has room for 54 MiB of KV, not 1024: ")
+    assert fault.startswith(f"{tmp_path} has room for only 54 of 1024 MiB of KV, ")
     assert kv_files.host_fault(tmp_path, 1 << 20, folder.usable_bytes) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(total=0, free=0))
     assert claim_host_folder(tmp_path).usable_bytes > 1 << 50, "one without a bound says so"

@@ -67,7 +67,7 @@ def test_blocks_are_copied_while_the_session_is_on_the_device(pocket: Pocket, op
     answer(engine, ask(prompt(1), "s"))
     assert store.flush(10.0)
     hashes = hashes_of(engine, "s")
-    assert store.places(environment_of(engine.model), hashes) == {KVTierName.HOST: 4}
+    assert store.count_by_tier(environment_of(engine.model), hashes) == {KVTierName.HOST: 4}
     assert engine.sessions.reports(0.0)[0].num_blocks == 4, "and they are still there"
 
 
@@ -108,7 +108,7 @@ def test_another_environment_finds_nothing_and_warns_once(
     for number in (1, 2):
         assert answer(engine, ask(prompt(number), f"s{number}")).num_cached_tokens == 0
     assert faults == [
-        "KV that was kept for sessions of 'm' (3) is of another artifact, precision or library than what is loaded;"
+        "the stored KV of 3 sessions of 'm' belongs to another artifact, precision or library version;"
         " it is computed again"
     ]
     leave(engine)

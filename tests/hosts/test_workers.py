@@ -89,7 +89,7 @@ class Gateway:
         request = tokenised(Tokenizer(parts), self.loaded.config.max_model_len, call)
         outputs: list[TokenOutput] = []
         async with asyncio.timeout(HANG_S):
-            with self.workers.asked(KEY, request) as mailbox:
+            with self.workers.open_mailbox(KEY, request) as mailbox:
                 while not outputs or outputs[-1].request is None:
                     outputs += await mailbox.take()
         answer = outputs[-1].request

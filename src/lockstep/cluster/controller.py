@@ -53,7 +53,7 @@ DRAIN_S = 60.0
 MAX_UNSENT = 1 << 14
 """News of sessions that wait for one gateway's next report."""
 MAX_GATEWAYS = 64
-"""A worker takes no more links (`lockstep.worker.remote_clients.MAX_GUESTS`)."""
+"""A worker takes no more links (`lockstep.worker.remote_clients.MAX_CLIENTS`)."""
 
 
 @dataclass(slots=True, eq=False)

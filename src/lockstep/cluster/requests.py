@@ -23,7 +23,7 @@ from lockstep.engine.input_processing import check_session
 from lockstep.engine.outputs import TokenOutput, WaitReason
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
-from lockstep.worker.progress import LOADING, PLACE, CallProgress, CallStation
+from lockstep.worker.progress import LOADING, PLACE, CallObserver, CallProgress
 
 MAX_WAIT_S = 300.0
 """For a session and a replica, where the call has no deadline of its own."""
@@ -175,8 +175,8 @@ class RequestHandler:
                     continue  # the worker was lost before it knew of the call, which waits for the next one
                 key, loaded = model.replica.key, model.replica.loaded
                 assert loaded is not None, "whose calls are admitted was loaded"
-                with self._state.worker.asked(key, request) as mailbox:
-                    mailbox.station = CallStation(progress, model.id, key, loaded.config, progress.clock())
+                with self._state.worker.open_mailbox(key, request) as mailbox:
+                    mailbox.observer = CallObserver(progress, model.id, key, loaded.config, progress.clock())
                     outputs = await mailbox.take()
                     self._state.sessions.taken(call.session_id)
                     yield (Accepted(model.id, tuple(request.prompt), hops),)  # type: ignore[arg-type]  # tokens by now

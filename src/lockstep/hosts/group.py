@@ -25,7 +25,7 @@ from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import ContentsChanged, Loaded, Unloaded
 from lockstep.worker.network import WorkerAddress
 from lockstep.worker.pending import Mailbox
-from lockstep.worker.progress import CallStation
+from lockstep.worker.progress import CallObserver
 from lockstep.worker.supervised import Notice, SupervisedWorker
 
 log = logging.getLogger(__name__)
@@ -357,8 +357,8 @@ class HostedMailbox:
         "_is_second",
         "_life",
         "_member",
+        "_observer",
         "_request",
-        "_station",
         "_there",
         "_worker",
     )
@@ -372,20 +372,20 @@ class HostedMailbox:
         self._there: Mailbox | None = None
         """The mailbox at the worker that answers now; None: none does."""
         self._life = 0
-        self._station: CallStation | None = None
+        self._observer: CallObserver | None = None
         self._has_tokens = False
         self._is_second = False
 
     @property
-    def station(self) -> CallStation | None:
-        """Called with the stations of the request before its first token."""
-        return self._station
+    def observer(self) -> CallObserver | None:
+        """Called with the events of the request before its first token."""
+        return self._observer
 
-    @station.setter
-    def station(self, station: CallStation | None) -> None:
-        self._station = station
+    @observer.setter
+    def observer(self, observer: CallObserver | None) -> None:
+        self._observer = observer
         if self._there is not None:
-            self._there.station = station
+            self._there.observer = observer
 
     def send(self) -> None:
         """Send the request to the replica that the balancer chooses; ReplicaGoneError: it went in this moment."""
@@ -394,7 +394,7 @@ class HostedMailbox:
         try:
             assert member.worker is not None, "who is chosen is there"
             self._there = member.worker.submit(self._group.key, self._request)
-            self._there.station = self._station
+            self._there.observer = self._observer
         except BaseException:
             self.leave()
             raise

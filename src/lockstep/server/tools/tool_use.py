@@ -221,7 +221,7 @@ def with_system_text(messages: Sequence[Message], text: str, *, takes_system: bo
 def calls_as_text(messages: Sequence[Message]) -> list[Message]:
     """Past calls and their results in what the assistant and the user say. Results in a row are one message."""
     rewritten: list[Message] = []
-    for message in checked_messages(messages, knows_developer=True):
+    for message in checked_messages(messages, supports_developer=True):
         calls = message.pop("tool_calls", None)
         if calls:
             assert isinstance(calls, list), "checked messages have lists of calls"
@@ -241,7 +241,7 @@ def calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
     """The messages with ids of calls of nine letters and digits; equal ids stay equal."""
-    checked = checked_messages(messages, knows_developer=True)
+    checked = checked_messages(messages, supports_developer=True)
     for message in checked:
         if "tool_call_id" in message:
             message["tool_call_id"] = short_id(str(message["tool_call_id"]))
