@@ -82,5 +82,5 @@ def test_layers_with_a_window_have_frequencies_of_their_own() -> None:
 
 
 def test_an_unknown_scaling_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedArtifactError, match="'spiral' is not known; known are: linear"):
+    with pytest.raises(UnsupportedArtifactError, match="'spiral' is not supported; supported: linear"):
         inverse_frequencies(replace(CONFIG, rope_scaling=RopeScaling("spiral", 2.0)))

@@ -239,10 +239,10 @@ def test_packs_of_models_that_are_gone_are_removed(tmp_path: Path) -> None:
     for number, path in enumerate((kept, gone)):
         path.touch()
         load(replace(random_artifact(encoding="Q8_0", seed=number), path=path), tmp_path).close()
-    assert [pack.source for pack in packs.kept_packs(tmp_path)] == [gone, kept]
+    assert [pack.source for pack in packs.stored_packs(tmp_path)] == [gone, kept]
     assert packs.remove_orphans(tmp_path, tmp_path) == 0
     gone.unlink()
-    [of_gone, of_kept] = packs.kept_packs(tmp_path)
+    [of_gone, of_kept] = packs.stored_packs(tmp_path)
     assert packs.remove_orphans(tmp_path, tmp_path / "elsewhere") == 0
     assert packs.remove_orphans(tmp_path, tmp_path) == of_gone.num_bytes
-    assert packs.kept_packs(tmp_path) == [of_kept]
+    assert packs.stored_packs(tmp_path) == [of_kept]
