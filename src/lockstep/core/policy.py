@@ -1,4 +1,4 @@
-"""Limits and policy of a scheduler, and the pure rules that follow from them."""
+"""Limits and policy of a scheduler: defines its configuration, and the pure rules that follow from it."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulerLimits):
-    """Limits of what a scheduler does at once, and the order in which it does it."""
+    """Configuration of a scheduler: its limits, and the order in which it serves requests."""
 
     block_size: Count
-    """Tokens per KV block; the executor's."""
+    """Tokens per KV block, given by the executor."""
     num_blocks: Count
-    """Device blocks, without the null block."""
+    """Number of device blocks, without the null block."""
     max_model_len: Annotated[int, Range(2, MOST)]
-    """Prompt and output tokens of a sequence; its last token needs no KV."""
+    """Maximum prompt and output tokens of a sequence. Its last token needs no KV."""
     num_host_blocks: CountOrZero = 0
-    """Host blocks that preempted sequences may be swapped to."""
+    """Number of host blocks to which preempted sequences may be swapped."""
     max_num_batched_tokens: Annotated[int, Range(1, MOST)] = 512
-    """Tokens that a step computes."""
+    """Maximum tokens that a step computes."""
     order: Order = "fcfs"
     """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival."""
 
@@ -100,38 +100,40 @@ class SchedulerConfig(SchedulerLimits):
 
     @property
     def step_limit(self) -> int:
-        """Sequences in one step."""
+        """Maximum number of sequences in one step."""
         return self.max_num_seqs if self.max_num_step_seqs is None else self.max_num_step_seqs
 
     @property
     def decode_limit(self) -> int:
-        """Sequences that may sample or replay in one step."""
+        """Maximum number of sequences that may sample or replay in one step."""
         return self.max_num_seqs if self.max_num_decode_seqs is None else self.max_num_decode_seqs
 
     @property
     def prefill_limit(self) -> int:
-        """Prompt tokens in one step."""
+        """Maximum number of prompt tokens in one step."""
         return self.max_num_batched_tokens if self.max_num_prefill_tokens is None else self.max_num_prefill_tokens
 
     def aged_priority(self, priority: int, num_steps: int) -> int:
-        """A priority after so many steps of waiting."""
+        """A priority after this many steps of waiting."""
         return priority - num_steps // self.priority_aging_steps if self.priority_aging_steps else priority
 
     def usable_blocks(self, num_prompt_tokens: int) -> int:
-        """Blocks of a prompt that a cache may give: what is left is computed, so that there is something to sample."""
+        """Maximum number of a prompt's blocks that may come from the cache. At least one token is left to compute, so
+        that there is something to sample."""
         return (num_prompt_tokens - 1) // self.block_size
 
     def blocks_for(self, num_positions: int) -> int:
-        """Blocks that hold this many positions."""
+        """Number of blocks that hold this many positions."""
         return -(-num_positions // self.block_size)
 
     def kv_positions(self, num_tokens: int) -> int:
-        """Positions that a sequence of ``num_tokens`` needs at its end: its last token needs none, but is reserved."""
+        """Number of positions that a sequence of ``num_tokens`` needs at its end. Its last token needs none, except
+        with "reserve"."""
         return num_tokens if self.admission == "reserve" else num_tokens - 1
 
 
 def least_batched_tokens(num_decode_seqs: int, max_forced_tokens: int) -> int:
-    """Tokens that a step needs so that this many sequences may decode in it and a chunk has room beside them."""
+    """Tokens that a step needs so that this many sequences can decode in it and a chunk has room, too."""
     return num_decode_seqs - 1 + max_forced_tokens
 
 
@@ -140,18 +142,18 @@ def prompt_chunk(remaining: int, room: int, may_end: bool) -> int:
 
     Args:
         remaining: prompt tokens to compute.
-        room: what the budgets leave.
-        may_end: whether there is a place for the sampling that an ending prompt brings.
+        room: tokens that the budgets leave.
+        may_end: whether there is a slot for the sampling at the end of the prompt.
     """
     return max(0, min(room, remaining if may_end else remaining - 1))
 
 
 def prefill_budget(config: SchedulerConfig, num_waiting: int, num_decoding: int) -> int:
-    """Prompt tokens that a step may compute.
+    """Maximum prompt tokens that a step may compute.
 
     Args:
-        num_waiting: sequences whose prompt waits for computing, in the queue or admitted.
-        num_decoding: running sequences that are through with their prompt.
+        num_waiting: sequences with prompt tokens to compute, in the queue or admitted.
+        num_decoding: running sequences past their prompt.
     """
     if config.prefill_share == "fixed" or num_waiting == 0:
         return config.prefill_limit

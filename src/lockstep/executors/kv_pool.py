@@ -35,7 +35,7 @@ class KVPool:
         """
         if num_blocks < 1 or num_host_blocks < 0:
             raise ExecutorError(
-                f"a pool of {num_blocks} blocks and {num_host_blocks} host blocks; the minimum is 1 and 0"
+                f"the pool has {num_blocks} blocks and {num_host_blocks} host blocks; the minimum is 1 and 0"
             )
         self.num_blocks = num_blocks
         try:

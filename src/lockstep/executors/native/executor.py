@@ -1,4 +1,4 @@
-"""Native executor: runs models with packed weights, a KV pool, and a forward pass whose bits are the same everywhere."""
+"""Native executor: runs models with packed weights, a KV pool, and a forward pass with the same bits everywhere."""
 
 from __future__ import annotations
 
