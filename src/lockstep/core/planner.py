@@ -81,7 +81,7 @@ class StepPlanner:
 
         Returns:
             Sequences that got budgets, by rank, and those that did not, in order. Prompts that end in this step are not
-                in the first list; the builder holds their slots.
+            in the first list; the builder holds their slots.
         """
         running = self._running
         decoding = running.decoding

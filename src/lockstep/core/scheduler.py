@@ -57,8 +57,7 @@ class Scheduler:
         """Sequences of the rows of the current step, or of the last one."""
         self._run: DecodeRun | None = None
         self._is_settled = False
-        """True if each sequence past its prompt got one token in the last step, and so has one to compute in the
-        next."""
+        """True if each sequence past its prompt got one token in the last step, and so has one to compute next."""
         self._finished: deque[FinishedSequence] = deque(maxlen=config.max_finished)
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -93,8 +92,7 @@ class Scheduler:
     def abort(self, seq_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a sequence; False: there is no sequence with this id, or it has ended.
 
-        A sequence of the current step ends when that step is committed. Its token is committed but must not be
-        published.
+        A sequence of the current step ends with that step's commit; its token is committed but must not be published.
         """
         seq = self._sequences.get(seq_id)
         if seq is None or seq_id in self._aborting:
@@ -109,11 +107,9 @@ class Scheduler:
         return True
 
     def name_answer(self, seq_id: int, hashes: Seq[bytes]) -> None:
-        """Set the hashes of a sequence's full blocks after those of its prompt.
-
-        When the sequence ends, the blocks that are computed can be hit. Call this for a sequence that ends with the
-        current step, or is about to be aborted. It has no effect without prefix caching, or if the request came without
-        the hashes of its prompt.
+        """Set the hashes of the full blocks after the prompt of a sequence that ends with the current step or is about
+        to be aborted. When it ends, the computed ones can be hit. This has no effect without prefix caching, or if the
+        request came without the hashes of its prompt.
         """
         seq, size = self._sequences.get(seq_id), self.config.block_size
         if seq is None or not hashes or not self.config.enable_prefix_caching:
@@ -128,8 +124,7 @@ class Scheduler:
             self._listener.answer_named(seq_id, hashes, self._step, in_step=self._pending is not None)
 
     def pin(self, hashes: Seq[bytes]) -> None:
-        """Evict blocks of this content last, until each ``pin`` is undone by a ``sweep``. Sessions keep their blocks
-        this way."""
+        """Evict blocks of this content, which a session keeps, last, until each ``pin`` is undone by a ``sweep``."""
         self._kv.pin(hashes)
         if hashes and self._listener is not None:
             self._listener.pinned(hashes, self._step)
@@ -148,7 +143,7 @@ class Scheduler:
 
         Returns:
             (index in ``hashes``, device block) of each. They can be hit from now on; the caller must write their
-                content before the next step is executed.
+            content before the next step is executed.
         """
         assert self._pending is None, "the current step may read the blocks that this would assign"
         self._leave_run()  # a repeated step moves nothing
@@ -162,8 +157,7 @@ class Scheduler:
         return tuple([self._kv.prefix.find(block_hash) for block_hash in hashes])
 
     def follow_contents(self) -> None:
-        """Start to collect the changes of the prefix cache for ``drain_contents``, which must be called every few
-        steps."""
+        """Start to collect changes of the prefix cache. Then ``drain_contents`` must be called every few steps."""
         self._kv.prefix.news = [(block_hash, True) for block_hash in self._kv.prefix.blocks.values()]
 
     def drain_contents(self) -> tuple[ContentNews, ...]:
@@ -189,8 +183,7 @@ class Scheduler:
         plan is empty and needs neither, and creating it changes no later decision.
 
         Args:
-            explain: called with each reason why a sequence is passed over or gets less than it could. It affects no
-                decision.
+            explain: called with each reason why a sequence is passed over or gets less than it could; decides nothing.
         """
         assert self._pending is None, "the last step was neither committed nor failed"
         if not self._sequences:
@@ -210,8 +203,7 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
-        """Apply the result of a step: the computed and known tokens, the ended sequences, and the blocks that can be
-        hit."""
+        """Apply a step's result: the computed and known tokens, the ended sequences, the blocks that can be hit."""
         assert plan is self._pending, "commit needs the last plan of schedule"
         self._pending = None
         self._kv.settle()
