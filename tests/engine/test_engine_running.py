@@ -223,7 +223,7 @@ def test_a_broken_loop_fails_all_requests_and_raises(make_engine: MakeEngine, mo
         assert result is not None
         assert isinstance(result.error, RequestFailedError)
         assert "conservation violated" in str(result.error)
-    with pytest.raises(UsageError, match=r"this engine broke .*conservation violated"):
+    with pytest.raises(UsageError, match=r"this engine failed .*conservation violated"):
         engine.submit(GenerationRequest("hello"))
 
 

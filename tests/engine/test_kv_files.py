@@ -103,7 +103,7 @@ def test_a_file_of_another_length_is_a_miss(length: int, tmp_path: Path) -> None
     files = filled(tmp_path, 1)
     [path] = paths(tmp_path)
     path.write_bytes((path.read_bytes() * 4)[:length])
-    with pytest.raises(BlockError, match="another length"):
+    with pytest.raises(BlockError, match="a wrong length"):
         read(files, key_of(0))
     assert read(files, key_of(0)) is None
 
@@ -124,7 +124,7 @@ def test_blocks_of_another_environment_under_this_one_s_name_are_misses(tmp_path
     filled(tmp_path, 1).close()
     (tmp_path / ENVIRONMENT.hex()).rename(tmp_path / (b"f" * 16).hex())
     files = BlockFiles(tmp_path, 1 << 20)
-    with pytest.raises(BlockError, match="is another block"):
+    with pytest.raises(BlockError, match="holds another block"):
         read(files, key_of(0, b"f" * 16))
 
 
@@ -149,7 +149,7 @@ def test_what_else_lies_in_the_folder_stays_but_for_unfinished_blocks(tmp_path: 
 
 def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
     files = filled(tmp_path, 0)
-    with pytest.raises(UsageError, match="another process keeps its KV blocks there"):
+    with pytest.raises(UsageError, match="another process stores its KV blocks there"):
         BlockFiles(tmp_path, 1 << 20)
     files.close()
     BlockFiles(tmp_path, 1 << 20).close()

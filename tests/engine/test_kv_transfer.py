@@ -86,7 +86,7 @@ def test_a_damaged_block_cuts_the_chain_and_the_rest_is_computed(
     back = answer(engine, ask(prompt(1), "s"))
     assert back.num_cached_tokens == 2 * BLOCK
     assert tokens_of(back) == tokens_of(answer(Engine(*pocket), ask(prompt(1))))
-    assert [fault.rpartition(" has ")[2] for fault in faults] == ["another checksum than its content"]
+    assert [fault.endswith(" does not match its checksum") for fault in faults] == [True]
     leave(engine)
     assert answer(engine, ask(prompt(1), "s")).num_cached_tokens == 4 * BLOCK, "computed again, it was kept again"
 

@@ -43,7 +43,7 @@ def test_blocks_of_another_pool_are_refused(block: int) -> None:
     pool, content = filled()
     with pytest.raises(InvalidPlanError, match=f"block {block} is not in this pool of blocks 1 to 6"):
         pool.read([1, block])
-    with pytest.raises(InvalidPlanError, match="not of this pool"):
+    with pytest.raises(InvalidPlanError, match="not in this pool"):
         pool.write([block], content[:1])
     for wrong in (content[:1, 1:], content[:2], content[:1].astype(np.int8)):
         with pytest.raises(InvalidPlanError, match="content of 1 blocks"):

@@ -71,7 +71,7 @@ def test_what_a_config_declares_gives_the_frequencies_of_transformers(name: str)
 
 def test_yarn_on_waves_that_do_not_differ_is_refused() -> None:
     config = read_config(Metadata(Path("config.json"), GOLDEN["yarn"]["config"]))
-    with pytest.raises(CorruptArtifactError, match="yarn needs one above 1"):
+    with pytest.raises(CorruptArtifactError, match="yarn requires a value above 1"):
         inverse_frequencies(replace(config, rope_theta=1.0))
 
 

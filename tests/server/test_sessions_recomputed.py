@@ -97,8 +97,8 @@ CASES: dict[str, tuple[Callable[[Kept], None] | None, str]] = {
     "a flipped bit": (flip, "does not match its checksum"),
     "a truncated file": (cut, "has a wrong length"),
     "a swapped file": (swap, "holds another block than its name states"),
-    "another artifact": (another_artifact, "of another artifact, precision or library"),
-    "another version": (None, "of another artifact, precision or library"),
+    "another artifact": (another_artifact, "another artifact, precision or library"),
+    "another version": (None, "another artifact, precision or library"),
 }
 
 

@@ -298,7 +298,7 @@ def test_batches_that_cannot_be_sent_are_dropped_and_leave_gaps_in_the_numbers(
         ("tcp://127.0.0.1", False, "it must be tcp://HOST:PORT"),
         ("tcp://127.0.0.1:http", False, "it must be tcp://HOST:PORT"),
         ("http://127.0.0.1:5557", True, "it must be tcp://HOST:PORT"),
-        ("tcp://*:5557", False, "others than this machine may reach"),
+        ("tcp://*:5557", False, "other machines can reach"),
         ("tcp://10.0.0.1:5557", False, "--kv-events-allow-remote"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Pool of KV blocks: tracks free and cached blocks, and the holders of each. Depends on neither hashes nor sequences."""
+"""Pool of KV blocks: tracks free and cached blocks, and the holders of each. Depends on no hashes and no sequences."""
 
 from __future__ import annotations
 

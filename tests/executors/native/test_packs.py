@@ -186,7 +186,7 @@ def test_a_full_disk_costs_memory_and_nothing_else(tmp_path: Path, caplog: pytes
     with mounted(tmp_path / "disk", "256k") as disk, caplog.at_level(logging.WARNING):
         weights = load(artifact, disk)
         assert contents(weights) == contents(load(artifact, None))
-        assert "its packed weights are in memory and not in a file" in caplog.text
+        assert "packed weights are kept in memory instead of a file" in caplog.text
         assert os.strerror(errno.ENOSPC) in caplog.text
         assert not entries(disk)
 
