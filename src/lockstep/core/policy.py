@@ -25,49 +25,50 @@ class SchedulerLimits:
     """Limits and rules of a scheduler that a user may set: flags of `lockstep serve`, and ``engine:`` of a manifest."""
 
     max_num_seqs: Annotated[int, Range(1, 1 << 16)] = 64
-    """Sequences running at once."""
+    """Maximum number of running sequences."""
     max_num_step_seqs: OptionalCount = None
-    """Sequences in one step, prompts and decodes alike; None: ``max_num_seqs``."""
+    """Maximum sequences per step, including prompts and decodes; None: ``max_num_seqs``."""
     max_num_prefill_tokens: OptionalCount = None
-    """Prompt tokens that a step computes; None: ``max_num_batched_tokens``."""
+    """Maximum prompt tokens per step; None: ``max_num_batched_tokens``."""
     max_chunk_tokens: Count = 256
-    """Prompt tokens of one sequence in one step; without meaning when ``chunking`` is off."""
+    """Maximum prompt tokens of one sequence per step; not used without ``chunking``."""
     max_num_decode_seqs: OptionalCount = None
-    """Sequences that may sample or replay in one step; None: ``max_num_seqs``."""
+    """Maximum sequences that sample or replay in one step; None: ``max_num_seqs``."""
     max_forced_tokens: Count = 16
-    """Tokens of one segment, the sampled one and those that a grammar forces after it."""
+    """Maximum tokens of one segment: the sampled token and those that a grammar forces after it."""
     chunking: bool = True
-    """Prompts are computed in parts; if not, one is computed whole or waits."""
+    """Compute prompts in chunks. Without it, a prompt is computed in one step or waits."""
     admission: Admission = "optimistic"
-    """``reserve``: prompt and maximal output have their blocks from the start, nothing is ever preempted.
-    ``optimistic``: the prompt has its blocks from the start, the output takes them as it grows, and may preempt."""
+    """``reserve`` allocates the blocks of prompt and maximum output at admission and never preempts. ``optimistic``
+    allocates the blocks of the prompt at admission and those of the output as it grows, and may preempt."""
     decode_order: DecodeOrder = "weighted"
-    """Order of decoding where a step has fewer places than running sequences: round robin, weighted by priority;
-    highest priority first; or oldest first.
+    """Order of decoding if a step has fewer slots than running sequences: round robin, weighted by priority; highest
+    priority first; or oldest first.
 
-    Under ``weighted`` critical, high, normal and low priorities share as 8 : 4 : 2 : 1, and every wait for a token has
-    a bound (`lockstep.core.decode_shares`). Under the others a sequence may wait for as long as those before it run;
-    ``priority`` shares evenly within a priority, and ``priority_aging_steps`` bounds its waits."""
+    With ``weighted``, critical, high, normal and low priorities share in the ratio 8 : 4 : 2 : 1, and every wait for a
+    token is bounded (`lockstep.core.decode_shares`). With the others, a sequence may wait as long as those before it
+    run; ``priority`` shares evenly within a priority, and ``priority_aging_steps`` bounds its waits."""
     prefill_share: PrefillShare = "fixed"
-    """``adaptive``: prompts get the share of the token budget that their number has among all sequences."""
+    """``adaptive`` gives prompts a share of the token budget in proportion to their number among all sequences."""
     preemption: Preemption = "swap"
-    """What happens to the KV of a victim: moved to host blocks while there are any, or dropped. Both are exact."""
+    """Treatment of a preempted sequence's KV: ``swap`` moves it to host blocks while there are any, ``recompute`` drops
+    it. Both are exact."""
     max_skips: CountOrZero = 64
-    """How often a request that does not fit may be overtaken before it blocks its priority and those below; also how
-    many that do not fit are passed over in one step."""
+    """Maximum times that a request that does not fit is overtaken before it blocks its priority and those below; also
+    the maximum number of such requests that are passed over in one step."""
     priority_aging_steps: CountOrZero = 0
-    """Steps of waiting that raise a priority by one, in the queue where `order` is ``priority``, between tokens where
+    """Steps of waiting that raise a priority by one: in the queue if `order` is ``priority``, between tokens if
     `decode_order` is; 0: never."""
     max_num_queued_reqs: Count = 1024
-    """Requests that may wait; one more is refused."""
+    """Maximum number of waiting requests; further requests are rejected."""
     max_num_queued_tokens: Count = 1 << 24
-    """Prompt tokens that may wait; a request that would exceed it is refused."""
+    """Maximum prompt tokens of waiting requests; a request that would exceed it is rejected."""
     max_finished: Count = 1024
-    """Finished sequences that are kept until read; the oldest go first."""
+    """Maximum finished sequences that are kept until they are read; the oldest are dropped first."""
     max_num_tenants: Count = 4096
-    """Tenants whose served tokens are remembered, beyond those with unfinished requests."""
+    """Maximum tenants without unfinished requests whose served tokens are kept."""
     enable_prefix_caching: bool = True
-    """Equal beginnings share their blocks; if not, block hashes are ignored."""
+    """Share the blocks of equal prompt prefixes. Without it, block hashes are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

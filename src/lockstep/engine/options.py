@@ -34,27 +34,27 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions(SchedulerLimits):
-    """Options of one engine: the limits of its scheduler, its sizes, and what is decided at load where it is None.
+    """Options of one engine: the limits of its scheduler, and its sizes; None: decided at load.
 
-    The flags of `lockstep serve` and the ``engine:`` of a manifest are these fields, and the first paragraphs under
-    them the help.
+    These fields are the flags of `lockstep serve` and the ``engine:`` section of a manifest. The first paragraphs of
+    their docstrings are the help texts.
     """
 
     max_model_len: Annotated[int | None, Range(2, MOST)] = None
-    """Prompt + output in tokens; by default what the model declares."""
+    """Maximum tokens of prompt and output together; by default the model's maximum."""
     max_num_batched_tokens: Annotated[int | None, Range(1, 1 << 20)] = None
-    """Tokens that a step computes; None: 512, or what max-num-seqs needs."""
+    """Maximum tokens per step; None: 512, or what max-num-seqs needs."""
     order: Order | None = None
     """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival; None: fcfs; with
     --manifest by the models' priority."""
     block_size: Annotated[int | None, Range(1, MOST)] = None
     """Tokens per KV block; None: what the executor has.
 
-    It cannot be chosen: another one than the executor's is refused."""
+    Only the executor's block size is accepted."""
     num_blocks: Annotated[int | None, Range(1, MOST)] = None
-    """KV blocks, instead of what follows from memory."""
+    """Number of KV blocks, instead of a number derived from memory."""
     num_host_blocks: Annotated[int | None, Range(0, MOST)] = None
-    """Blocks for the KV of preempted sequences, instead of what is below."""
+    """Number of host blocks for the KV of preempted sequences; overrides host-kv-memory-bytes."""
     kv_cache_memory_bytes: Bytes = None
     """Size of the KV pool in bytes.
 
@@ -62,7 +62,7 @@ class EngineOptions(SchedulerLimits):
     host_kv_memory_bytes: Bytes = None
     """Memory for the KV of preempted sequences; None: half of the KV pool.
 
-    0 turns swapping into recomputing."""
+    With 0, preempted sequences are recomputed."""
 
     def __post_init__(self) -> None:
         check_options(self)
