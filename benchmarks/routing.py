@@ -48,7 +48,7 @@ from lockstep.replay.workload import PS_PER_MS, PS_PER_US, Workload, WorkloadReq
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import ContentsChanged
 from lockstep.worker.network import WorkerAddress
-from lockstep.worker.remote_clients import MAX_GUESTS, ListenOptions
+from lockstep.worker.remote_clients import MAX_CLIENTS, ListenOptions
 from lockstep.worker.supervised import SupervisedWorker
 from lockstep.worker.wire import event_decoder, event_encoder
 
@@ -235,7 +235,7 @@ async def links(idle_s: float = 20.0) -> None:
             await asyncio.sleep(0.01)
         address = WorkerAddress("127.0.0.1", worker.listening.port, str(secret))
         guests = [
-            SupervisedWorker(WorkerOptions("network", address=address), lambda _: None) for _ in range(MAX_GUESTS)
+            SupervisedWorker(WorkerOptions("network", address=address), lambda _: None) for _ in range(MAX_CLIENTS)
         ]
         for guest in guests:
             await guest.start()

@@ -203,7 +203,7 @@ def test_over_budget_is_a_refusal_with_its_figures(check: Check) -> None:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("engine: {kv_cache_memory_bytes: 900TB}", "m: kv_cache_memory_bytes is 900,000 GB, and this machine has"),
+        ("engine: {kv_cache_memory_bytes: 900TB}", "m: kv_cache_memory_bytes is 900,000 GB, but this machine has"),
         ("engine: {max_model_len: 4096}", "m: max_model_len is 4096; the model allows 2 to 2048"),
         ("chat_template: '{% for %}'", "m: the model's chat template cannot be read"),
         (

@@ -208,7 +208,7 @@ def test_a_step_has_room_for_any_number_of_sequences(max_num_seqs: int) -> None:
         (["--kv-events-replay", "tcp://127.0.0.1:5558"], "--kv-events-replay applies to KV events"),
         (["--kv-events-topic", "kv@{model}"], "--kv-events-topic applies to KV events"),
         (["--kv-events-allow-remote"], "--kv-events-allow-remote applies to KV events"),
-        (["--kv-events", "tcp://*:5557"], "which others than this machine may reach"),
+        (["--kv-events", "tcp://*:5557"], "which other machines can reach"),
         (["--kv-events", "127.0.0.1:5557"], "it must be tcp://HOST:PORT or ipc://PATH"),
     ],
 )

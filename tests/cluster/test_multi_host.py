@@ -248,7 +248,7 @@ async def test_a_gateway_whose_links_are_refused_ends_with_the_reason(
     async with deployed(tmp_path) as deployment:
         first = await deployment.gateway()
         await eventually(lambda: num_ready(first, "billing") == 3 and num_ready(first, "router") == 2)
-        with pytest.raises(UnavailableError, match="cannot connect to its worker: it has another secret"):
+        with pytest.raises(UnavailableError, match="cannot connect to its worker: the other end has another secret"):
             await deployment.gateway(deployment.text.replace(str(tmp_path / "secret"), str(other)))
 
 

@@ -351,9 +351,9 @@ async def test_a_host_kv_budget_above_the_available_memory_gives_a_warning() -> 
     with patch("shutil.disk_usage", return_value=usage):
         async with clustered(ONE + budget) as cluster:
             [warning] = [each for each in cluster.snapshot().warnings if "of KV" in each]
-            assert "has room for 54 MiB of KV, not 122" in warning
+            assert "has room for only 54 of 122" in warning
             assert (await say(cluster, "hello", "m", session="a")).text
     with patch("lockstep.engine.kv_tiers.claim_host_folder", side_effect=UsageError("/dev/shm: no")):
         async with clustered(ONE + budget) as cluster:
-            assert "no KV is kept in host memory: /dev/shm: no" in cluster.snapshot().warnings
+            assert "KV cannot be stored in host memory: /dev/shm: no" in cluster.snapshot().warnings
             assert (await say(cluster, "hello", "m", session="a")).text

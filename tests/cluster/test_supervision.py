@@ -94,7 +94,7 @@ async def test_a_worker_comes_back_when_there_are_files_to_open_again(caplog: py
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
         try:
             os.kill(pid_of(model), signal.SIGKILL)
-            await eventually(lambda: "did not come back" in caplog.text)
+            await eventually(lambda: "did not restart" in caplog.text)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
@@ -199,13 +199,13 @@ async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_al
 
 def is_loading(worker: SupervisedWorker) -> bool:
     """Whether it has begun a load, and was not only told to."""
-    return any(replica.state is LoadState.LOADING for replica in worker._life._replicas.values())
+    return any(replica.state is LoadState.LOADING for replica in worker._lifecycle._replicas.values())
 
 
 @contextmanager
 def stopped(model: Cluster) -> Iterator[int]:
     """Let the worker hang, and be impatient with this one alone: another may be slow as the machine is."""
-    pid, pulse = pid_of(model), worker_of(model)._life.pulse
+    pid, pulse = pid_of(model), worker_of(model)._lifecycle.pulse
     os.kill(pid, signal.SIGSTOP)
     pulse._limits = HealthLimits(silence_s=1.0, load_s=1.0)
     try:
@@ -219,10 +219,10 @@ async def test_a_worker_that_hangs_is_killed_and_replaced(caplog: pytest.LogCapt
     async with served("stub://alpha?step_ms=20", "process") as model:
         task = asyncio.create_task(answer(model, call("x", ENDLESS)))
         await running(model, 1)
-        await eventually(lambda: worker_of(model)._life.pulse.last_words.startswith("it last reported 1 running"))
+        await eventually(lambda: worker_of(model)._lifecycle.pulse.last_report.startswith("it last reported 1 running"))
         with (
             stopped(model) as pid,
-            pytest.raises(WorkerLostError, match=r"SIGKILL\) after \d+ s without a sign of life while it answered"),
+            pytest.raises(WorkerLostError, match=r"SIGKILL\) after \d+ s without a message while it answered"),
         ):
             await task
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
@@ -242,7 +242,7 @@ async def test_a_worker_that_reports_nothing_after_its_start_is_replaced(caplog:
             await eventually(lambda: model.worker_pid != second)
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
         assert not is_alive(second)
-    assert "without a sign of life since its start, and is given up; it has reported nothing" in caplog.text
+    assert "without a message since its start; it has reported nothing" in caplog.text
 
 
 async def test_a_worker_that_dies_over_its_first_load_is_a_failed_start() -> None:
@@ -370,12 +370,12 @@ async def test_a_defect_in_the_step_loop_ends_requests_and_the_worker_but_not_th
     async with served("stub://alpha?step_ms=20", "thread") as model:
         task = asyncio.create_task(answer(model, call("x", ENDLESS)))
         await running(model, 1)
-        link = worker_of(model)._life.link
+        link = worker_of(model)._lifecycle.link
         assert isinstance(link, ThreadLink)
         with patch.object(link._worker._scheduler, "choose", side_effect=ZeroDivisionError("a defect")):
-            with pytest.raises(RequestFailedError, match="the device worker broke: ZeroDivisionError"):
+            with pytest.raises(RequestFailedError, match="the device worker failed: ZeroDivisionError"):
                 await task
-            await eventually(lambda: worker_of(model)._life.link is not link and model.health().ready)
+            await eventually(lambda: worker_of(model)._lifecycle.link is not link and model.health().ready)
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
         await settled(model)
 

@@ -99,7 +99,7 @@ def test_no_step_is_quiet_while_something_may_be_decided() -> None:
     plan = core.schedule()
     assert core.num_quiet_steps() == 0, "a step is under way"
     commit(core, plan)
-    with pytest.raises(AssertionError, match="not sure"):
+    with pytest.raises(AssertionError, match="not certain"):
         core.skip(100)
     core.add(Request(5, 40))
     assert core.num_quiet_steps() == 0, "somebody may be admitted"

@@ -158,9 +158,9 @@ def test_plans_are_answered_in_order() -> None:
     with pytest.raises(AssertionError, match="neither committed nor failed"):
         core.schedule()
     commit(core, plan)
-    with pytest.raises(AssertionError, match="gave last"):
+    with pytest.raises(AssertionError, match="last plan"):
         commit(core, plan)
-    with pytest.raises(AssertionError, match="gave last"):
+    with pytest.raises(AssertionError, match="last plan"):
         core.fail(plan)
 
 

@@ -158,7 +158,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(make_engine: Mak
     failed, free, chosen = (engine.result(request_id) for request_id in ids)
     assert failed is not None
     assert isinstance(failed.error, RequestFailedError)
-    assert "the constraint cannot go on" in str(failed.error)
+    assert "the constraint cannot continue" in str(failed.error)
     assert failed.completions[0].finish_reason is FinishReason.ERROR
     assert free is not None
     assert free.text == "[stub:alpha] ok len=5 max=40"

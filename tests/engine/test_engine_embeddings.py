@@ -68,9 +68,9 @@ async def test_an_async_program_gets_the_same(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_a_wrong_pooling_and_a_model_without_hidden_states_are_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidParameterError, match="it is mean or last"):
+    with pytest.raises(InvalidParameterError, match="it must be mean or last"):
         llm.embed("x", pooling="max")  # type: ignore[arg-type]  # the wrong value is the point
-    with LLM("stub://x") as stub, pytest.raises(InvalidParameterError, match="no hidden states"):
+    with LLM("stub://x") as stub, pytest.raises(InvalidParameterError, match="does not provide hidden states"):
         stub.embed("x")
 
 

@@ -223,7 +223,7 @@ def test_a_broken_loop_fails_all_requests_and_raises(make_engine: MakeEngine, mo
         assert result is not None
         assert isinstance(result.error, RequestFailedError)
         assert "conservation violated" in str(result.error)
-    with pytest.raises(UsageError, match=r"this engine broke .*conservation violated"):
+    with pytest.raises(UsageError, match=r"this engine failed .*conservation violated"):
         engine.submit(GenerationRequest("hello"))
 
 
@@ -246,7 +246,7 @@ def test_an_interrupt_out_of_a_callback_is_no_end_of_a_thread(
     with running(engine):
         engine.submit(GenerationRequest("hello"), leave)
         assert answer_of(ask(engine, "hello")).text == "[stub:alpha] ok len=5 max=40"
-    assert "an interrupt in an engine's thread" in caplog.text
+    assert "interrupted in the engine's thread" in caplog.text
 
 
 def test_on_the_main_thread_an_interrupt_comes_out(make_engine: MakeEngine) -> None:
@@ -277,7 +277,7 @@ def test_steps_have_one_thread(make_engine: MakeEngine) -> None:
                 refused.put(error)
 
         engine.submit(GenerationRequest("hello", SamplingParams(max_tokens=1)), run_again)
-        assert "cannot run it once more" in str(refused.get(timeout=HANG_S))
+        assert "cannot call run() again" in str(refused.get(timeout=HANG_S))
         ask(engine, "hello").get(timeout=HANG_S)
         for another in (engine.step, engine.run):
             with pytest.raises(UsageError, match="another thread runs this engine's steps"):

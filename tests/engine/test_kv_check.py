@@ -46,7 +46,7 @@ def test_a_block_that_differs_from_the_computed_one_is_reported_and_the_models_b
     first, _ = come(engine, 0)
     leave(engine)
     environment, hashes = kv_of(engine).environment, hashes_of(engine, "s0")
-    files = store.tiers.lasting
+    files = store.tiers.slowest
     assert files is not None
     key, content = BlockKey(environment, hashes[0]), np.zeros(engine.model.executor.geometry.bytes_per_block, np.uint8)
     assert files.read(key, content)
@@ -55,7 +55,7 @@ def test_a_block_that_differs_from_the_computed_one_is_reported_and_the_models_b
     assert files.write(key, content, 0)
     assert come(engine, 0)[1] == 4 * BLOCK
     assert tiers_of(store) == (1, 1)
-    assert faults == ["a KV block that came back is not what is computed; all that was kept of its model is removed"]
+    assert faults == ["a stored KV block differs from the computed one; all stored blocks of its model are removed"]
     assert store.flush(10.0)
     assert store.find(environment, hashes) == 0
     engine.scheduler.check()

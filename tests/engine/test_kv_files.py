@@ -103,7 +103,7 @@ def test_a_file_of_another_length_is_a_miss(length: int, tmp_path: Path) -> None
     files = filled(tmp_path, 1)
     [path] = paths(tmp_path)
     path.write_bytes((path.read_bytes() * 4)[:length])
-    with pytest.raises(BlockError, match="another length"):
+    with pytest.raises(BlockError, match="a wrong length"):
         read(files, key_of(0))
     assert read(files, key_of(0)) is None
 
@@ -116,7 +116,7 @@ def test_swapped_files_are_misses(tmp_path: Path) -> None:
     second.rename(first)
     aside.rename(second)
     for number in range(2):
-        with pytest.raises(BlockError, match="is another block than its name states"):
+        with pytest.raises(BlockError, match="holds another block than its name states"):
             read(files, key_of(number))
 
 
@@ -124,7 +124,7 @@ def test_blocks_of_another_environment_under_this_one_s_name_are_misses(tmp_path
     filled(tmp_path, 1).close()
     (tmp_path / ENVIRONMENT.hex()).rename(tmp_path / (b"f" * 16).hex())
     files = BlockFiles(tmp_path, 1 << 20)
-    with pytest.raises(BlockError, match="is another block"):
+    with pytest.raises(BlockError, match="holds another block"):
         read(files, key_of(0, b"f" * 16))
 
 
@@ -149,7 +149,7 @@ def test_what_else_lies_in_the_folder_stays_but_for_unfinished_blocks(tmp_path: 
 
 def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
     files = filled(tmp_path, 0)
-    with pytest.raises(UsageError, match="another process keeps its KV blocks there"):
+    with pytest.raises(UsageError, match="another process stores its KV blocks there"):
         BlockFiles(tmp_path, 1 << 20)
     files.close()
     BlockFiles(tmp_path, 1 << 20).close()
@@ -157,7 +157,7 @@ def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"file/kv: KV blocks cannot be kept there: Not a directory"):
+    with pytest.raises(UsageError, match=r"file/kv: KV blocks cannot be stored there: Not a directory"):
         BlockFiles(tmp_path / "file" / "kv", 1 << 20)
 
 
@@ -242,7 +242,7 @@ def test_a_full_disk_is_a_cache_of_its_size_and_one_warning(
     assert not files.write(key_of(99), content_of(99), 1), "only better ones are there"
     assert not list(tmp_path.rglob("*.part"))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert files.fault.startswith(f"{tmp_path}: KV blocks are not kept there now: No space left on device")
+    assert files.fault.startswith(f"{tmp_path}: KV blocks cannot be stored there now: No space left on device")
     num_free[0] = 1000
     for number in range(60, 300):
         assert files.write(key_of(number), content_of(number), 0)
@@ -440,7 +440,7 @@ def test_no_more_is_kept_in_host_memory_than_was_free_there(tmp_path: Path, monk
     folder = claim_host_folder(tmp_path)
     assert folder.usable_bytes == 54 << 20
     fault = kv_files.host_fault(tmp_path, 1 << 30, folder.usable_bytes)
-    assert fault.startswith(f"{tmp_path} has room for 54 MiB of KV, not 1024: ")
+    assert fault.startswith(f"{tmp_path} has room for only 54 of 1024 MiB of KV, ")
     assert kv_files.host_fault(tmp_path, 1 << 20, folder.usable_bytes) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(total=0, free=0))
     assert claim_host_folder(tmp_path).usable_bytes > 1 << 50, "one without a bound says so"

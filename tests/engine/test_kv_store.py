@@ -259,7 +259,7 @@ def test_no_session_leaves_anything_behind(count: int, open_store: OpenStore, tm
     assert store.flush(60.0)
     records = store._records
     assert (len(records._records), len(records._num_references), len(records._file_bytes)) == (0, 0, 0)
-    assert (len(store._jobs), len(store.tiers._behind), store._saving_bytes) == (0, 0, 0)
+    assert (len(store._jobs), len(store.tiers._pending_copies), store._saving_bytes) == (0, 0, 0)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
     assert {figures.num_bytes for figures in store.tiers.stats().values()} == {0}
 
@@ -269,7 +269,7 @@ def test_a_folder_that_does_not_answer_costs_notes_and_no_memory(
 ) -> None:
     """A disk that hangs: what waits to be written there is bounded, and the newest is written when it answers."""
     store = open_store()
-    monkeypatch.setattr(kv_store, "MAX_NOTES", 20)
+    monkeypatch.setattr(kv_store, "MAX_UNWRITTEN_RECORDS", 20)
     may_write = threading.Event()
     write = BlockFiles.write
     monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
@@ -277,17 +277,15 @@ def test_a_folder_that_does_not_answer_costs_notes_and_no_memory(
     for turn in range(3):
         for number in range(15):
             store.remember(SessionRecord("m", f"{number}", ENVIRONMENT, (hash_of(number),), turn))
-    assert (len(store._unnoted), store.num_lost_notes) == (15, 0), "each is written once, as it is then"
+    assert (len(store._unwritten), store.num_lost_records) == (15, 0), "each is written once, as it is then"
     for number in range(15, 80):
         store.remember(SessionRecord("m", f"{number}", ENVIRONMENT, (hash_of(number),), 0.0))
         assert len(store._jobs) <= 1 + 20
-    assert store.num_lost_notes == 80 - 20
-    assert faults == [
-        "20 sessions wait to be noted and older ones are not: the folder does not keep up" for _ in range(3)
-    ]
+    assert store.num_lost_records == 80 - 20
+    assert faults == ["20 session records wait to be written; older ones are dropped (slow disk)" for _ in range(3)]
     may_write.set()
     assert store.flush(10.0)
-    assert not store._unnoted
+    assert not store._unwritten
     assert len(list((tmp_path / "host" / "sessions").iterdir())) == 20
     known = {record.session_id for record in open_store().records(ENVIRONMENT)}
     assert known == {str(number) for number in range(60, 80)}
@@ -327,7 +325,7 @@ def test_a_tier_that_cannot_be_added_later_is_reported_and_the_others_work(
     store.resize(replace(store.options, host_bytes=4 * PAGES, disk_bytes=1 << 20))
     assert store.flush(10.0)
     assert [fault.rpartition(": ")[2] for fault in faults] == [
-        "another process keeps its KV blocks there; give each its own folder"
+        "another process stores its KV blocks there; use a separate folder for each process"
     ]
     assert [(place, each.budget_bytes) for place, each in store.tiers.stats().items()] == [(KVTierName.HOST, 4 * PAGES)]
     elsewhere.close()

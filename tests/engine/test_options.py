@@ -61,7 +61,7 @@ def test_pools_beyond_the_machine_are_refused_with_what_it_has() -> None:
         EngineOptions(host_kv_memory_bytes=9 * 10**9),
         EngineOptions(kv_cache_memory_bytes=5 * 10**9, host_kv_memory_bytes=4 * 10**9),
     ):
-        with pytest.raises(ConfigError, match=r"this machine has 8 GB of memory .* give less"):
+        with pytest.raises(ConfigError, match=r"this machine has 8 GB of memory .* lower it"):
             check_sizes(options, 8 * 10**9)
     check_sizes(EngineOptions(kv_cache_memory_bytes=4 * 10**9, host_kv_memory_bytes=4 * 10**9), 8 * 10**9)
     check_sizes(EngineOptions(), 0)

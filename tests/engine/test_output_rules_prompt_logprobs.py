@@ -211,7 +211,7 @@ def test_a_wrong_number_is_named(llm: LLM, value: object) -> None:
 
 
 def test_a_vector_has_none(llm: LLM) -> None:
-    with pytest.raises(InvalidParameterError, match="a pooled request has no prompt_logprobs"):
+    with pytest.raises(InvalidParameterError, match="an embedding request cannot have prompt_logprobs"):
         engine_of(llm).submit(wanted(pooling="mean"))
 
 

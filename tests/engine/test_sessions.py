@@ -18,7 +18,7 @@ from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sessions import SessionChange, Swept
+from lockstep.engine.sessions import SessionChange, SweepResult
 from lockstep.errors import InvalidParameterError, QueueDeadlineError, QueueFullError, RequestFailedError
 from lockstep.executors.sampling_params import SamplingParams
 
@@ -108,7 +108,7 @@ def test_owners_are_counted_and_kept_apart(make: Make) -> None:
     answer(engine, ask("a" * 32, "s", session_owner="billing", max_active_sessions=1))
     answer(engine, ask("b" * 32, "s", session_owner="legal", max_active_sessions=1))
     assert [report.owner for report in engine.sessions.reports(0.0)] == ["billing", "legal"]
-    assert engine.sessions.sweep("s", "billing") == Swept(1, 2)
+    assert engine.sessions.sweep("s", "billing") == SweepResult(1, 2)
     assert [report.owner for report in engine.sessions.reports(0.0)] == ["legal"]
 
 
@@ -169,13 +169,13 @@ def test_a_sweep_takes_idle_sessions_and_an_end_busy_ones_too(make: Make, change
     engine.submit(ask("b" * 64, "busy"))
     engine.step()
     changes.clear()
-    assert engine.sessions.sweep() == Swept(1, 2)
+    assert engine.sessions.sweep() == SweepResult(1, 2)
     assert told(changes) == [("idle", "swept", 2, "idle")]
     engine.sessions.end("busy")
     engine.run_until_idle()
     assert told(changes) == [("busy", "swept", 0, "ended")]
     assert engine.sessions.reports(0.0) == ()
-    assert engine.sessions.sweep("nobody") == Swept(0, 0)
+    assert engine.sessions.sweep("nobody") == SweepResult(0, 0)
 
 
 def test_a_session_that_was_ended_lives_again_with_its_next_request(make: Make) -> None:

@@ -45,7 +45,7 @@ def told(llm: LLM, request: GenerationRequest, output: RequestOutput, draw: rand
         num = draw.randrange(1, 5)
         step, left[index] = left[index][:num], left[index][num:]
         end = None if left[index] else output.completions[index].finish_reason
-        for told in replay.tell(index, step, end, 1.0):
+        for told in replay.append(index, step, end, 1.0):
             last = told
             texts[told.index] += told.text
     assert last is not None

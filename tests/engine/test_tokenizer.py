@@ -173,14 +173,14 @@ def test_a_variable_of_the_template_cannot_be_overridden(name: str) -> None:
 FAILING = {
     "none": (None, "no chat template"),
     "syntax": ("{% for %}", "cannot be read"),
-    "refusal": ("{{ raise_exception('only users') }}", "refused the messages: only users"),
+    "refusal": ("{{ raise_exception('only users') }}", "rejected the messages: only users"),
     "undefined": ("{{ nothing.here }}", "failed on these messages: UndefinedError"),
     "type": ("{{ 1 + 'a' }}", "TypeError"),
     "sandbox": ("{{ ''.__class__.__mro__ }}", "SecurityError"),
     "mutation": ("{{ messages.append(1) }}", "SecurityError"),
     "too long": (
         "{% for i in range(99999) %}{% for j in range(999) %}{{ messages }}{% endfor %}{% endfor %}",
-        "wrote more",
+        "produced more",
     ),
     "repeated": ("{{ 'a' * 10**9 }}", "by more than 100000"),
     "power": ("{{ 9 ** 99999999 }}", "a number of more than"),
@@ -196,7 +196,7 @@ def test_a_failing_template_raises_an_error_with_the_reason(name: str) -> None:
 
 
 ALWAYS_FAILING = {
-    "refusal": ("{{ raise_exception('no') }}", "no conversation can be rendered: .*refused the messages: no"),
+    "refusal": ("{{ raise_exception('no') }}", "no conversation can be rendered: .*rejected the messages: no"),
     "filter": ("{{ messages | nosuchfilter }}", "cannot be read: No filter named 'nosuchfilter'"),
     "filter in a branch": ("{% if messages %}{{ messages | nosuchfilter }}{% endif %}", "No filter named"),
     "undefined": ("{{ message.content.strip() }}", "no conversation can be rendered: .*UndefinedError"),

@@ -88,7 +88,7 @@ class TestAChoiceThatIsAskedForAgain:
         choice = Constraint.choice(INTENTS)
         compiler.build(choice)
         compiler._checked[choice] = grammar_compiler._Checked("", None, Broken())  # type: ignore[arg-type]  # as good
-        with pytest.raises(InvalidParameterError, match="the compiler broke on it: poisoned"):
+        with pytest.raises(InvalidParameterError, match="the compiler crashed: poisoned"):
             compiler.build(choice)
         (grammar,) = compiler.build(choice)
         pick(grammar, "none")
@@ -126,7 +126,7 @@ class TestAChoiceThatIsAskedForAgain:
         poor = LLMatcher(compiler._ready_tokenizer(choice), grammar_source(choice), log_level=0, limits=limits)
         compiler._checked[choice] = grammar_compiler._Checked("", None, poor)
         (grammar,) = compiler.build(choice)
-        with pytest.raises(RequestFailedError, match="the constraint cannot go on"):
+        with pytest.raises(RequestFailedError, match="the constraint cannot continue"):
             pick(grammar, texts[0])
         _, furthest = max(compiler._states._known, key=lambda key: len(key[1]))
         state = compiler._states.find(poor, furthest)

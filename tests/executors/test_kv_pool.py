@@ -41,9 +41,9 @@ def test_moves_are_out_then_in_then_copies_each_of_which_sees_the_one_before() -
 @pytest.mark.parametrize("block", [0, -1, 7])
 def test_blocks_of_another_pool_are_refused(block: int) -> None:
     pool, content = filled()
-    with pytest.raises(InvalidPlanError, match=f"block {block} is not of this pool, which has 1 to 6"):
+    with pytest.raises(InvalidPlanError, match=f"block {block} is not in this pool of blocks 1 to 6"):
         pool.read([1, block])
-    with pytest.raises(InvalidPlanError, match="not of this pool"):
+    with pytest.raises(InvalidPlanError, match="not in this pool"):
         pool.write([block], content[:1])
     for wrong in (content[:1, 1:], content[:2], content[:1].astype(np.int8)):
         with pytest.raises(InvalidPlanError, match="content of 1 blocks"):

@@ -71,7 +71,7 @@ def test_what_a_config_declares_gives_the_frequencies_of_transformers(name: str)
 
 def test_yarn_on_waves_that_do_not_differ_is_refused() -> None:
     config = read_config(Metadata(Path("config.json"), GOLDEN["yarn"]["config"]))
-    with pytest.raises(CorruptArtifactError, match="yarn needs one above 1"):
+    with pytest.raises(CorruptArtifactError, match="yarn requires a value above 1"):
         inverse_frequencies(replace(config, rope_theta=1.0))
 
 
@@ -82,5 +82,5 @@ def test_layers_with_a_window_have_frequencies_of_their_own() -> None:
 
 
 def test_an_unknown_scaling_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedArtifactError, match="'spiral' is not known; known are: linear"):
+    with pytest.raises(UnsupportedArtifactError, match="'spiral' is not supported; supported: linear"):
         inverse_frequencies(replace(CONFIG, rope_scaling=RopeScaling("spiral", 2.0)))

@@ -219,7 +219,7 @@ CASES = {
         0,
         Change.REFUSAL,
         ["r3"],
-        ["B refuses r3, and A takes it: 2 requests wait already, as many as may"],
+        ["B refuses r3, and A takes it: 2 requests wait already, the maximum"],
     ),
     "max_model_len": Case(
         workload(request("r1", 8), request("r2", 28, 8, arrival=2)),

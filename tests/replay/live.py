@@ -15,7 +15,7 @@ from lockstep.core.request import FinishReason, Request
 from lockstep.replay.playback import Playback
 from lockstep.replay.rerun import AppliedCommand, DecidedStep
 from lockstep.replay.trace import Trace
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Filled, Named, Pinned, Swept
+from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Filled, Named, Pinned, Unpinned
 from tests.server.process import ServerProcess, plain_async_client
 
 MANIFEST = """\
@@ -121,7 +121,7 @@ def happenings(trace: Trace) -> Counter[str]:
                 seen["answers"] += 1
             case AppliedCommand(_, Pinned(), _):
                 seen["pins"] += 1
-            case AppliedCommand(_, Swept(), _):
+            case AppliedCommand(_, Unpinned(), _):
                 seen["sweeps"] += 1
             case AppliedCommand(_, Filled(), _):
                 seen["fills"] += 1

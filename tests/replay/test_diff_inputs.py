@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from lockstep.core.request import FinishReason, Request
 from lockstep.replay.diff import differing_command, differing_request
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, WorkloadRequest
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, Named, Swept
+from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, Named, Unpinned
 from tests.replay.workloads import request
 
 A = request("a", 10)
@@ -69,7 +69,7 @@ ADDED = Added(0, 3, 7, Request(40, allows_forced=False), 0, ())
             "A goes on with 2 blocks of the answer of request 7 to publish before step 4, and B has no more",
         ),
         (
-            [Swept(0, 4, (1, 2))],
+            [Unpinned(0, 4, (1, 2))],
             [Aborted(0, 4, 7, FinishReason.ABORT, False)],
             "A is 2 blocks of a session to give up before step 4, that of B is the end of request 7 (abort) before "
             "step 4",

@@ -276,7 +276,7 @@ def test_a_hanging_worker_is_replaced_and_the_log_names_its_process_and_models()
             worker.suspend()
             asking.join(HANG_S)
             assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "worker_lost")
-            assert "without a sign of life while it answered; send the request again" in answers[0].text
+            assert "without a message while it answered; send the request again" in answers[0].text
             with server.client() as looking:
                 until(lambda: looking.get("/health/ready").status_code == 200, "another worker serves")
         finally:

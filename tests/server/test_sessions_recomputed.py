@@ -94,11 +94,11 @@ def another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CASES: dict[str, tuple[Callable[[Kept], None] | None, str]] = {
     "nothing": (lambda kept: None, ""),
-    "a flipped bit": (flip, "has another checksum than its content"),
-    "a truncated file": (cut, "has another length"),
-    "a swapped file": (swap, "is another block than its name states"),
-    "another artifact": (another_artifact, "of another artifact, precision or library"),
-    "another version": (None, "of another artifact, precision or library"),
+    "a flipped bit": (flip, "does not match its checksum"),
+    "a truncated file": (cut, "has a wrong length"),
+    "a swapped file": (swap, "holds another block than its name states"),
+    "another artifact": (another_artifact, "another artifact, precision or library"),
+    "another version": (None, "another artifact, precision or library"),
 }
 
 
@@ -140,7 +140,7 @@ def test_a_full_disk_costs_what_is_kept_and_no_answer(
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         try:
             text, _ = ask(server, "s")
-            until(lambda: "KV blocks are not kept there now: File too large" in caplog.text, "it was told")
+            until(lambda: "KV blocks cannot be stored there now: File too large" in caplog.text, "it was told")
             assert server.post("/v1/models/router/unload", None).status_code == 200
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

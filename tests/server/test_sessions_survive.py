@@ -224,4 +224,4 @@ def test_two_servers_do_not_share_a_folder(start: Start, tmp_path: Path) -> None
     until(lambda: (tmp_path / "kv" / "sessions").exists(), "its worker has the folder")
     second = ServerProcess("pocket://", "--kv-dir", str(tmp_path / "kv"))
     assert second.wait() == 2
-    assert "another process keeps its KV blocks there; give each its own folder" in second.stderr
+    assert "another process stores its KV blocks there; use a separate folder for each process" in second.stderr

@@ -41,7 +41,7 @@ def test_a_worker_that_breaks_has_ended_every_request(monkeypatch: pytest.Monkey
             answer = bench.answer(number).request
             assert answer is not None
             assert isinstance(answer.error, RequestFailedError)
-            assert "the device worker broke: ZeroDivisionError('a defect')" in str(answer.error)
+            assert "the device worker failed: ZeroDivisionError('a defect')" in str(answer.error)
         bench.steps.join()
     assert [type(each.exc_value) for each in reached] == [ZeroDivisionError]
 
@@ -65,7 +65,7 @@ def test_an_interrupt_in_a_step_ends_its_requests_and_no_worker(
     again = bench.answer(1).request
     assert again is not None
     assert again.text == "[stub:alpha] ok len=1 max=40"
-    assert "an interrupt in a step of a" in caplog.text
+    assert "interrupted in a step of a" in caplog.text
     assert bench.checked().fault == ""
 
 
@@ -92,7 +92,7 @@ def test_a_request_that_cannot_be_prepared_ends_alone(
         bench.tell(Submit(0, "a", ask("x", SamplingParams(constraint=constraint))))
         error = bench.refusal(0)
     assert isinstance(error, RequestFailedError)
-    assert "it cannot be prepared: ZeroDivisionError('a defect')" in str(error)
+    assert "the request cannot be prepared: ZeroDivisionError('a defect')" in str(error)
     bench.tell(Submit(1, "a", ask("x")))
     assert bench.answer(1).request is not None
 

@@ -18,7 +18,7 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker.messages import OpenStore, Prioritise, SessionsSwept, Stop, Submit, Sweep
+from lockstep.worker.messages import OpenStore, Prioritise, Stop, Submit, Sweep, SweepReport
 from tests.waiting import HANG_S, until
 from tests.worker.support import Bench
 
@@ -66,7 +66,7 @@ class Crowd:
         self.bench.tell(Submit(id_, model, asked))
         answer = self.bench.answer(id_).request
         assert answer is not None
-        self.bench.ask(Sweep(model), SessionsSwept)
+        self.bench.ask(Sweep(model), SweepReport)
         assert self.store.flush(HANG_S)
         return (answer.num_cached_tokens or 0) // BLOCK
 

@@ -16,9 +16,9 @@ from lockstep.worker.messages import (
     Prioritise,
     SessionsChanged,
     SessionsReport,
-    SessionsSwept,
     Submit,
     Sweep,
+    SweepReport,
     Unload,
     Unloaded,
     WatchSteps,
@@ -65,9 +65,9 @@ def test_sessions_are_reported_listed_evicted_and_ended(bench: Bench) -> None:
         ("two", 3, 0),
         ("three", 4, 0),
     ]
-    assert bench.ask(Sweep("a", "two"), SessionsSwept) == SessionsSwept(1, 1)
-    assert bench.ask(EndSession("a", "one"), SessionsSwept) == SessionsSwept(1, 1)
-    assert bench.ask(Sweep("nobody"), SessionsSwept) == SessionsSwept(0, 0)
+    assert bench.ask(Sweep("a", "two"), SweepReport) == SweepReport(1, 1)
+    assert bench.ask(EndSession("a", "one"), SweepReport) == SweepReport(1, 1)
+    assert bench.ask(Sweep("nobody"), SweepReport) == SweepReport(0, 0)
     bench.tell(Unload("a"))
     bench.heard(Unloaded)
     said = [event for event in bench.events if isinstance(event, SessionsChanged)]

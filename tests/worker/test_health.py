@@ -42,16 +42,16 @@ def hang_of(pulse: Pulse) -> str:
 
 def silent(pulse: Pulse, num_questions: int) -> Pulse:
     for _ in range(num_questions):
-        pulse.count_question()
+        pulse.count_check()
     return pulse
 
 
 def test_too_many_unanswered_health_requests_are_a_hang_regardless_of_the_clock() -> None:
     pulse = Pulse(HealthLimits(silence_s=60.0), 0.0)
-    pulse.count_word()
+    pulse.count_message()
     assert hang_of(silent(pulse, 59)) == ""
-    assert hang_of(silent(pulse, 1)) == "60 s without a sign of life"
-    pulse.count_word()
+    assert hang_of(silent(pulse, 1)) == "60 s without a message"
+    pulse.count_message()
     assert hang_of(pulse) == "", "any word of it is a sign of life"
     pulse.reported(HealthReport(0.0, 0, 0), 1e9)
     assert hang_of(pulse) == ""
@@ -60,30 +60,30 @@ def test_too_many_unanswered_health_requests_are_a_hang_regardless_of_the_clock(
 def test_while_it_starts_or_loads_a_worker_may_be_silent_for_longer() -> None:
     pulse = Pulse(HealthLimits(silence_s=60.0, load_s=600.0), 0.0)
     assert hang_of(silent(pulse, 599)) == ""
-    assert hang_of(silent(pulse, 1)) == "600 s without a sign of life since its start"
-    pulse.count_word()
+    assert hang_of(silent(pulse, 1)) == "600 s without a message since its start"
+    pulse.count_message()
     assert silent(pulse, 599).hang(is_loading=True) == ""
-    assert silent(pulse, 1).hang(is_loading=True) == "600 s without a sign of life"
+    assert silent(pulse, 1).hang(is_loading=True) == "600 s without a message"
     assert hang_of(silent(Pulse(HealthLimits(silence_s=900.0), 0.0), 899)) == "", "who is patient is so from the start"
 
 
 def test_a_health_request_just_sent_does_not_count_as_unanswered() -> None:
     pulse = Pulse(HealthLimits(silence_s=0.1), 0.0)
-    pulse.count_word()
+    pulse.count_message()
     assert hang_of(silent(pulse, 1)) == ""
-    assert hang_of(silent(pulse, 1)) == "2 s without a sign of life"
+    assert hang_of(silent(pulse, 1)) == "2 s without a message"
 
 
 def test_a_step_without_end_is_a_hang_though_questions_are_answered() -> None:
     """A pause of the whole machine makes one report of a long step, and not many."""
     pulse, num_reports = Pulse(LIMITS, 0.0), int(MAX_STEP_S - LIMITS.step_s)
     for _ in range(num_reports):
-        pulse.count_word()
+        pulse.count_message()
         pulse.reported(HealthReport(1000.0, 1, 0), 0.0)
     assert hang_of(pulse) == ""
     pulse.reported(HealthReport(1001.0, 1, 0), 0.0)
     assert hang_of(pulse) == "601 s within one step"
-    assert pulse.last_words == "it last reported 1 running and 0 waiting requests, no step completed for 1001.0 s"
+    assert pulse.last_report == "it last reported 1 running and 0 waiting requests, no step completed for 1001.0 s"
     pulse.reported(HealthReport(0.1, 1, 0), 0.0)
     assert hang_of(pulse) == ""
 

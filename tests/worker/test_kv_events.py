@@ -248,7 +248,7 @@ def test_kv_events_reproduce_the_content_of_the_cache(seed: int) -> None:
             assert told == public, "nothing is told of that is not there"
             assert not told & {name_of(each) for each in secrets}
             assert not source._ended
-            assert not source._places, "no content of a sequence is kept behind its end"
+            assert not source._positions, "no content of a sequence is kept behind its end"
             publisher = bench.worker._publisher
             assert publisher is not None
             batches = heard.all_until(publisher._next["a"] - 1)
@@ -287,7 +287,7 @@ def test_batches_that_cannot_be_sent_are_dropped_and_leave_gaps_in_the_numbers(
     assert list(heard.all_until(5)) == [0, 1, 2, 5]
     publisher.close()
     assert caplog.text.count("KV events are not sent fast enough: 1 batches were lost") == 1
-    assert caplog.text.count("no KV events are published at ipc://") == 1
+    assert caplog.text.count("KV events cannot be published at ipc://") == 1
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_batches_that_cannot_be_sent_are_dropped_and_leave_gaps_in_the_numbers(
         ("tcp://127.0.0.1", False, "it must be tcp://HOST:PORT"),
         ("tcp://127.0.0.1:http", False, "it must be tcp://HOST:PORT"),
         ("http://127.0.0.1:5557", True, "it must be tcp://HOST:PORT"),
-        ("tcp://*:5557", False, "others than this machine may reach"),
+        ("tcp://*:5557", False, "other machines can reach"),
         ("tcp://10.0.0.1:5557", False, "--kv-events-allow-remote"),
     ],
 )

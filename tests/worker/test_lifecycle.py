@@ -39,7 +39,7 @@ async def started(kind: Kind) -> AsyncIterator[SupervisedWorker]:
 
 
 def state_of(worker: SupervisedWorker, key: str) -> LoadState:
-    replica = worker._life.replica(key)
+    replica = worker._lifecycle.replica(key)
     return LoadState.GONE if replica is None else replica.state
 
 
@@ -92,7 +92,7 @@ async def test_who_loads_what_is_on_its_way_out_waits_until_it_is_gone(kind: Kin
 async def test_a_key_that_is_taken_is_refused_and_what_has_it_stays(kind: Kind) -> None:
     async with started(kind) as worker:
         await worker.load("a", "stub://a", SMALL)
-        with pytest.raises(UsageError, match="a replica 'a' is there already"):
+        with pytest.raises(UsageError, match="replica 'a' is already loaded"):
             await worker.load("a", "stub://b", SMALL)
         loaded = worker.loaded("a")
         assert loaded is not None

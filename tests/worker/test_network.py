@@ -143,8 +143,8 @@ async def test_the_requests_of_a_gateway_that_dies_are_ended_and_no_others(secre
         await eventually(lambda: goes.loaded("a") is not None)
         going = [goes.submit("a", ask("x" * 9, SHORT)) for _ in range(3)]
         staying = stays.submit("a", ask("x" * 8, SHORT))
-        assert goes._life.link is not None
-        goes._life.link.kill()
+        assert goes._lifecycle.link is not None
+        goes._lifecycle.link.kill()
         assert await read(staying) == "[stub:alpha] ok len=8 max=40"
         stays.leave(staying)
         await all_ended(owner)
@@ -257,7 +257,9 @@ async def test_bytes_of_strangers_end_their_connection_and_nothing_else(secret: 
 async def test_unauthenticated_connections_and_gateways_are_limited_in_number(secret: str) -> None:
     async with owned(secret) as owner, AsyncExitStack() as stack:
         address = address_of(owner, secret)
-        strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(listening.MAX_STRANGERS)]
+        strangers = [
+            await asyncio.open_connection(address.host, address.port) for _ in range(listening.MAX_UNAUTHENTICATED)
+        ]
         reader, writer = await asyncio.open_connection(address.host, address.port)
         async with asyncio.timeout(HANG_S):
             assert await reader.read() == b"", "one more is hung up on at once"
@@ -266,11 +268,11 @@ async def test_unauthenticated_connections_and_gateways_are_limited_in_number(se
             stranger.close()
         num_guests = 0
         async with asyncio.timeout(HANG_S):
-            while num_guests < listening.MAX_GUESTS:
+            while num_guests < listening.MAX_CLIENTS:
                 with contextlib.suppress(UnavailableError):  # as long as not all strangers are gone
                     stack.push_async_callback((await NetworkLink.open(Nobody(), address)).close)
                     num_guests += 1
-        with pytest.raises(LinkRefusedError, match="64 gateways are connected already"):
+        with pytest.raises(LinkRefusedError, match="the limit of 64 connected gateways is reached"):
             await NetworkLink.open(Nobody(), address)
 
 

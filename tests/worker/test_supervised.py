@@ -19,7 +19,7 @@ from lockstep.core.request import Priority
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sessions import Swept
+from lockstep.engine.sessions import SweepResult
 from lockstep.errors import ExecutorError, RequestFailedError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.flight.options import TraceOptions
@@ -84,10 +84,10 @@ async def test_sessions_are_listed_evicted_ended_and_reported(kind: Kind) -> Non
             "b": [("", 48)],
         }
         assert all(report.idle_s >= 0 and report.age_s >= report.idle_s for report in listed["a"])
-        assert await worker.sweep("a", "s", "legal") == Swept(1, 3)
-        assert await worker.end_session("a", "s") == Swept(1, 5)
-        assert await worker.sweep("b") == Swept(1, 3)
-        assert await worker.sweep("nobody") == Swept(0, 0)
+        assert await worker.sweep("a", "s", "legal") == SweepResult(1, 3)
+        assert await worker.end_session("a", "s") == SweepResult(1, 5)
+        assert await worker.sweep("b") == SweepResult(1, 3)
+        assert await worker.sweep("nobody") == SweepResult(0, 0)
         assert await worker.sessions() == {"a": (), "b": ()}
         checked = await worker.check()
         assert checked is not None
@@ -141,8 +141,8 @@ async def test_session_calls_on_a_closed_worker_return_nothing(kind: Kind) -> No
     async with running(kind, []) as worker:
         pass
     assert await worker.sessions() == {}
-    assert await worker.sweep("a") == Swept(0, 0)
-    assert await worker.end_session("a", "s") == Swept(0, 0)
+    assert await worker.sweep("a") == SweepResult(0, 0)
+    assert await worker.end_session("a", "s") == SweepResult(0, 0)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
@@ -223,7 +223,7 @@ async def test_calls_to_a_worker_that_is_not_up_return_empty_results() -> None:
     assert await worker.check() is None
     assert await worker.reset_prefix_cache() == 0
     assert await worker.sessions() == {}
-    assert await worker.end_session("a", "s") == Swept(0, 0)
+    assert await worker.end_session("a", "s") == SweepResult(0, 0)
     assert worker.pid is None
     assert worker.loaded("a") is None
     assert worker.trouble == "the device worker is being restarted"
@@ -275,5 +275,5 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
         assert worker.is_up
         assert worker.loaded("a") is None, "the next worker begins with nothing"
     assert not hindrances
-    assert "the device worker did not come back: no process can be started" in caplog.text
-    assert "the device worker did not come back: a defect" in caplog.text
+    assert "the device worker did not restart: no process can be started" in caplog.text
+    assert "the device worker did not restart: a defect" in caplog.text

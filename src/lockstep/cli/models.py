@@ -203,9 +203,9 @@ def list_models(as_json: flags.Json = False, debug: flags.Debug = False) -> None
 def _print_packs() -> None:
     """A line of the packed weights, if there are some."""
     from lockstep.engine.loading import default_cache_dir
-    from lockstep.executors.native.packs import FOLDER, kept_packs
+    from lockstep.executors.native.packs import FOLDER, stored_packs
 
-    packs = kept_packs(default_cache_dir())
+    packs = stored_packs(default_cache_dir())
     if packs:
         total = size(sum(pack.num_bytes for pack in packs))
         print(f"Packed weights: {len(packs)} files, {total}, in {default_cache_dir() / FOLDER}")

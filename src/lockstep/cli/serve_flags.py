@@ -87,7 +87,7 @@ class WorkerFlags:
     worker: Literal["process", "thread"] = "process"
     """Where the model runs: a supervised process of its own."""
     worker_timeout: Annotated[float, Range(0)] = MAX_SILENCE_S
-    """Seconds without a sign of life until a worker process is replaced; 0: never."""
+    """Seconds without a message until a worker process is replaced; 0: never."""
     stream_interval_ms: Annotated[float, Range(0, 1000)] = 20.0
     """Tokens of a stream that come faster share a frame; 0: never."""
     host_kv_mb: Annotated[int, Flag(metavar="MB"), Range(0)] = 1024

@@ -149,8 +149,8 @@ class Cluster:
     def shown(self, progress: CallProgress, chunks: Sequence[ShownChunk]) -> None:
         """Record the chunks in which an answer was streamed, so that a replay can repeat them."""
         worker = self._state.worker
-        if chunks and progress.places and isinstance(worker, SupervisedWorker):
-            place = progress.places[-1]  # an entry model's part comes first
+        if chunks and progress.sequences and isinstance(worker, SupervisedWorker):
+            place = progress.sequences[-1]  # an entry model's part comes before
             worker.shown(AnswerShown(place.replica, place.seq_id, tuple(chunks)))
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:

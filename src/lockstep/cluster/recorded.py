@@ -117,7 +117,7 @@ class RecordedModel:
                     continue
                 await self._wait_until(began_s + at_us * scale, ended, call, began_s)
                 is_last = given[index] == len(sequence.tokens) and sequence.reason in ENDS
-                outputs = replay.tell(
+                outputs = replay.append(
                     index,
                     sequence.tokens[first : given[index]],
                     sequence.reason if is_last else None,

@@ -23,7 +23,7 @@ from lockstep.engine.input_processing import check_session
 from lockstep.engine.outputs import TokenOutput, WaitReason
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
-from lockstep.worker.progress import LOADING, PLACE, CallProgress, CallStation
+from lockstep.worker.progress import LOADING, PLACE, CallObserver, CallProgress
 
 MAX_WAIT_S = 300.0
 """Time limit in seconds for the wait for a session and a replica, for calls without a deadline."""
@@ -177,7 +177,7 @@ class RequestHandler:
                 key, loaded = model.replica.key, model.replica.loaded
                 assert loaded is not None, "calls are admitted only by a loaded replica"
                 with self._state.worker.open_mailbox(key, request) as mailbox:
-                    mailbox.station = CallStation(progress, model.id, key, loaded.config, progress.clock())
+                    mailbox.observer = CallObserver(progress, model.id, key, loaded.config, progress.clock())
                     outputs = await mailbox.take()
                     self._state.sessions.accepted(call.session_id)
                     yield (Accepted(model.id, request.prompt_ids, hops),)

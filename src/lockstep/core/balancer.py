@@ -1,7 +1,7 @@
 """Balancer: chooses a model's replica for each request, by open requests, sessions and hashes, never by tokens.
 
 It is as pure as the scheduler: the same calls in the same order give the same choices. Sets of replicas are bits of
-whole numbers, so that a choice among a thousand costs little more than one among two.
+integers, so that a choice among a thousand costs little more than one among two.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from lockstep.core.prefix import ContentNews
 from lockstep.errors import ConfigError
 
 MAX_SESSIONS = 1 << 16
-"""Sessions whose replica is remembered; beyond, the one that came last the longest ago is forgotten."""
+"""Maximum number of sessions whose replica is stored. Beyond it, the least recently used one is removed."""
 
 
 class RoutingPolicy(Enum):
-    """Preference among replicas; each falls back on those below it."""
+    """Preference among replicas. Each policy falls back on those below it."""
 
     PREFIX = "prefix"
-    """The replica that had the session last, else one that holds the longest beginning of the prompt."""
+    """The last replica of the session, else the one that holds the longest prefix of the prompt."""
     SESSION = "session"
-    """The replica that had the session last."""
+    """The last replica of the session."""
     LEAST_LOADED = "least_loaded"
-    """The fewest open requests; of equal ones the next in turn."""
+    """The replica with the fewest open requests; among equal ones, the next in rotation."""
     ROUND_ROBIN = "round_robin"
-    """The next in turn, whatever it has to do."""
+    """The next replica in rotation, regardless of its load."""
 
 
 class Why(Enum):
@@ -41,16 +41,16 @@ class Why(Enum):
 
 
 class Choice(NamedTuple):
-    """A replica for a request."""
+    """The chosen replica for a request."""
 
     replica: int
     why: Why
     num_cached_blocks: int
-    """Blocks of the prompt's beginning that the replica holds; 0 where the choice did not depend on them."""
+    """Number of prefix blocks of the prompt that the replica holds; 0 if the choice did not depend on them."""
 
 
 def bits_of(bits: int) -> list[int]:
-    """The replicas that a whole number stands for."""
+    """The replicas in a set of bits."""
     found = []
     while bits:
         lowest = bits & -bits
@@ -60,22 +60,23 @@ def bits_of(bits: int) -> list[int]:
 
 
 class BalancerState(NamedTuple):
-    """All that a balancer's choices depend on, but for its policy and its guard."""
+    """State that a balancer's choices depend on, except its policy and its limit of imbalance."""
 
     loads: tuple[int, ...]
     there: int
-    """Bits of the replicas that are given requests; likewise the contents' holders."""
+    """Bits of the replicas that receive requests. The holders of contents have the same form."""
     last: int
     holders: Mapping[bytes, int]
     sessions: tuple[tuple[str, int], ...]
-    """The one that came last the longest ago first."""
+    """Sessions and their replicas, least recently used first."""
 
 
 class Balancer:
-    """Replicas 0 to num_replicas - 1 of one model, in the order of their definition; all are there at first.
+    """Balances requests over replicas 0 to num_replicas - 1 of one model, in the order of their definition. Initially
+    all of them receive requests.
 
     Args:
-        max_imbalance: how many more open requests than the least loaded one a preferred replica may have.
+        max_imbalance: maximum number of open requests that a preferred replica may have more than the least loaded one.
     """
 
     def __init__(self, num_replicas: int, policy: RoutingPolicy = RoutingPolicy.PREFIX, max_imbalance: int = 4) -> None:
@@ -89,22 +90,22 @@ class Balancer:
         self._loads = [0] * num_replicas
         self._there = (1 << num_replicas) - 1
         self._with_load: dict[int, int] = {0: self._there}
-        """Replicas that are there, by open requests; no entry is empty."""
+        """Replicas that receive requests, by number of open requests; no entry is empty."""
         self._least = 0
-        """Open requests of the least loaded; 0 where none is there."""
+        """Open requests of the least loaded replica; 0 if no replica receives requests."""
         self._last = num_replicas - 1
-        """The one that was chosen last, after which a turn begins."""
+        """The last chosen replica, after which the rotation continues."""
         self._holders: dict[bytes, int] = {}
         """Replicas that hold a content; no entry is empty."""
         self._num_held = [0] * num_replicas
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
     def choose(self, hashes: Sequence[bytes] = (), session: str | None = None) -> Choice | None:
-        """Replica of a request, which has one open request more from now on; None: none is there.
+        """Choose the replica of a request and count one more open request for it; None: no replica receives requests.
 
         Args:
-            hashes: of the prompt's full blocks (core/prefix.py).
-            session: name of the conversation that the request is part of.
+            hashes: hashes of the prompt's full blocks (core/prefix.py).
+            session: name of the conversation that the request belongs to.
         """
         if not self._there:
             return None
@@ -119,11 +120,11 @@ class Balancer:
         return choice
 
     def ended(self, replica: int) -> None:
-        """A request that was given to a replica is open no longer."""
+        """Record that a request of a replica has ended."""
         self._move(replica, -1)
 
     def learn(self, replica: int, news: Iterable[ContentNews]) -> None:
-        """Apply the changes of contents that a replica reports, in the order in which they happened."""
+        """Apply the changes of contents that a replica reports, in order."""
         bit, holders, num_held = 1 << replica, self._holders, self._num_held[replica]
         for content, is_held in news:
             before = holders.get(content, 0)
@@ -137,7 +138,8 @@ class Balancer:
         self._num_held[replica] = num_held
 
     def withdraw(self, replica: int, is_lost: bool = False) -> None:
-        """Give a replica nothing more: it drains or, if it is lost, holds nothing and has no open request any more."""
+        """Send no more requests to a replica. It drains or, if it is lost, holds no content and has no open requests
+        any more."""
         if self._there >> replica & 1:
             self._take(replica)
             self._there ^= 1 << replica
@@ -146,22 +148,22 @@ class Balancer:
             self.learn(replica, [(each, False) for each, holders in self._holders.items() if holders >> replica & 1])
 
     def admit(self, replica: int) -> None:
-        """Let a replica that was withdrawn have requests again."""
+        """Send requests again to a replica that was withdrawn."""
         if not self._there >> replica & 1:
             self._there |= 1 << replica
             self._put(replica)
 
     def is_held(self, content: bytes) -> bool:
-        """True if any replica has reported that it holds a content."""
+        """True if any replica has reported that it holds the content."""
         return content in self._holders
 
     def state(self) -> BalancerState:
-        """A copy of what choices depend on; `restore` makes another balancer choose as this one."""
+        """A copy of the state that choices depend on. After `restore`, another balancer makes the same choices."""
         sessions = tuple([(name, replica) for name, replica in self._sessions.items()])
         return BalancerState(tuple(self._loads), self._there, self._last, dict(self._holders), sessions)
 
     def restore(self, state: BalancerState) -> None:
-        """Take over the state of a balancer of as many replicas."""
+        """Restore the state of a balancer with the same number of replicas."""
         self._loads = list(state.loads)
         self._there, self._last = state.there, state.last
         self._with_load = {}
@@ -181,11 +183,11 @@ class Balancer:
         return self._loads[replica]
 
     def num_held(self, replica: int) -> int:
-        """Contents of prompt blocks that a replica holds, according to its reports."""
+        """Number of contents of prompt blocks that a replica holds, according to its reports."""
         return self._num_held[replica]
 
     def is_there(self, replica: int) -> bool:
-        """True if requests are given to it."""
+        """True if the replica receives requests."""
         return bool(self._there >> replica & 1)
 
     # -- the choice -----------------------------------------------------------------------------------------------
@@ -206,7 +208,7 @@ class Balancer:
         return Choice(self._next_of(self._with_load[self._least]), Why.LOAD, 0)
 
     def _allowed(self) -> int:
-        """Replicas within the guard of the least loaded one."""
+        """Replicas within the limit of imbalance of the least loaded one."""
         found, most = 0, self._least + self.max_imbalance
         if self.max_imbalance < len(self._with_load):
             for load in range(self._least, most + 1):
@@ -217,7 +219,7 @@ class Balancer:
         return found
 
     def _depth(self, hashes: Sequence[bytes], among: int) -> tuple[int, int]:
-        """Replicas that hold the longest beginning of a chain, and how many blocks that is."""
+        """Replicas that hold the longest prefix of a chain, and its number of blocks."""
         get, depth = self._holders.get, 0
         for each in hashes:
             left = among & get(each, 0)
@@ -228,14 +230,14 @@ class Balancer:
         return among, depth
 
     def _least_of(self, candidates: int) -> int:
-        """The next in turn among the least loaded of some that are within the guard."""
+        """The next in rotation among the least loaded of the candidates, which are within the limit of imbalance."""
         load = self._least
         while not (found := candidates & self._with_load.get(load, 0)):
             load += 1
         return self._next_of(found)
 
     def _next_of(self, candidates: int) -> int:
-        """The first candidate after the one that was chosen last, or else the first of all."""
+        """The first candidate after the last chosen one, or else the first of all."""
         after = candidates >> (self._last + 1) << (self._last + 1)
         found = after or candidates
         return (found & -found).bit_length() - 1

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: free blocks, cached blocks, and the holders of each. Depends on no hashes and no sequences."""
+"""Pool of KV blocks: tracks free and cached blocks, and the holders of each. Depends on no hashes and no sequences."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import islice
 from typing import NamedTuple
 
 NULL_BLOCK = 0
-"""Never handed out: padding may write there."""
+"""Never handed out, so that padding may be written there."""
 
 
 class Allocation(NamedTuple):
-    """Blocks that were handed out, and which of them were cached until now."""
+    """Blocks that were handed out, and those of them that were cached before."""
 
     blocks: tuple[int, ...]
     evicted: tuple[int, ...]
@@ -21,9 +21,9 @@ class Allocation(NamedTuple):
 class BlockPool:
     """Device blocks 1..num_blocks with reference counts.
 
-    A block is held (by one sequence or several), cached (by none, but its content can still be hit) or free. Blocks are
-    handed out in this order: free ones, last freed first; never used ones; cached ones, first released first; cached
-    ones that are pinned, first released first.
+    A block is held (by one or several sequences), cached (held by none, but its content can still be hit) or free.
+    Blocks are handed out in this order: free ones, last freed first; unused ones; cached ones, first released first;
+    pinned cached ones, first released first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -35,21 +35,21 @@ class BlockPool:
         self._refs = [0] * (num_blocks + 1)
         self.num_allocated = 0
         self.num_released = 0
-        """Blocks handed out, and given back by their last holder, since the start."""
+        """Number of blocks handed out, and number released by their last holder, since the start."""
 
     @property
     def num_free(self) -> int:
-        """Blocks without a holder and without content that can be hit."""
+        """Number of blocks without a holder and without content that can be hit."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks without a holder whose content can be hit."""
+        """Number of blocks without a holder whose content can be hit."""
         return len(self._cached) + len(self._pinned)
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out."""
+        """Number of blocks that can be handed out."""
         return len(self._free) + len(self._cached) + len(self._pinned)
 
     def refs(self, block: int) -> int:
@@ -61,7 +61,7 @@ class BlockPool:
         return (*reversed(self._free), *self._cached, *self._pinned)
 
     def allocate(self, count: int) -> Allocation | None:
-        """Hand out ``count`` blocks, each held once; None, with nothing touched, when there are not as many."""
+        """Hand out ``count`` blocks, each with one holder; None, with nothing changed: there are too few."""
         if count > self.num_available:
             return None
         free: tuple[int, ...] = ()
@@ -80,18 +80,19 @@ class BlockPool:
         return Allocation(blocks, evicted)
 
     def take(self, blocks: Sequence[int]) -> None:
-        """Hold cached or held blocks once more."""
+        """Add a holder to cached or held blocks."""
         for block in blocks:
             if self._refs[block] == 0:
                 self._uncache(block)
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int], hashes: Sequence[bytes | None], pinned: Container[int]) -> None:
-        """Hold a sequence's blocks (first position first) once less; the deepest is released first.
+        """Remove a holder from a sequence's blocks (first position first). The deepest block is released first.
 
         Args:
-            hashes: by block, of those whose content can be hit; they are cached when their last holder is gone.
-            pinned: those of them that are handed out last.
+            hashes: by block, the hash of content that can be hit. Such a block is cached when its last holder releases
+                it.
+            pinned: blocks that are handed out last.
         """
         refs, free, cached = self._refs, self._free, self._cached
         num_held = 0
@@ -109,7 +110,7 @@ class BlockPool:
         self.num_released += len(blocks) - num_held
 
     def free_cached(self, blocks: Sequence[int]) -> None:
-        """Free cached blocks, whose content was declared worthless."""
+        """Free cached blocks whose content is no longer valid."""
         for block in blocks:
             self._uncache(block)
             self._free.append(block)
@@ -121,7 +122,7 @@ class BlockPool:
             self._pinned[block] = None
 
     def restore(self, free: Iterable[int], cached: Iterable[int], pinned: Iterable[int], held: Iterable[int]) -> None:
-        """Take over the available blocks, in these orders, and each holding of a block."""
+        """Restore the available blocks, in these orders, and the holders of blocks."""
         self._free = list(free)
         self._cached = OrderedDict.fromkeys(cached)
         self._pinned = OrderedDict.fromkeys(pinned)
@@ -129,14 +130,14 @@ class BlockPool:
             self._refs[block] += 1
 
     def orders(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Free, cached and pinned blocks, as `restore` takes them."""
+        """Free, cached and pinned blocks, in the form of `restore`."""
         return tuple(self._free), tuple(self._cached), tuple(self._pinned)
 
     def _uncache(self, block: int) -> None:
         del (self._pinned if block in self._pinned else self._cached)[block]
 
     def check(self, held: dict[int, int]) -> None:
-        """Conservation: free + held + cached == total, and references add up.
+        """Assert conservation: free + held + cached == total, and references add up.
 
         Args:
             held: block to number of sequences that have it in their table.
@@ -152,7 +153,7 @@ class BlockPool:
 
 
 def _take_first(cached: OrderedDict[int, None], most: int) -> tuple[int, ...]:
-    """Remove the blocks that were cached first, ``most`` of them if there are as many."""
+    """Remove the blocks that were cached first, at most ``most``."""
     if most == 1 and cached:
         return (cached.popitem(last=False)[0],)
     blocks = tuple(islice(cached, most))
@@ -164,8 +165,8 @@ def _take_first(cached: OrderedDict[int, None], most: int) -> tuple[int, ...]:
 class HostPool:
     """Host blocks 0..num_blocks-1, each held by one sequence.
 
-    A block that a plan reads stays held until that plan is through (``settle``): within a plan swapping out comes
-    before swapping in, so reusing it at once would overwrite what is still to be read.
+    A block that a plan reads stays held until that plan is complete (``settle``). Within a plan, swapping out comes
+    before swapping in, so reusing the block at once would overwrite content that is still to be read.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -178,7 +179,7 @@ class HostPool:
         return len(self._free)
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Hand out ``count`` blocks; the caller has checked ``num_free``."""
+        """Hand out ``count`` blocks. The caller has checked ``num_free``."""
         assert count <= len(self._free), f"{count} host blocks wanted, {len(self._free)} free"
         return tuple(self._free.pop() for _ in range(count))
 
@@ -187,24 +188,24 @@ class HostPool:
         self._free.extend(reversed(blocks))
 
     def release_after_plan(self, blocks: Sequence[int]) -> None:
-        """Free blocks that the plan in the making reads, once it is through."""
+        """Free blocks that the current plan reads, once it is complete."""
         self._leaving.extend(reversed(blocks))
 
     def restore(self, free: Iterable[int], leaving: Iterable[int]) -> None:
-        """Take over the free blocks, and those that will be free."""
+        """Restore the free blocks, and those that will be free."""
         self._free, self._leaving = list(free), list(leaving)
 
     def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Free and leaving blocks, as `restore` takes them."""
+        """Free and leaving blocks, in the form of `restore`."""
         return tuple(self._free), tuple(self._leaving)
 
     def settle(self) -> None:
-        """The plan is through."""
+        """Free the blocks that the completed plan has read."""
         if self._leaving:
             self._free.extend(self._leaving)
             self._leaving.clear()
 
     def check(self, held: list[int]) -> None:
-        """Conservation: free + leaving + held == total, each block once."""
+        """Assert conservation: free + leaving + held == total, each block once."""
         blocks = [*self._free, *self._leaving, *held]
         assert sorted(blocks) == list(range(self.num_blocks)), "host blocks do not add up"

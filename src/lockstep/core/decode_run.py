@@ -1,8 +1,7 @@
-"""Steps that only repeat: the same sequences decode one token each again.
+"""Run of repeating steps: counts steps in which the same sequences decode one token each, instead of planning each row.
 
-The only decision of such a step is which blocks the growing tables get, so it is counted instead of being planned row
-by row. Its effect on the sequences is written back when they are read, or when the run ends. The plans are the same,
-byte by byte, as those that planning would give.
+The only decision of such a step is which blocks the growing tables get. The effect on the sequences is written back
+when they are read, or when the run ends. The plans are the same, byte by byte, as those of the planner.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class DecodeRun:
     """A run of repeating steps.
 
     Args:
-        seqs: all that run, by rank, each with one known token to compute.
+        seqs: all running sequences, by rank, each with one known token to compute.
     """
 
     def __init__(self, seqs: list[Sequence], kv: KVCache, block_size: int) -> None:
@@ -33,14 +32,15 @@ class DecodeRun:
         self._trues = (True,) * count
         self._nones = (None,) * count
         self._due: dict[int, list[int]] = {}
-        """Step of the run to the rows that need a block in it, by rank. Who grows together once does so ever after."""
+        """Step of the run to the rows that need a block in it, by rank. Rows that once need a block in the same step
+        always do."""
         for row, seq in enumerate(seqs):
             self._due.setdefault(len(seq.table) * block_size - seq.num_computed, []).append(row)
         self._num_steps = 0
         self._num_unwritten = 0
-        """Committed steps, and those of them that the sequences do not know of yet."""
+        """Number of committed steps, and of those that are not written back to the sequences yet."""
         self._is_plain = False
-        """True if the last step was one of this run that moved nothing, so that the next may be its repeat."""
+        """True if the last step belongs to this run and moved nothing, so that the next may be its repeat."""
         self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
         """Step of the run in which the first sequence reaches its limit: the last one."""
         self._quiet_until = min(self._last, *self._due)
@@ -48,16 +48,16 @@ class DecodeRun:
 
     @property
     def num_unwritten_tokens(self) -> int:
-        """Generated tokens that the sequences do not know of yet."""
+        """Number of generated tokens that are not written back to the sequences yet."""
         return self._num_unwritten * len(self.seqs)
 
     @property
     def num_quiet_steps(self) -> int:
-        """Steps ahead in which not even a block is needed."""
+        """Number of next steps in which no block is needed."""
         return max(0, self._quiet_until - self._num_steps) if self._is_plain else 0
 
     def plan(self, step: int) -> StepPlan | None:
-        """The next step, or None when there are too few blocks for it."""
+        """The next step; None: there are too few blocks for it."""
         due = self._due.get(self._num_steps, ())
         if len(due) > self._kv.pool.num_available:
             return None
@@ -70,7 +70,7 @@ class DecodeRun:
         )
 
     def commit(self, result: StepResult) -> bool:
-        """Count a step; False, with nothing touched, when it brought more than one token each."""
+        """Count a step; False, with nothing changed: a sequence got more than one token."""
         if result.num_tokens != self._ones:
             return False
         self.advance(1)
@@ -81,7 +81,7 @@ class DecodeRun:
         return self._num_steps > self._last or result.finishes != self._nones
 
     def finishes(self, result: StepResult) -> tuple[Finish, ...]:
-        """Write everything back; returns the sequences that end with the last step, by rank."""
+        """The sequences that end with the last step, by rank. The run must be written back first."""
         reasons = [
             FinishReason.LENGTH if reason is None and seq.num_known == seq.max_known else reason
             for seq, reason in zip(self.seqs, result.finishes, strict=True)
@@ -96,7 +96,7 @@ class DecodeRun:
         self._starts = tuple([start + num_steps for start in self._starts])
 
     def write_back(self) -> int:
-        """Let the sequences know; returns how many tokens were new to each."""
+        """Write the counted steps back to the sequences. Returns the number of new tokens of each."""
         count, self._num_unwritten = self._num_unwritten, 0
         if count:
             for seq in self.seqs:

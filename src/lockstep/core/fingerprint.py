@@ -1,4 +1,4 @@
-"""Sixteen hex digits that two runs share exactly if every step decided the same.
+"""Fingerprint of decisions: sixteen hex digits that are equal exactly for runs whose steps all decided the same.
 
 The caller that drives a scheduler (engine, replay, a test) adds each plan with its events. The format is defined byte
 by byte, so that a recorder may store the records and a reader in another language may check them:
@@ -40,14 +40,14 @@ from lockstep.core.step import StepEvents, StepPlan
 _SEED = b"lockstep fingerprint 1"
 _DIGEST_BYTES = 8
 NUM_CODES = 1 << 17
-"""Numbers below it have their encoding remembered once it was wanted, some 100 bytes each."""
+"""Encodings of numbers below this are cached on first use, about 100 bytes each."""
 _STEP, _FAILED_STEP = 1, 2
 _SEVEN_EMPTY_LISTS = (0,) * 7
 _REASONS = {reason: index for index, reason in enumerate(FinishReason)}
 
 
 class Fingerprint:
-    """The running digest. Reading it closes nothing."""
+    """The running digest. Reading it does not close the open record."""
 
     def __init__(self) -> None:
         self._digest = _hash(_SEED)
@@ -56,7 +56,7 @@ class Fingerprint:
         self._keep(None, set(), False)
 
     def observe(self, plan: StepPlan, events: StepEvents) -> bytes | None:
-        """Take in a committed step; returns the record that this closed, if any."""
+        """Add a committed step. Returns the record that this closed, if any."""
         moves_nothing = _moves_nothing(plan)
         plain = moves_nothing and not events.finished and _only_decodes(plan, events)
         due = self._due()
@@ -75,20 +75,20 @@ class Fingerprint:
         return closed
 
     def observe_failure(self, plan: StepPlan) -> bytes | None:
-        """Take in a step that failed; returns the record that this closed, if any."""
+        """Add a step that failed. Returns the record that this closed, if any."""
         closed = self._open(_FAILED_STEP, plan, StepEvents(plan.step, ()), self._due(), _moves_nothing(plan))
         self._keep(None, set(), False)
         return closed
 
     def repeat(self, num_steps: int) -> None:
-        """Take in repeats that were skipped (``Scheduler.skip``)."""
+        """Add repeats that were skipped (``Scheduler.skip``)."""
         assert self._before is not None, "nothing to repeat"
         assert self._before_plain, "the step before cannot be repeated"
         self._repeats += num_steps
         self._shift += num_steps
 
     def close(self) -> bytes | None:
-        """Close the open record, as at the end of a recording; returns it."""
+        """Close the open record, as at the end of a recording, and return it."""
         record = self.open_record
         if record is None:
             return None
@@ -98,17 +98,17 @@ class Fingerprint:
 
     @property
     def open_record(self) -> bytes | None:
-        """The record that is open, as it would be closed now."""
+        """The open record, as it would be closed now."""
         return None if self._body is None else self._body + leb128((self._repeats,))
 
     @property
     def num_open_steps(self) -> int:
-        """Steps in the open record."""
+        """Number of steps in the open record."""
         return 0 if self._body is None else 1 + self._repeats
 
     @property
     def step_before(self) -> StepPlan | None:
-        """Plan that the next record's rows are differences to."""
+        """Plan to which the rows of the next record are relative."""
         before, shift = self._before, self._shift
         if before is None or not shift:
             return before
@@ -121,22 +121,22 @@ class Fingerprint:
 
     @property
     def chain(self) -> bytes:
-        """The digest over the records that are closed."""
+        """The digest over the closed records."""
         return self._digest
 
     def hexdigest(self) -> str:
-        """The digest over everything taken in so far, as 16 hex digits."""
+        """The digest over everything added so far, as 16 hex digits."""
         record = self.open_record
         return self._digest.hex() if record is None else chained(self._digest, record).hex()
 
     def state(self) -> FingerprintState:
-        """Everything, as a plain value."""
+        """The whole state, as a plain value."""
         ended = tuple(sorted(self._before_ended))
         return FingerprintState(self._digest, self._body, self._repeats, self.step_before, ended, self._before_plain)
 
     @classmethod
     def from_state(cls, state: FingerprintState) -> Fingerprint:
-        """One that goes on from a state."""
+        """Create a fingerprint that continues from a state."""
         seen = cls()
         seen._digest, seen._body, seen._repeats = state.chain, state.body, state.repeats
         seen._keep(state.before, set(state.ended_before), state.is_plain)
@@ -169,10 +169,10 @@ class Fingerprint:
         return closed
 
     def _keep(self, before: StepPlan | None, ended: set[int], is_plain: bool) -> None:
-        """Keep a step, None after one that failed, and apart those of its rows whose sequences go on."""
+        """Store a step, or None after a failed one, and separately its rows whose sequences continue."""
         self._before, self._before_ended, self._before_plain = before, ended, is_plain
         self._shift = 0
-        """Repeats of that step: what is to be added to its starts."""
+        """Repeats of that step: the number to add to its starts."""
         ids: tuple[int, ...] = ()
         ends: tuple[int, ...] = ()
         tables: tuple[tuple[int, ...], ...] = ()
@@ -186,7 +186,7 @@ class Fingerprint:
             tables, samples = tuple(compress(tables, continues)), tuple(compress(samples, continues))
         self._ids, self._ends, self._tables, self._samples = ids, ends, tables, samples
         self._num_sampled = samples.index(False) if False in samples else len(samples)
-        """Leading rows that sampled."""
+        """Number of leading rows that sampled."""
 
     def _due(self) -> tuple[int, ...]:
         """Positions of the next tokens of the known rows."""
@@ -194,7 +194,7 @@ class Fingerprint:
         return tuple([end + shift for end in self._ends]) if shift else self._ends
 
     def _changes(self, plan: StepPlan, due: tuple[int, ...]) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Sequences whose row of the step before is gone, and rows that do not continue plainly."""
+        """Sequences that had a row in the step before and have none now, and rows that do not continue plainly."""
         lead, known = self._num_sampled, self._ids
         if not (
             plan.seq_ids[:lead] == known[:lead]
@@ -217,7 +217,7 @@ class Fingerprint:
         return gone, rows
 
     def _add_rows(self, rows: list[tuple[int, ...]], plan: StepPlan, due: tuple[int, ...], lead: int) -> None:
-        """Those from number ``lead`` on; all above continue plainly but for their tables."""
+        """Add the rows from index ``lead`` on. All rows above continue plainly except for their tables."""
         place_of = {self._ids[place]: place for place in range(lead, len(self._ids))}
         last = lead - 1
         for index in range(lead, len(plan.seq_ids)):
@@ -252,13 +252,13 @@ def _row(index: int, plan: StepPlan, known: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _are_same(tables: Sequence[tuple[int, ...]], known: Sequence[tuple[int, ...]]) -> bool:
-    """True if two steps of as many rows have equal tables. Most are the same object, and one that grew is longer: the
-    blocks of a long table are not compared one by one."""
+    """True if two steps with the same number of rows have equal tables. Most are the same object, and one that grew is
+    longer, so that the blocks of a long table are not compared one by one."""
     return all(map(is_, tables, known)) or (list(map(len, tables)) == list(map(len, known)) and tables == known)
 
 
 def _moves_nothing(plan: StepPlan) -> bool:
-    """True if it moves no block and lists no sequence."""
+    """True if the plan moves no block and lists no sequence."""
     return not (
         plan.evicted or plan.swap_out or plan.swap_in or plan.copies or plan.admitted or plan.resumed or plan.preempted
     )
@@ -286,7 +286,7 @@ def _hash(data: bytes) -> bytes:
 
 
 class _Codes(dict[int, bytes]):
-    """LEB128 of each number. Small ones are remembered: the same block ids come again and again."""
+    """LEB128 encoding of each number. Small ones are cached, since the same block ids repeat."""
 
     def __missing__(self, number: int) -> bytes:
         out, left = [], number

@@ -1,4 +1,4 @@
-"""KV blocks by sequence, on the device and on the host, and the moves that a step needs for that."""
+"""KV blocks of sequences: assigns blocks on the device and on the host, and plans the moves that a step needs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NO_MOVES = Moves((), (), ())
 
 
 class KVCache:
-    """The block pools and the prefix cache, seen from sequences.
+    """The block pools and the prefix cache, from the view of sequences.
 
     No sequence writes to a block that another may read: only full blocks are shared, and a sequence computes only
-    positions behind those that it took.
+    positions after those that it took.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -43,10 +43,11 @@ class KVCache:
         self._swap_in: list[tuple[int, int]] = []
         self._moved_out: dict[int, Sequence] = {}
         self._moved_in: dict[int, tuple[Sequence, int]] = {}
-        """Sequences that this step moves; moved in: with the blocks that they had on the device before."""
+        """Sequences that this step moves. `_moved_in` also has the number of blocks that each had on the device
+        before."""
 
     def take_moves(self) -> Moves:
-        """Take the moves of the step in the making so far."""
+        """Take the moves planned so far for the current step."""
         if not (self._evicted or self._swap_out or self._swap_in):
             return _NO_MOVES
         moves = Moves(tuple(self._evicted), tuple((d, h) for h, d in self._swap_out.items()), tuple(self._swap_in))
@@ -56,18 +57,18 @@ class KVCache:
         return moves
 
     def settle(self) -> None:
-        """The step has run: what it moved is where it should be."""
+        """Mark the moves of a completed step as done."""
         self.host.settle()
         self._moved_in.clear()
         self._moved_out.clear()
 
     @property
     def resumed(self) -> list[Sequence]:
-        """Those whose blocks the step under way brings back from the host."""
+        """Sequences whose blocks the current step moves back from the host."""
         return [seq for seq, _ in self._moved_in.values()]
 
     def fail(self) -> None:
-        """The step did not run to its end: it is unknown what was moved, so all of it is dropped."""
+        """Drop all moves of a step that did not complete, since it is unknown which were made."""
         for seq in self._moved_out.values():
             self._keep(seq, len(seq.table), 0)
         for seq, trusted in self._moved_in.values():
@@ -77,7 +78,7 @@ class KVCache:
     # -- holding blocks ---------------------------------------------------------------------------------------------
 
     def hits(self, seq: Sequence) -> tuple[int, ...]:
-        """Cached blocks that continue what the sequence holds, leaving tokens to compute."""
+        """Cached blocks that continue the sequence's blocks, leaving at least one token to compute."""
         request = seq.request
         held = len(seq.table) + len(seq.host_table)
         if not request.reads_cache or not request.block_hashes or seq.num_computed != held * self._block_size:
@@ -85,13 +86,13 @@ class KVCache:
         return self.prefix.match(request.block_hashes, held, self._config.usable_blocks(seq.num_prefill))
 
     def num_needed(self, seq: Sequence, hits: Seq[int], num_positions: int) -> int:
-        """Available blocks that ``hold`` would use up."""
+        """Number of available blocks that ``hold`` would use."""
         idle = sum([self.pool.refs(block) == 0 for block in hits]) if hits else 0
         return self._config.blocks_for(num_positions) - len(seq.table) - len(hits) + idle
 
     def hold(self, seq: Sequence, hits: tuple[int, ...], num_positions: int) -> bool:
         """Give the sequence blocks for ``num_positions``: its own, those that come back from the host, the hits, and
-        fresh ones. False, with nothing touched, when there are too few."""
+        new ones. False, with nothing changed: there are too few."""
         if self.num_needed(seq, hits, num_positions) > self.pool.num_available:
             return False
         self.pool.take(hits)
@@ -112,7 +113,7 @@ class KVCache:
         return True
 
     def release(self, seq: Sequence) -> None:
-        """The sequence ended: its blocks are free, or cached if they were published."""
+        """Release the blocks of a sequence that ended. They become free, or cached if they were published."""
         self.pool.release(seq.table, self.prefix.hashes, self.prefix.pinned)
         self._drop_host(seq.host_table)
         self._moved_in.pop(seq.seq_id, None)
@@ -122,10 +123,10 @@ class KVCache:
     # -- taking blocks away -----------------------------------------------------------------------------------------
 
     def take_tail(self, seq: Sequence, count: int) -> None:
-        """Take the last ``count`` device blocks from a victim, and those that hold nothing yet.
+        """Take the last ``count`` device blocks from a victim, and those that are still empty.
 
-        What they hold moves to the host, in front of what is there already; where that has no room, the end of the
-        sequence is dropped. Shared blocks stay where they are, so nothing behind them is kept.
+        Their content moves to the host, in front of what is already there. If the host has no room, the end of the
+        sequence is dropped. Shared blocks stay where they are, so nothing after them is kept.
         """
         keep = len(seq.table) - count
         on_device = seq.table[keep : self._config.blocks_for(seq.num_computed)]
@@ -136,15 +137,15 @@ class KVCache:
             self._keep(seq, keep, min(room, len(on_device) + len(seq.host_table)))
 
     def drop_unwritten(self, seq: Sequence) -> None:
-        """Take the blocks that hold nothing yet."""
+        """Release the blocks that are still empty."""
         self._keep(seq, len(seq.table), 0)
 
     def _keep(self, seq: Sequence, num_device: int, num_host: int) -> None:
-        """Leave the sequence its first ``num_device`` blocks where they are and the ``num_host`` after them on the
-        host; forget the rest.
+        """Keep the sequence's first ``num_device`` blocks on the device and the ``num_host`` after them on the host,
+        and drop the rest.
 
-        That is computed again in chunks, the answer like the prompt. Without chunking it may be more than a step
-        computes, so the answer is computed again segment by segment.
+        The dropped part is computed again in chunks, answer and prompt alike. Without chunking it may exceed what a
+        step computes, so the answer is then computed again segment by segment.
         """
         position = min(seq.num_computed, (num_device + num_host) * self._block_size)
         if position < seq.num_computed and self._config.chunking:
@@ -173,7 +174,8 @@ class KVCache:
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
-        """Let the sequence's full blocks that have hashes be hit, as far as they are computed and on the device."""
+        """Make the sequence's full blocks with hashes available to hits, as far as they are computed and on the
+        device."""
         hashes = seq.request.block_hashes
         full = min(num_computed // self._block_size, len(hashes), len(seq.table))
         known = seq.num_published
@@ -186,25 +188,25 @@ class KVCache:
         self.pool.pin_cached(self._idle(self.prefix.pin(hashes)))
 
     def sweep(self, hashes: Seq[bytes]) -> tuple[int, ...]:
-        """Undo a pin, and free what it kept alone, deepest first so that the first is handed out last."""
+        """Undo a pin. Frees the blocks that only it kept, deepest first, so that the first block is handed out last."""
         idle = self._idle(self.prefix.unpin(hashes))[::-1]
         self.prefix.forget(*idle)
         self.pool.free_cached(idle)
         return tuple(idle)
 
     def fill(self, hashes: Seq[bytes], start: int) -> tuple[tuple[int, int], ...]:
-        """Publish blocks for the contents ``hashes[start:]`` of a chain that no block holds; the chain's own blocks are
-        not evicted for that. Where there are too few, the first contents get theirs.
+        """Publish blocks for those of the contents ``hashes[start:]`` of a chain that are in no block. The chain's own
+        blocks are not evicted for that. If there are too few blocks, the first contents get them.
 
         Returns:
-            (place in ``hashes``, block) of each; the caller writes the content there before the next step.
+            (index in ``hashes``, block) of each. The caller must write the content there before the next step.
         """
         found = [self.prefix.find(block_hash) for block_hash in hashes]
         own = [block for block in found if block is not None]
         self.pool.take(own)
         missing = [place for place in range(start, len(found)) if found[place] is None][: self.pool.num_available]
         allocation = self.pool.allocate(len(missing))
-        assert allocation is not None, "no more blocks are allocated than are available"
+        assert allocation is not None, "only available blocks are requested"
         self.prefix.forget(*allocation.evicted)
         self._evicted.extend(allocation.evicted)
         self.prefix.publish(allocation.blocks, [hashes[place] for place in missing])
@@ -214,7 +216,7 @@ class KVCache:
         return tuple(given.items())
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached content; blocks in use stay in use, unpublished. Returns how many blocks were cached."""
+        """Remove all cached content; blocks in use stay in use, unpublished. Returns the number of cached blocks."""
         blocks = list(self.prefix.blocks)
         self.prefix.clear()
         self.pool.free_cached(self._idle(blocks))
@@ -226,10 +228,10 @@ class KVCache:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state(self, contents: dict[bytes, int]) -> KVState:
-        """Everything but what the sequences hold.
+        """State of everything except the blocks held by sequences.
 
         Args:
-            contents: the places of block hashes; new ones get theirs.
+            contents: index of each block hash; new hashes are added.
         """
         return KVState(
             *self.pool.orders(),
@@ -242,11 +244,11 @@ class KVCache:
         )
 
     def restore(self, state: KVState, contents: Seq[bytes], sequences: Mapping[int, Sequence]) -> None:
-        """Take over a state.
+        """Restore a state.
 
         Args:
-            contents: the block hashes by their places.
-            sequences: the unfinished ones by id, with what they hold.
+            contents: block hashes by index.
+            sequences: the unfinished sequences by id, with their blocks.
         """
         held = [block for seq in sequences.values() for block in seq.table]
         self.pool.restore(state.free, state.cached, state.pinned, held)
@@ -258,7 +260,7 @@ class KVCache:
         self._moved_in = {seq_id: (sequences[seq_id], trusted) for seq_id, trusted in state.moved_in}
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Conservation on the device and on the host."""
+        """Assert conservation on the device and on the host."""
         held: dict[int, int] = {}
         on_host: list[int] = []
         for seq in sequences:
@@ -277,17 +279,17 @@ class KVCache:
 
 
 def choose_tails(tables: Seq[tuple[int, ...]], refs: Callable[[int], int], missing: int) -> list[int] | None:
-    """Numbers of blocks to take from the tail of each table so that ``missing`` become free.
+    """Number of blocks to take from the tail of each table so that ``missing`` become free.
 
-    Blocks that only their owner holds go first; taking a shared one frees nothing until its last holder lets go, so
-    those are taken only when there is no other way.
+    Blocks with only one holder are taken first. Taking a shared block frees nothing until its last holder releases it,
+    so those are taken only if there is no other way.
 
     Args:
         tables: the candidates' device blocks, first victim first.
-        refs: how many sequences hold a block.
+        refs: number of sequences that hold a block.
 
     Returns:
-        One count per table, or None when all of them together do not suffice.
+        One count per table, or None if all of them together do not suffice.
     """
     left = missing
     counts = []

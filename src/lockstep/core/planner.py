@@ -1,4 +1,4 @@
-"""Decision of one step: the five lines of `StepPlanner.plan`, one function each."""
+"""Planner of one step: fills a step in five stages, each of which is a section of `StepPlanner`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Output = tuple[Sequence, int]
 
 
 class StepPlanner:
-    """Fills a builder. Changes who holds which blocks and who runs, but never what is computed or known.
+    """Fills a builder. It changes which sequences hold blocks and run, but never what is computed or known.
 
     Args:
-        sequences: all unfinished ones by id, to see how far the first of some siblings is.
+        sequences: all unfinished sequences by id, to check the progress of the first of several siblings.
     """
 
     def __init__(
@@ -44,14 +44,15 @@ class StepPlanner:
         self._reserves = config.admission == "reserve"
         self._order_is_fixed = config.order != "fair" and not config.priority_aging_steps
         self._nobody_fits_at: dict[bool, tuple[int, int, int] | None] = {False: None, True: None}
-        """Supply at which all that were tried, of bulk requests and others, lacked blocks, and nothing else."""
+        """Supply at which all tried requests, bulk and others, lacked blocks and nothing else."""
         self._explain: Explain | None = None
 
     def plan(self, step: int, explain: Explain | None = None) -> StepBuilder:
         """Decide step number ``step``.
 
         Args:
-            explain: called with each reason why a sequence is passed over or gets less than its rest; decides nothing.
+            explain: called with each reason why a sequence is passed over or gets less than it could. It affects no
+                decision.
         """
         running, self._explain = self._running, explain
         num_waiting = len(self._queue) + len(running.preempted) + len(running.prefilling)
@@ -79,8 +80,8 @@ class StepPlanner:
         """Reserve budgets for the sequences that sample or replay, in the order of their shares.
 
         Returns:
-            Those that got them, by rank, and those that did not, in order. Ends of prompts are not among the first:
-            they hold their place in the builder.
+            Sequences that got budgets, by rank, and those that did not, in order. Prompts that end in this step are not
+            in the first list; the builder holds their slots.
         """
         running = self._running
         decoding = running.decoding
@@ -111,11 +112,11 @@ class StepPlanner:
     def _reserve(self, builder: StepBuilder, seq: Sequence, length: int) -> bool:
         return builder.reserve_ending(seq) if seq.prompt_left > 0 else builder.reserve_output(length)
 
-    # -- 2: growing, by force if need be ------------------------------------------------------------------------------
+    # -- 2: growing, taking blocks from others if necessary -----------------------------------------------------------
 
     def _grow(self, builder: StepBuilder, chosen: list[Output], spare: list[Sequence]) -> None:
-        """Write the rows of sequences that sample or replay, with blocks for what they compute; a sequence that gets no
-        blocks waits, and its place goes to the next one."""
+        """Write the rows of sequences that sample or replay, with blocks for what they compute. A sequence that gets no
+        blocks waits, and its slot goes to the next one."""
         block_size = self._config.block_size
         running = SequenceState.RUNNING
         for seq, length in chosen:
@@ -134,7 +135,7 @@ class StepPlanner:
                 self._grow(builder, [(seq, length)], [])
 
     def _hold_by_force(self, builder: StepBuilder, seq: Sequence, num_positions: int) -> bool:
-        """Give a running sequence its blocks, from victims if need be."""
+        """Give a running sequence its blocks, taking them from victims if necessary."""
         missing = self._kv.num_needed(seq, (), num_positions) - self._kv.pool.num_available
         if missing > 0:
             victims = [*self._running.preempted_holders(), *self._running.running_behind(seq.rank)]
@@ -144,7 +145,7 @@ class StepPlanner:
         return self._kv.hold(seq, (), num_positions)
 
     def _take_blocks(self, builder: StepBuilder, victims: list[Sequence], missing: int) -> bool:
-        """Take blocks from the victims' tails, first victim first; False, with nothing touched, when they lack."""
+        """Take blocks from the victims' tails, first victim first; False, with nothing changed: they have too few."""
         counts = choose_tails([victim.table for victim in victims], self._kv.pool.refs, missing)
         if counts is None:
             return False
@@ -162,7 +163,7 @@ class StepPlanner:
     # -- 3: prompts ---------------------------------------------------------------------------------------------------
 
     def _advance_prompts(self, builder: StepBuilder, *, is_bulk: bool) -> None:
-        """Chunks for admitted prompts that are not through, the bulk ones or all others."""
+        """Add chunks of admitted prompts that are not complete: the bulk ones or all others."""
         for seq in self._running.prefilling:
             if seq.request.is_bulk != is_bulk or seq.seq_id in builder.resumed:
                 continue
@@ -180,7 +181,7 @@ class StepPlanner:
     # -- 4: resuming --------------------------------------------------------------------------------------------------
 
     def _resume(self, builder: StepBuilder) -> None:
-        """Let preempted sequences run again when all their blocks and one more fit; strictly by rank."""
+        """Resume preempted sequences while all their blocks and one more fit, strictly by rank."""
         running = self._running
         waiting = iter(running.preempted.copy())
         for seq in waiting:
@@ -201,7 +202,7 @@ class StepPlanner:
                 builder.lengths.append(length)
 
     def _may_resume(self, builder: StepBuilder, seq: Sequence) -> bool:
-        """Give a preempted sequence its blocks; True if it runs again."""
+        """Give a preempted sequence its blocks; True: it runs again."""
         num_running, most = self._running.num_running, self._config.max_num_seqs
         if builder.left_out:
             self._note(seq, Limit.STALLED, others=builder.left_out)
@@ -214,7 +215,7 @@ class StepPlanner:
         return False
 
     def _bring_back(self, builder: StepBuilder, seq: Sequence) -> bool:
-        """Give a preempted sequence all its blocks, after taking from preempted ones behind it if need be."""
+        """Give a preempted sequence all its blocks, taking them from preempted ones of lower rank if necessary."""
         config, kv = self._config, self._kv
         positions = seq.max_known if self._reserves else seq.num_known
         most = config.blocks_for(config.kv_positions(seq.max_known))
@@ -233,11 +234,12 @@ class StepPlanner:
     # -- 5: admitting -------------------------------------------------------------------------------------------------
 
     def _admit(self, builder: StepBuilder, *, is_bulk: bool) -> None:
-        """Let requests run that wait, the bulk ones or all others, in the order of the queue, while slots, budgets and
+        """Admit waiting requests, the bulk ones or all others, in the order of the queue, while slots, budgets and
         blocks last.
 
-        A preempted sequence that could not resume keeps out its own class and those below, and so does a request that
-        was overtaken ``max_skips`` times; a bulk one that was overtaken more often for want of blocks, all others.
+        A preempted sequence that could not resume blocks its own priority and those below, and so does a request that
+        was overtaken ``max_skips`` times. A bulk request that lacked blocks and was overtaken more often blocks all
+        others.
         """
         config, queue, running = self._config, self._queue, self._running
         supply = self._supply()
@@ -294,18 +296,20 @@ class StepPlanner:
         self._nobody_fits_at[is_bulk] = supply if is_only_blocks else None
 
     def _starved_bulk(self, builder: StepBuilder) -> Sequence | None:
-        """The first bulk request, if others have taken the blocks that it lacks too often."""
+        """The first bulk request, if other requests have taken the blocks that it lacks too often."""
         first = next(self._queue.in_order(builder.step, is_bulk=True), None)
         return first if first is not None and first.num_skips > self._config.max_skips else None
 
     def _supply(self) -> tuple[int, int, int]:
-        """Supply of blocks, which must grow before a sequence fits that lacked some: taking blocks makes no room."""
+        """Supply of blocks. It must grow before a sequence that lacked some can fit; taking blocks does not change
+        it."""
         return (self._kv.pool.num_released, self._kv.prefix.num_published, self._queue.num_changes)
 
     def _start(self, builder: StepBuilder, seq: Sequence) -> bool:
         """Admit one request, if its first chunk and its blocks fit.
 
-        One that lacks but a place to sample is admitted without a row, so that it takes part in the turns.
+        A request that lacks only a slot to sample is admitted without a row, so that it takes part in the sampling
+        order.
         """
         hits = self._kv.hits(seq)
         start = len(hits) * self._config.block_size
@@ -320,7 +324,7 @@ class StepPlanner:
         seq.num_published = len(hits)
         seq.num_cached_tokens = start
         seq.admitted_step = builder.step
-        seq.last_sampled_step = builder.step - 1  # before those that sample in this step, behind all others
+        seq.last_sampled_step = builder.step - 1  # after all sequences except those that sample in this step
         self.shares.join(seq)
         self._running.run(seq)
         self._ledger.charge(seq.request.tenant, seq.num_prompt)
@@ -361,7 +365,7 @@ class StepPlanner:
                     self._note(seq, limit, 0, self._config.max_skips, others)
 
     def _limits_on_all(self, builder: StepBuilder) -> list[Reached]:
-        """Limits that let nothing else in."""
+        """Limits that prevent any further admission."""
         num_running, most = self._running.num_running, self._config.max_num_seqs
         slots = [(Limit.SEQS, num_running, most)] if num_running >= most else []
         return [*slots, *builder.spent()]

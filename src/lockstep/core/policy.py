@@ -1,4 +1,4 @@
-"""Limits and policy of a scheduler, and the pure rules that follow from them."""
+"""Limits and policy of a scheduler: defines its configuration, and the pure rules that follow from it."""
 
 from __future__ import annotations
 
@@ -25,65 +25,66 @@ class SchedulerLimits:
     """Limits and rules of a scheduler that a user may set: flags of `lockstep serve`, and ``engine:`` of a manifest."""
 
     max_num_seqs: Annotated[int, Range(1, 1 << 16)] = 64
-    """Sequences running at once."""
+    """Maximum number of running sequences."""
     max_num_step_seqs: OptionalCount = None
-    """Sequences in one step, prompts and decodes alike; None: ``max_num_seqs``."""
+    """Maximum sequences per step, including prompts and decodes; None: ``max_num_seqs``."""
     max_num_prefill_tokens: OptionalCount = None
-    """Prompt tokens that a step computes; None: ``max_num_batched_tokens``."""
+    """Maximum prompt tokens per step; None: ``max_num_batched_tokens``."""
     max_chunk_tokens: Count = 256
-    """Prompt tokens of one sequence in one step; without meaning when ``chunking`` is off."""
+    """Maximum prompt tokens of one sequence per step; not used without ``chunking``."""
     max_num_decode_seqs: OptionalCount = None
-    """Sequences that may sample or replay in one step; None: ``max_num_seqs``."""
+    """Maximum sequences that sample or replay in one step; None: ``max_num_seqs``."""
     max_forced_tokens: Count = 16
-    """Tokens of one segment, the sampled one and those that a grammar forces after it."""
+    """Maximum tokens of one segment: the sampled token and those that a grammar forces after it."""
     chunking: bool = True
-    """Prompts are computed in parts; if not, one is computed whole or waits."""
+    """Compute prompts in chunks. Without it, a prompt is computed in one step or waits."""
     admission: Admission = "optimistic"
-    """``reserve``: prompt and maximal output have their blocks from the start, nothing is ever preempted.
-    ``optimistic``: the prompt has its blocks from the start, the output takes them as it grows, and may preempt."""
+    """``reserve`` allocates the blocks of prompt and maximum output at admission and never preempts. ``optimistic``
+    allocates the blocks of the prompt at admission and those of the output as it grows, and may preempt."""
     decode_order: DecodeOrder = "weighted"
-    """Order of decoding where a step has fewer places than running sequences: round robin, weighted by priority;
-    highest priority first; or oldest first.
+    """Order of decoding if a step has fewer slots than running sequences: round robin, weighted by priority; highest
+    priority first; or oldest first.
 
-    Under ``weighted`` critical, high, normal and low priorities share as 8 : 4 : 2 : 1, and every wait for a token has
-    a bound (`lockstep.core.decode_shares`). Under the others a sequence may wait for as long as those before it run;
-    ``priority`` shares evenly within a priority, and ``priority_aging_steps`` bounds its waits."""
+    With ``weighted``, critical, high, normal and low priorities share in the ratio 8 : 4 : 2 : 1, and every wait for a
+    token is bounded (`lockstep.core.decode_shares`). With the others, a sequence may wait as long as those before it
+    run; ``priority`` shares evenly within a priority, and ``priority_aging_steps`` bounds its waits."""
     prefill_share: PrefillShare = "fixed"
-    """``adaptive``: prompts get the share of the token budget that their number has among all sequences."""
+    """``adaptive`` gives prompts a share of the token budget in proportion to their number among all sequences."""
     preemption: Preemption = "swap"
-    """What happens to the KV of a victim: moved to host blocks while there are any, or dropped. Both are exact."""
+    """Treatment of a preempted sequence's KV: ``swap`` moves it to host blocks while there are any, ``recompute`` drops
+    it. Both are exact."""
     max_skips: CountOrZero = 64
-    """How often a request that does not fit may be overtaken before it blocks its priority and those below; also how
-    many that do not fit are passed over in one step."""
+    """Maximum times that a request that does not fit is overtaken before it blocks its priority and those below; also
+    the maximum number of such requests that are passed over in one step."""
     priority_aging_steps: CountOrZero = 0
-    """Steps of waiting that raise a priority by one, in the queue where `order` is ``priority``, between tokens where
+    """Steps of waiting that raise a priority by one: in the queue if `order` is ``priority``, between tokens if
     `decode_order` is; 0: never."""
     max_num_queued_reqs: Count = 1024
-    """Requests that may wait; one more is refused."""
+    """Maximum number of waiting requests; further requests are rejected."""
     max_num_queued_tokens: Count = 1 << 24
-    """Prompt tokens that may wait; a request that would exceed it is refused."""
+    """Maximum prompt tokens of waiting requests; a request that would exceed it is rejected."""
     max_finished: Count = 1024
-    """Finished sequences that are kept until read; the oldest go first."""
+    """Maximum finished sequences that are kept until they are read; the oldest are dropped first."""
     max_num_tenants: Count = 4096
-    """Tenants whose served tokens are remembered, beyond those with unfinished requests."""
+    """Maximum tenants without unfinished requests whose served tokens are kept."""
     enable_prefix_caching: bool = True
-    """Equal beginnings share their blocks; if not, block hashes are ignored."""
+    """Share the blocks of equal prompt prefixes. Without it, block hashes are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulerLimits):
-    """Limits of what a scheduler does at once, and the order in which it does it."""
+    """Configuration of a scheduler: its limits, and the order in which it serves requests."""
 
     block_size: Count
-    """Tokens per KV block; the executor's."""
+    """Tokens per KV block, given by the executor."""
     num_blocks: Count
-    """Device blocks, without the null block."""
+    """Number of device blocks, without the null block."""
     max_model_len: Annotated[int, Range(2, MOST)]
-    """Prompt and output tokens of a sequence; its last token needs no KV."""
+    """Maximum prompt and output tokens of a sequence. Its last token needs no KV."""
     num_host_blocks: CountOrZero = 0
-    """Host blocks that preempted sequences may be swapped to."""
+    """Number of host blocks to which preempted sequences may be swapped."""
     max_num_batched_tokens: Annotated[int, Range(1, MOST)] = 512
-    """Tokens that a step computes."""
+    """Maximum tokens that a step computes."""
     order: Order = "fcfs"
     """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival."""
 
@@ -100,38 +101,40 @@ class SchedulerConfig(SchedulerLimits):
 
     @property
     def step_limit(self) -> int:
-        """Sequences in one step."""
+        """Maximum number of sequences in one step."""
         return self.max_num_seqs if self.max_num_step_seqs is None else self.max_num_step_seqs
 
     @property
     def decode_limit(self) -> int:
-        """Sequences that may sample or replay in one step."""
+        """Maximum number of sequences that may sample or replay in one step."""
         return self.max_num_seqs if self.max_num_decode_seqs is None else self.max_num_decode_seqs
 
     @property
     def prefill_limit(self) -> int:
-        """Prompt tokens in one step."""
+        """Maximum number of prompt tokens in one step."""
         return self.max_num_batched_tokens if self.max_num_prefill_tokens is None else self.max_num_prefill_tokens
 
     def aged_priority(self, priority: int, num_steps: int) -> int:
-        """A priority after so many steps of waiting."""
+        """A priority after this many steps of waiting."""
         return priority - num_steps // self.priority_aging_steps if self.priority_aging_steps else priority
 
     def usable_blocks(self, num_prompt_tokens: int) -> int:
-        """Blocks of a prompt that a cache may give: what is left is computed, so that there is something to sample."""
+        """Maximum number of a prompt's blocks that may come from the cache. At least one token is left to compute, so
+        that there is something to sample."""
         return (num_prompt_tokens - 1) // self.block_size
 
     def blocks_for(self, num_positions: int) -> int:
-        """Blocks that hold this many positions."""
+        """Number of blocks that hold this many positions."""
         return -(-num_positions // self.block_size)
 
     def kv_positions(self, num_tokens: int) -> int:
-        """Positions that a sequence of ``num_tokens`` needs at its end: its last token needs none, but is reserved."""
+        """Number of positions that a sequence of ``num_tokens`` needs at its end. Its last token needs none, except
+        with "reserve"."""
         return num_tokens if self.admission == "reserve" else num_tokens - 1
 
 
 def least_batched_tokens(num_decode_seqs: int, max_forced_tokens: int) -> int:
-    """Tokens that a step needs so that this many sequences may decode in it and a chunk has room beside them."""
+    """Tokens that a step needs so that this many sequences can decode in it and a chunk has room, too."""
     return num_decode_seqs - 1 + max_forced_tokens
 
 
@@ -140,18 +143,18 @@ def prompt_chunk(remaining: int, room: int, may_end: bool) -> int:
 
     Args:
         remaining: prompt tokens to compute.
-        room: what the budgets leave.
-        may_end: whether there is a place for the sampling that an ending prompt brings.
+        room: tokens that the budgets leave.
+        may_end: whether there is a slot for the sampling at the end of the prompt.
     """
     return max(0, min(room, remaining if may_end else remaining - 1))
 
 
 def prefill_budget(config: SchedulerConfig, num_waiting: int, num_decoding: int) -> int:
-    """Prompt tokens that a step may compute.
+    """Maximum prompt tokens that a step may compute.
 
     Args:
-        num_waiting: sequences whose prompt waits for computing, in the queue or admitted.
-        num_decoding: running sequences that are through with their prompt.
+        num_waiting: sequences with prompt tokens to compute, in the queue or admitted.
+        num_decoding: running sequences past their prompt.
     """
     if config.prefill_share == "fixed" or num_waiting == 0:
         return config.prefill_limit

@@ -1,7 +1,7 @@
-"""The prefix cache: which block holds the KV of which chain of tokens. It holds hashes, never tokens.
+"""Prefix cache: maps chains of tokens to the blocks with their KV. It stores hashes, never tokens.
 
-A block's hash is BLAKE2b-128 over its parent's hash and its token ids as u32 little-endian; the root stands for the
-namespace (artifact fingerprint and optional salt), so equal prompts under other namespaces share nothing.
+A block's hash is BLAKE2b-128 over its parent's hash and its token ids as u32 little-endian. The root is the namespace
+(artifact fingerprint and optional salt), so that equal prompts in different namespaces share no blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 HASH_BYTES = 16
 ContentNews = tuple[bytes, bool]
-"""Hash of a block's content, and whether it can be found from now on, or no longer."""
+"""Hash of a block's content, and whether it was added to the cache or removed."""
 
 
 def namespace_of(fingerprint: str, cache_salt: str) -> bytes:
@@ -23,15 +23,15 @@ def namespace_of(fingerprint: str, cache_salt: str) -> bytes:
 def block_hashes(
     namespace: bytes, token_ids: Sequence[int], block_size: int, known: tuple[bytes, ...] = ()
 ) -> tuple[bytes, ...]:
-    """Chained hashes of the full blocks of ``token_ids``: the one function that sees tokens.
+    """Chained hashes of the full blocks of ``token_ids``. This is the only function that reads tokens.
 
     root = BLAKE2b-128(namespace); hash[i] = BLAKE2b-128(hash[i-1] + u32le token ids of block i), hash[-1] = root.
 
     Args:
         namespace: artifact fingerprint, plus the ``cache_salt`` if any, separated by the caller.
-        token_ids: the prompt, and its answer where there is one, each id below 2**32.
+        token_ids: the prompt, and its answer if there is one, each id below 2**32.
         block_size: tokens per block; a partial last block has no hash.
-        known: the hashes of the first blocks, as an earlier call gave them.
+        known: the hashes of the first blocks, from an earlier call.
     """
     pack = struct.Struct(f"<{block_size}I").pack
     parent = known[-1] if known else blake2b(namespace, digest_size=HASH_BYTES).digest()
@@ -44,16 +44,16 @@ def block_hashes(
 
 
 class PrefixCache:
-    """Hash to block, one to one: the first block published under a hash keeps it until its content is given up."""
+    """Hash to block, one to one. The first block published under a hash keeps it until its content is removed."""
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
-        """By block, in the place of a dictionary: a pool of small blocks has tens of thousands."""
+        """Hash by block, in a list instead of a dictionary, since a pool of small blocks has tens of thousands."""
         self._pins: dict[bytes, int] = {}
         self._pinned: set[int] = set()
         self.num_published = 0
-        """Contents published since the start."""
+        """Number of contents published since the start."""
         self.news: list[ContentNews] | None = None
         """Changes since the last ``drain_contents``; None: they are not collected."""
 
@@ -62,7 +62,7 @@ class PrefixCache:
 
     @property
     def blocks(self) -> Mapping[int, bytes]:
-        """Published blocks, held or not, with their hashes, in order of publishing; made anew for each caller."""
+        """Published blocks, held or not, with their hashes, in order of publishing. Each call creates a new mapping."""
         return {block: block_hash for block_hash, block in self._block_of.items()}
 
     @property
@@ -72,15 +72,16 @@ class PrefixCache:
 
     @property
     def pinned(self) -> Container[int]:
-        """Published blocks of pinned content. It cannot be iterated over, because the order of a set is not fixed."""
+        """Published blocks of pinned content. Callers cannot iterate over it, because the order of a set is not
+        fixed."""
         return self._pinned
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block with this content."""
+        """The block with this content; None: there is none."""
         return self._block_of.get(block_hash)
 
     def match(self, hashes: Sequence[bytes], start: int, stop: int) -> tuple[int, ...]:
-        """Blocks that hold ``hashes[start:stop]``, up to the first that none holds. Changes nothing."""
+        """Blocks with the contents ``hashes[start:stop]``, up to the first one that is missing. Changes nothing."""
         found = []
         for index in range(start, min(stop, len(hashes))):
             block = self._block_of.get(hashes[index])
@@ -90,7 +91,7 @@ class PrefixCache:
         return tuple(found)
 
     def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Let each block be hit under its hash, unless another holds the same content already."""
+        """Make each block available under its hash, unless another one has the same content already."""
         block_of, hash_of = self._block_of, self._hash_of
         num_before, is_noted = len(block_of), self.news is not None or bool(self._pins)
         for block, block_hash in zip(blocks, hashes, strict=True):
@@ -102,14 +103,14 @@ class PrefixCache:
         self.num_published += len(block_of) - num_before
 
     def _note(self, block: int, block_hash: bytes) -> None:
-        """Take down a block that was published, for who follows the news and for the pins."""
+        """Record a published block in the collected changes and in the pins."""
         if self.news is not None:
             self.news.append((block_hash, True))
         if block_hash in self._pins:
             self._pinned.add(block)
 
     def forget(self, *blocks: int) -> None:
-        """The blocks' content is given up."""
+        """Remove the content of these blocks."""
         block_of, hash_of = self._block_of, self._hash_of
         for block in blocks:
             block_hash = hash_of[block]
@@ -122,7 +123,7 @@ class PrefixCache:
             self._pinned.difference_update(blocks)
 
     def pin(self, hashes: Sequence[bytes]) -> list[int]:
-        """Count a pin on each content, published or not; returns the published blocks."""
+        """Add a pin to each content, published or not. Returns the published blocks."""
         for block_hash in hashes:
             self._pins[block_hash] = self._pins.get(block_hash, 0) + 1
         blocks = [self._block_of[block_hash] for block_hash in hashes if block_hash in self._block_of]
@@ -130,7 +131,7 @@ class PrefixCache:
         return blocks
 
     def unpin(self, hashes: Sequence[bytes]) -> list[int]:
-        """Take back a pin on each content; returns the published blocks that no pin is left on."""
+        """Remove a pin from each content. Returns the published blocks that have no pin left."""
         blocks = []
         for block_hash in hashes:
             count = self._pins.pop(block_hash, 0)
@@ -142,7 +143,7 @@ class PrefixCache:
         return blocks
 
     def clear(self) -> None:
-        """Forget every block; pins stay, for what is published next."""
+        """Remove every block. Pins stay, for content that is published later."""
         if self.news is not None:
             self.news.extend([(block_hash, False) for block_hash in self._block_of])
         self._block_of.clear()
@@ -155,7 +156,7 @@ class PrefixCache:
         return self._pins
 
     def restore(self, published: Iterable[tuple[int, bytes]], pins: Iterable[tuple[bytes, int]]) -> None:
-        """Take over which block holds which content, first published first, and the pins."""
+        """Restore the content of blocks, first published first, and the pins."""
         self._block_of = {block_hash: block for block, block_hash in published}
         self._hash_of = [None] * len(self._hash_of)
         for block_hash, block in self._block_of.items():
@@ -164,7 +165,7 @@ class PrefixCache:
         self._pinned = {self._block_of[block_hash] for block_hash in self._pins if block_hash in self._block_of}
 
     def check(self) -> None:
-        """Both directions say the same."""
+        """Assert that both directions of the mapping agree."""
         published = {block: key for block, key in enumerate(self._hash_of) if key is not None}
         assert {block: key for key, block in self._block_of.items()} == published, "hashes and blocks disagree"
         assert self._pinned == {block for key, block in self._block_of.items() if key in self._pins}, "a pin is lost"

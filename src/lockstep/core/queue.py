@@ -1,4 +1,4 @@
-"""Waiting queue: the order of admission, and bounds of how much may wait."""
+"""Waiting queue: defines the order of admission, and limits how much may wait."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _Line = tuple[bool, int | str]
 class TenantLedger:
     """Tokens served per tenant, for the fair order.
 
-    A tenant that is new or returns starts at the least count among those that have unfinished requests, so it neither
-    catches up on time without requests nor pays for what it got long ago.
+    A tenant that is new or returns starts at the lowest count among those with unfinished requests. So it neither
+    catches up on time without requests nor is charged for what it got long ago.
     """
 
     def __init__(self, max_tenants: int) -> None:
         self._max_tenants = max_tenants
         self._served: OrderedDict[str, int] = OrderedDict()
-        """Tenants in the order of their last request."""
+        """Tokens served by tenant, in the order of the last request."""
         self._unfinished: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class TenantLedger:
         return self._served[tenant]
 
     def arrive(self, tenant: str) -> None:
-        """A request of the tenant was taken."""
+        """Record a new request of the tenant."""
         if tenant not in self._unfinished:
             floor = min((self._served[other] for other in self._unfinished), default=0)
             self._served[tenant] = max(self._served.get(tenant, 0), floor)
@@ -43,7 +43,7 @@ class TenantLedger:
         self._unfinished[tenant] = self._unfinished.get(tenant, 0) + 1
 
     def leave(self, tenant: str) -> None:
-        """A request of the tenant ended."""
+        """Record the end of a request of the tenant."""
         self._unfinished[tenant] -= 1
         if self._unfinished[tenant] == 0:
             del self._unfinished[tenant]
@@ -52,23 +52,23 @@ class TenantLedger:
                 del self._served[next(name for name in self._served if name not in self._unfinished)]
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """The tenant was served."""
+        """Add tokens that the tenant was served."""
         self._served[tenant] += num_tokens
 
     def items(self) -> Iterable[tuple[str, int]]:
-        """Tokens served by remembered tenant, longest absent first."""
+        """Tokens served by tenant, longest absent first."""
         return self._served.items()
 
     def restore(self, served: Iterable[tuple[str, int]], unfinished: Iterable[str]) -> None:
-        """Take over what `items` gave, and the tenant of each unfinished request."""
+        """Restore the result of `items`, and the tenant of each unfinished request."""
         self._served = OrderedDict(served)
         for tenant in unfinished:
             self._unfinished[tenant] = self._unfinished.get(tenant, 0) + 1
 
 
 class WaitingQueue:
-    """The bounded queue: a few first-in-first-out lines (one in all, per priority or per tenant), and a rule that picks
-    the next line, so that nothing is sorted per step and removal is O(1)."""
+    """The bounded queue. It consists of a few first-in-first-out lines (a single one, or one per priority or tenant)
+    and a rule that selects the next line, so that no step sorts and removal is O(1)."""
 
     def __init__(self, config: SchedulerConfig, ledger: TenantLedger) -> None:
         self._config = config
@@ -76,23 +76,23 @@ class WaitingQueue:
         self._lines: OrderedDict[_Line, OrderedDict[int, Sequence]] = OrderedDict()
         self.num_tokens = 0
         self.num_changes = 0
-        """Additions and removals since the start."""
+        """Number of additions and removals since the start."""
         self.num_bulk = 0
-        """Bulk requests."""
+        """Number of bulk requests."""
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def check_room(self, num_prompt_tokens: int) -> None:
-        """Refuse what would exceed a bound.
+        """Check that a request may be added.
 
         Raises:
-            QueueFullError: so many requests or tokens wait already.
+            QueueFullError: too many requests or tokens wait already.
         """
         config = self._config
         if self._size >= config.max_num_queued_reqs:
-            raise QueueFullError(f"{self._size} requests wait already, as many as may; try again later")
+            raise QueueFullError(f"{self._size} requests wait already, the maximum; try again later")
         if self._size and self.num_tokens + num_prompt_tokens > config.max_num_queued_tokens:
             raise QueueFullError(
                 f"{self.num_tokens} prompt tokens wait already and this request has {num_prompt_tokens}, but at most "
@@ -118,7 +118,7 @@ class WaitingQueue:
         self.num_changes += 1
 
     def effective_priority(self, seq: Sequence, step: int) -> int:
-        """The priority that admission sees: aged, in the priority order."""
+        """The priority that decides admission: in the priority order, it increases with waiting."""
         if self._config.order == "priority":
             return self._config.aged_priority(seq.request.priority, step - seq.arrival_step)
         return seq.request.priority
@@ -128,7 +128,7 @@ class WaitingQueue:
         return [seq for line in self._lines.values() for seq in line.values()]
 
     def in_order(self, step: int, *, is_bulk: bool) -> Iterator[Sequence]:
-        """All bulk requests, or all others, first to be admitted first. The queue must not change meanwhile; tenants
+        """Yield all bulk requests, or all others, in order of admission. The queue must not change meanwhile; tenants
         may be charged."""
         key = self._key_at(step)
         heads = []

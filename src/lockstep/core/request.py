@@ -1,4 +1,4 @@
-"""Requests as the core sees them, in lengths and hashes without a single token, and who listens to commands."""
+"""Core requests: describe requests by lengths and hashes, without tokens, and define the listener of commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FinishReason(Enum):
 
 
 class Priority:
-    """Named priorities; any integer is a priority, lower is served first."""
+    """Named priorities. Any integer is a priority; lower is served first."""
 
     CRITICAL: Final = -2
     HIGH: Final = -1
@@ -28,9 +28,10 @@ class Priority:
 
 
 WEIGHTS: Mapping[int, int] = {Priority.CRITICAL: 8, Priority.HIGH: 4, Priority.NORMAL: 2, Priority.LOW: 1}
-"""Shares that priorities have of what they compete for: replicas of a device's time, running sequences of decode steps.
+"""Weights of priorities where they compete: replicas for a device's time, running sequences for decode steps.
 
-Another priority has the weight of the nearest one that is named."""
+Another priority has the weight of the nearest named one.
+"""
 MAX_WEIGHT: Final = max(WEIGHTS.values())
 
 
@@ -41,11 +42,11 @@ def weight_of(priority: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. Its id is given by the scheduler at ``add``."""
+    """One request. The scheduler assigns its id at ``add``."""
 
     num_prompt_tokens: int
     max_output_tokens: int | None = None
-    """None: as much as ``max_model_len`` leaves."""
+    """Maximum output tokens; None: as many as ``max_model_len`` leaves."""
     block_hashes: tuple[bytes, ...] = ()
     """Chained hashes of the prompt's full blocks (core/prefix.py); empty: neither reads nor fills the cache."""
     priority: int = Priority.NORMAL
@@ -53,27 +54,28 @@ class Request:
     reads_cache: bool = True
     """False: the whole prompt is computed (prompt logprobs need every row)."""
     allows_forced: bool = True
-    """False: never more than one token per step (requests with logprobs)."""
+    """False: at most one token per step (requests with logprobs)."""
     sibling_of: int | None = None
-    """Id of the first of ``n`` siblings: admissible when that one has committed its prompt or has ended."""
+    """Id of the first of ``n`` siblings. This one is admissible when the first has committed its prompt or has
+    ended."""
     is_bulk: bool = False
-    """True: its prompt gives way to prompts that are to be answered with tokens; see `StepBuilder.keep_back`."""
+    """True: its prompt yields to prompts of generation requests; see `StepBuilder.keep_back`."""
 
 
 class CommandListener(Protocol):
-    """Called after every command of any caller that a scheduler obeyed and that may have an effect. Never raises.
+    """Called after every command that a scheduler has executed and that may have an effect. Never raises.
 
-    ``step`` is the number of the next plan; a command that comes while a step is under way has that of the step after.
+    ``step`` is the number of the next plan. For a command during a step it is that of the step after.
     """
 
     def added(self, seq_id: int, request: Request, step: int) -> None: ...
 
     def aborted(self, seq_id: int, reason: FinishReason, step: int, in_step: bool) -> None:
-        """``in_step``: while a step is under way."""
+        """``in_step``: whether a step is under way."""
         ...
 
     def answer_named(self, seq_id: int, hashes: Sequence[bytes], step: int, in_step: bool) -> None:
-        """``in_step``: while a step is under way."""
+        """``in_step``: whether a step is under way."""
         ...
 
     def pinned(self, hashes: Sequence[bytes], step: int) -> None: ...

@@ -1,7 +1,7 @@
-"""The scheduler: every step's decision, and the life of every sequence.
+"""Scheduler: decides every step and manages the lifecycle of every sequence.
 
-Owns all sequences. Depends on no tokens, no time and no model: lengths, hashes and commands come in, plans go out. The
-order of calls is commit, commands (add, name_answer, abort, pin, sweep, fill, reset), schedule.
+It owns all sequences. It depends on no tokens, no time and no model: lengths, hashes and commands go in, and plans come
+out. The order of calls is commit, commands (add, name_answer, abort, pin, sweep, fill, reset), schedule.
 """
 
 from __future__ import annotations
@@ -51,33 +51,33 @@ class Scheduler:
         self._step = 0
         self._pending: StepPlan | None = None
         self._aborting: dict[int, FinishReason] = {}
-        """Ended by a command while their step was under way."""
+        """Sequences that were ended by a command during their step."""
         self._planner = StepPlanner(config, self._kv, self._queue, self._ledger, self._running, self._sequences)
         self._pending_seqs: list[Sequence] = []
-        """The rows of the step under way, or of the last one."""
+        """Sequences of the rows of the current step, or of the last one."""
         self._run: DecodeRun | None = None
         self._is_settled = False
-        """True if each sequence past its prompt got one token in the last step, so has one to compute in the next."""
+        """True if each sequence past its prompt got one token in the last step, and so has one to compute next."""
         self._finished: deque[FinishedSequence] = deque(maxlen=config.max_finished)
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns the id of its sequence.
+        """Queue a request and return the id of its sequence.
 
         Raises:
             InvalidParameterError, PromptTooLongError: it can never be served as it is.
-            QueueFullError: too much waits already.
+            QueueFullError: too many requests or tokens wait already.
         """
         max_output = output_limit(self.config, request)
         self._queue.check_room(request.num_prompt_tokens)
         num_hashed = len(request.block_hashes) * self.config.block_size
         assert num_hashed <= request.num_prompt_tokens, "more hashes than full prompt blocks"
-        assert request.sibling_of is None or request.sibling_of < self._next_id, "a sibling follows its first"
+        assert request.sibling_of is None or request.sibling_of < self._next_id, "siblings come after the first one"
         kept = request
         if not self.config.enable_prefix_caching:
             kept = replace(kept, block_hashes=())
-        if request.is_bulk and not self.config.chunking:  # a part of a step may be too little for a whole prompt
+        if request.is_bulk and not self.config.chunking:  # a part may be too small for a whole prompt
             kept = replace(kept, is_bulk=False)
         self._write_back()
         seq = Sequence(self._next_id, kept, max_output, self._step)
@@ -90,9 +90,9 @@ class Scheduler:
         return seq.seq_id
 
     def abort(self, seq_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a sequence; False when there is none of that id, or it has ended.
+        """End a sequence; False: there is no sequence with this id, or it has ended.
 
-        One that is in the step under way ends with that step's commit: its token is committed, but not to be published.
+        A sequence of the current step ends with that step's commit; its token is committed but must not be published.
         """
         seq = self._sequences.get(seq_id)
         if seq is None or seq_id in self._aborting:
@@ -107,9 +107,9 @@ class Scheduler:
         return True
 
     def name_answer(self, seq_id: int, hashes: Seq[bytes]) -> None:
-        """Give the hashes of a sequence's full blocks behind those of its prompt. When it ends, those that are computed
-        can be hit. For one that ends with the step under way, or is about to be aborted; nothing where answers are not
-        published, and for a request that came without the hashes of its prompt.
+        """Set the hashes of the full blocks after the prompt of a sequence that ends with the current step or is about
+        to be aborted. When it ends, the computed ones can be hit. This has no effect without prefix caching, or if the
+        request came without the hashes of its prompt.
         """
         seq, size = self._sequences.get(seq_id), self.config.block_size
         if seq is None or not hashes or not self.config.enable_prefix_caching:
@@ -124,27 +124,28 @@ class Scheduler:
             self._listener.answer_named(seq_id, hashes, self._step, in_step=self._pending is not None)
 
     def pin(self, hashes: Seq[bytes]) -> None:
-        """Evict blocks of this content last, until as many ``sweep`` as ``pin`` named them: what a session keeps."""
+        """Evict blocks of this content, which a session keeps, last, until each ``pin`` is undone by a ``sweep``."""
         self._kv.pin(hashes)
         if hashes and self._listener is not None:
             self._listener.pinned(hashes, self._step)
 
     def sweep(self, hashes: Seq[bytes]) -> tuple[int, ...]:
-        """Undo a ``pin``; returns the blocks that this freed: those that neither a sequence nor another pin needs."""
+        """Undo a ``pin``. Returns the freed blocks, which neither a sequence nor another pin needs."""
         freed = self._kv.sweep(hashes)
         if hashes and self._listener is not None:
             self._listener.unpinned(hashes, self._step)
         return freed
 
     def fill(self, hashes: Seq[bytes], start: int = 0) -> tuple[tuple[int, int], ...]:
-        """Give blocks to the contents ``hashes[start:]`` of a chain that no block holds, evicting others but none of
-        the chain; between two steps. Where there are too few blocks, the first contents get theirs.
+        """Assign blocks to those of the contents ``hashes[start:]`` of a chain that are in no block. Other content is
+        evicted for that, but no block of the chain. Call this between two steps. If there are too few blocks, the first
+        contents get them.
 
         Returns:
-            (place in ``hashes``, device block) of each. They can be hit from now on: the caller writes their content
-            before the next step is executed.
+            (index in ``hashes``, device block) of each. They can be hit from now on; the caller must write their
+            content before the next step is executed.
         """
-        assert self._pending is None, "a step under way may read the blocks that this would give away"
+        assert self._pending is None, "the current step may read the blocks that this would assign"
         self._leave_run()  # a repeated step moves nothing
         given = self._kv.fill(hashes, start)
         if hashes and self._listener is not None:
@@ -152,15 +153,15 @@ class Scheduler:
         return given
 
     def cached_blocks(self, hashes: Seq[bytes]) -> tuple[int | None, ...]:
-        """The device block that holds each content, so that it can be copied before it is evicted."""
+        """The device block of each content, so that it can be copied before it is evicted."""
         return tuple([self._kv.prefix.find(block_hash) for block_hash in hashes])
 
     def follow_contents(self) -> None:
-        """Keep what changes in the prefix cache for ``drain_contents``, which is to be called every few steps."""
+        """Start to collect changes of the prefix cache. Then ``drain_contents`` must be called every few steps."""
         self._kv.prefix.news = [(block_hash, True) for block_hash in self._kv.prefix.blocks.values()]
 
     def drain_contents(self) -> tuple[ContentNews, ...]:
-        """Take the changes of the prefix cache since the last call; the first time, all that it holds."""
+        """Take the changes of the prefix cache since the last call. The first call returns its whole content."""
         news = self._kv.prefix.news
         if not news:
             return ()
@@ -169,7 +170,7 @@ class Scheduler:
         return drained
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached content; blocks in use stay in use. Returns how many blocks were cached."""
+        """Remove all cached content; blocks in use stay in use. Returns the number of cached blocks."""
         num_blocks = self._kv.reset_prefix_cache()
         if self._listener is not None:
             self._listener.cache_reset(self._step)
@@ -178,13 +179,13 @@ class Scheduler:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def schedule(self, explain: Explain | None = None) -> StepPlan:
-        """Decide the next step. It is committed or failed before the next one is decided. If no sequence is unfinished,
-        the plan is empty and needs neither, and making it changes no later decision.
+        """Decide the next step. It must be committed or failed before the next call. If no sequence is unfinished, the
+        plan is empty and needs neither, and creating it changes no later decision.
 
         Args:
             explain: called with each reason why a sequence is passed over or gets less than it could; decides nothing.
         """
-        assert self._pending is None, "the step before is neither committed nor failed"
+        assert self._pending is None, "the last step was neither committed nor failed"
         if not self._sequences:
             return StepPlan(self._step, (), (), (), (), (), (), (), (), ())
         plan = self._repeat() if explain is None else None
@@ -202,8 +203,8 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
-        """Take over what a step brought: what is computed and known, who ended, which blocks can be hit."""
-        assert plan is self._pending, "commit answers the plan that schedule gave last"
+        """Apply a step's result: the computed and known tokens, the ended sequences, the blocks that can be hit."""
+        assert plan is self._pending, "commit needs the last plan of schedule"
         self._pending = None
         self._kv.settle()
         if self._run is not None:
@@ -242,14 +243,14 @@ class Scheduler:
         return StepEvents(plan.step, tuple(finished), tuple(got))
 
     def fail(self, plan: StepPlan) -> tuple[int, ...]:
-        """The step did not run to its end: withdraw the blocks that it took, and drop what it moved.
+        """Undo a step that did not complete: release the blocks that it took, and drop what it moved.
 
-        Its sequences are preempted, so they may be aborted or, left alone, try again.
+        Its sequences are preempted. They may be aborted; otherwise they are tried again.
 
         Returns:
             Ids of the plan's sequences.
         """
-        assert plan is self._pending, "fail answers the plan that schedule gave last"
+        assert plan is self._pending, "fail needs the last plan of schedule"
         self._pending = None
         self._leave_run()
         self._is_settled = False
@@ -268,20 +269,20 @@ class Scheduler:
     # -- steps that repeat --------------------------------------------------------------------------------------------
 
     def num_quiet_steps(self) -> int:
-        """Number of next steps that are sure to repeat the last one with no new block, if no sequence is ended and no
-        command comes: a simulator may ``skip`` them."""
+        """Number of next steps that certainly repeat the last one without a new block, if no sequence is ended and no
+        command comes. A simulator may ``skip`` them."""
         return self._run.num_quiet_steps if self._can_repeat() and self._run is not None else 0
 
     def skip(self, num_steps: int) -> None:
-        """Commit repeats of the last step in which each sequence got one token and went on, at most
+        """Commit repeats of the last step in which each sequence got one token and continued, at most
         ``num_quiet_steps`` of them."""
-        assert 0 < num_steps <= self.num_quiet_steps(), "not sure to repeat as often"
+        assert 0 < num_steps <= self.num_quiet_steps(), "so many repeats are not certain"
         assert self._run is not None
         self._run.advance(num_steps)
         self._step += num_steps
 
     def _can_repeat(self) -> bool:
-        """Open a run of repeated steps; True if there is nothing to decide but growth."""
+        """Start a run of repeated steps; True if there is nothing to decide but new blocks."""
         running = self._running
         if not self._is_settled or self._pending is not None or running.prefilling or running.preempted:
             return False
@@ -301,7 +302,7 @@ class Scheduler:
         return plan
 
     def _write_back(self) -> None:
-        """Bring the sequences up to date with the run, before each use of them; decides nothing."""
+        """Update the sequences from the run. Called before each use of them; decides nothing."""
         if self._run is not None:
             self._charge(self._run.seqs, [self._run.write_back()] * len(self._run.seqs))
 
@@ -311,7 +312,7 @@ class Scheduler:
             self._run, self._is_settled = None, False
 
     def _end_run(self, result: StepResult) -> tuple[Finish, ...]:
-        """End those whose last token a step of the run has brought, and the run with them."""
+        """End the sequences whose last token was produced by a step of the run, and the run with them."""
         run = self._run
         if run is None or not run.is_over(result):
             return ()
@@ -322,7 +323,7 @@ class Scheduler:
             self._end(self._sequences[finish.seq_id], finish.reason)
         return finished
 
-    # -- the life of a sequence ---------------------------------------------------------------------------------------
+    # -- the lifecycle of a sequence ----------------------------------------------------------------------------------
 
     def _commit_prompt(self, seq: Sequence, length: int) -> None:
         if length == seq.prompt_left:
@@ -333,13 +334,13 @@ class Scheduler:
         self._kv.publish(seq, seq.num_computed + length)
 
     def _cut_forced(self, seq: Sequence, num_tokens: int) -> int:
-        """Length of a segment within the output limit."""
+        """Length of a segment, limited by the output limit."""
         most = self.config.max_forced_tokens if seq.request.allows_forced else 1
         assert 1 <= num_tokens <= most, f"sequence {seq.seq_id} got {num_tokens} tokens in one step, not 1..{most}"
         return min(num_tokens, seq.max_known - seq.num_known)
 
     def _charge(self, seqs: Iterable[Sequence], got: list[int]) -> None:
-        """Count generated tokens, in the fair order also by tenant."""
+        """Count generated tokens; in the fair order also by tenant."""
         self._counters.num_generation_tokens += sum(got)
         if self.config.order == "fair":
             for seq, num_tokens in zip(seqs, got, strict=True):
@@ -366,7 +367,7 @@ class Scheduler:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self) -> SchedulerState:
-        """State that decides all that is to come, as a plain value: between two steps, or in one."""
+        """State that decides all later steps, as a plain value. May be called between two steps, or during one."""
         self._write_back()
         contents: dict[bytes, int] = {}
         tenants: dict[str, int] = {}
@@ -389,7 +390,7 @@ class Scheduler:
 
     @classmethod
     def from_state(cls, config: SchedulerConfig, state: SchedulerState) -> Scheduler:
-        """One that goes on from a state, which is a scheduler's of the same config."""
+        """Create a scheduler that continues from a state, which must come from a scheduler with the same config."""
         core = cls(config)
         core._next_id, core._step, core._counters = state.next_id, state.step, state.counters.copy()
         core._planner.shares.clock = state.decode_clock
@@ -408,7 +409,7 @@ class Scheduler:
         core._aborting.update(state.aborting)
         return core
 
-    # -- what others may know -----------------------------------------------------------------------------------------
+    # -- views and counts ---------------------------------------------------------------------------------------------
 
     @property
     def has_unfinished(self) -> bool:
@@ -417,7 +418,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """The same: while a sequence is unfinished, no plan is empty."""
+        """Same as `has_unfinished`: while a sequence is unfinished, no plan is empty."""
         return bool(self._sequences)
 
     @property
@@ -431,16 +432,16 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Queued and preempted."""
+        """Number of queued and preempted sequences."""
         return len(self._queue) + len(self._running.preempted)
 
     @property
     def num_held_blocks(self) -> int:
-        """Device blocks that sequences hold."""
+        """Number of device blocks that sequences hold."""
         return self._kv.pool.num_blocks - self._kv.pool.num_available
 
     def view(self, seq_id: int) -> SequenceView | None:
-        """A copy of what is known of an unfinished sequence; None when there is none of that id."""
+        """A copy of the public state of an unfinished sequence; None: there is no sequence with this id."""
         self._write_back()
         seq = self._sequences.get(seq_id)
         return None if seq is None else seq.view()
@@ -483,7 +484,7 @@ class Scheduler:
         return finished
 
     def check(self) -> None:
-        """Assert conservation: every block and every sequence is in exactly one place."""
+        """Assert conservation: every block and every sequence is in exactly one list."""
         self._write_back()
         self._kv.check(self._sequences.values())
         running = self._running

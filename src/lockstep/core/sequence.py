@@ -1,4 +1,4 @@
-"""Sequences: how far each is computed and in which segments, which blocks it holds; lists of those admitted."""
+"""Sequences: track how far each is computed, in which segments and blocks, and list the admitted ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.core.request import MAX_WEIGHT, FinishReason, Request, weight_of
 
 
 class SequenceState(Enum):
-    """Stage of a sequence's life."""
+    """Stage in the lifecycle of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,17 +28,18 @@ _TRANSITIONS: dict[SequenceState, tuple[SequenceState, ...]] = {
 
 
 class Segment(NamedTuple):
-    """A run of positions that is computed in one indivisible chunk, except the prompt, which chunking may split, and
-    what is computed again as a prompt is."""
+    """A run of positions that is computed in one indivisible chunk. Exceptions are the prompt, which chunking may
+    split, and an answer that is computed again like a prompt."""
 
     start: int
     length: int
 
 
 class Sequence:
-    """One sequence. The scheduler owns it and is the only one to change it.
+    """One sequence. The scheduler owns it, and only the scheduler changes it.
 
-    ``num_computed`` positions have KV; ``num_known`` tokens are known. A step lets the one catch up with the other.
+    ``num_computed`` positions have KV, and ``num_known`` tokens are known. A step advances the first number towards the
+    second.
     """
 
     __slots__ = (
@@ -71,26 +72,26 @@ class Sequence:
         self.seq_id = seq_id
         self.request = request
         self.rank = (request.priority, seq_id)
-        """Best class first, then oldest: a total order."""
+        """Highest priority first, then oldest: a total order."""
         self.state = SequenceState.WAITING
         self.num_prompt = request.num_prompt_tokens
         self.num_prefill = request.num_prompt_tokens
-        """Positions that are computed in chunks: those of the prompt and, of an answer that lost its KV, those that
-        were known then."""
+        """Number of positions that are computed in chunks: those of the prompt and, for an answer that lost its KV,
+        those that were known then."""
         self.num_computed = 0
         self.num_known = request.num_prompt_tokens
         self.max_known = request.num_prompt_tokens + max_output_tokens
-        """Tokens at which it ends with LENGTH."""
+        """Number of tokens at which it ends with LENGTH."""
         self.forced: dict[int, int] = {}
-        """First position to length, of the output segments that are longer than one token, ascending."""
+        """First position to length, for the output segments that are longer than one token, ascending."""
         self.table: tuple[int, ...] = ()
         """Device blocks, from position 0 on."""
         self.host_table: tuple[int, ...] = ()
         """Host blocks that continue ``table``; only while PREEMPTED."""
         self.num_published = 0
-        """Leading blocks of ``table`` that need no publishing: hits, or published already."""
+        """Number of leading blocks of ``table`` that need no publishing: they are hits or published already."""
         self.num_cached_tokens = 0
-        """Prompt tokens that the prefix cache gave at admission."""
+        """Number of prompt tokens that came from the prefix cache at admission."""
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.num_skips = 0
@@ -99,28 +100,28 @@ class Sequence:
         self.admitted_step = -1
         self.first_token_step = -1
         self.last_sampled_step = -1
-        """Step in which it last sampled; until it does, the step before it was admitted."""
+        """Step in which it last sampled; before the first sample, the step before its admission."""
         self.stride = MAX_WEIGHT // weight_of(request.priority)
         self.virtual_time = 0
-        """Its position in the order of sampling; see `lockstep.core.decode_shares`."""
+        """Its position in the sampling order; see `lockstep.core.decode_shares`."""
 
     @property
     def num_output(self) -> int:
-        """Tokens that it generated."""
+        """Number of generated tokens."""
         return self.num_known - self.num_prompt
 
     @property
     def prompt_left(self) -> int:
-        """Tokens to compute in chunks; not positive once it decodes."""
+        """Number of tokens to compute in chunks; not positive once it decodes."""
         return self.num_prefill - self.num_computed
 
     @property
     def samples_next(self) -> bool:
-        """True if the chunk that ends its prompt samples; else what follows it is known already."""
+        """True if the chunk that ends its prompt samples; otherwise the next token is known already."""
         return self.num_known == self.num_prefill
 
     def move_to(self, state: SequenceState) -> None:
-        """The only way to change the state."""
+        """Change the state. This is the only way to change it."""
         assert state in _TRANSITIONS[self.state], f"sequence {self.seq_id}: {self.state.name} -> {state.name}"
         self.state = state
 
@@ -129,22 +130,22 @@ class Sequence:
         return self.forced.get(position, 1)
 
     def append(self, num_tokens: int) -> None:
-        """Make known what one sampling brought: a segment of ``num_tokens``."""
+        """Add the tokens of one sampling: a segment of ``num_tokens``."""
         if num_tokens > 1:
             self.forced[self.num_known] = num_tokens
         self.num_known += num_tokens
 
     def cut_to(self, num_computed: int) -> None:
-        """Forget what was computed from ``num_computed`` on; it is computed again."""
+        """Drop what was computed from ``num_computed`` on; it is computed again."""
         self.num_recomputed_tokens += self.num_computed - num_computed
         self.num_computed = num_computed
 
     def prefill_known(self) -> None:
-        """Compute all that is known now in chunks, the answer like the prompt."""
+        """Compute all tokens that are known now in chunks, answer and prompt alike."""
         self.num_prefill = self.num_known
 
     def view(self) -> SequenceView:
-        """A copy of what others may know."""
+        """A copy of its public state."""
         segments = [Segment(0, self.num_prompt)]
         position = self.num_prompt
         while position < self.num_known:
@@ -168,7 +169,7 @@ class Sequence:
         )
 
     def finished(self, reason: FinishReason, step: int) -> FinishedSequence:
-        """Counts that remain of it once it has ended; ``step``: the one that had last begun."""
+        """Final counts of a sequence that has ended. ``step``: number of the last step that had begun."""
         return FinishedSequence(
             self.seq_id,
             reason,
@@ -185,7 +186,7 @@ class Sequence:
 
 
 class SequenceView(NamedTuple):
-    """Copy of what others may know of a sequence."""
+    """Copy of the public state of a sequence."""
 
     seq_id: int
     state: SequenceState
@@ -198,14 +199,14 @@ class SequenceView(NamedTuple):
     table: tuple[int, ...]
     host_table: tuple[int, ...]
     segments: tuple[Segment, ...]
-    """The prompt, then one per sampling, over all known positions."""
+    """The prompt, then one segment per sampling, over all known positions."""
     arrival_step: int
     admitted_step: int
     first_token_step: int
 
 
 class FinishedSequence(NamedTuple):
-    """Counts of a sequence that ended."""
+    """Final counts of a sequence that has ended."""
 
     seq_id: int
     reason: FinishReason
@@ -216,24 +217,24 @@ class FinishedSequence(NamedTuple):
     num_recomputed_tokens: int
     arrival_step: int
     admitted_step: int
-    """-1: it never ran."""
+    """Step of its admission; -1: it never ran."""
     first_token_step: int
-    """-1: it got no token."""
+    """Step of its first token; -1: it got no token."""
     finished_step: int
-    """Number of the step that had last begun."""
+    """Number of the last step that had begun."""
 
 
 _by_rank = attrgetter("rank")
 
 
 class RunningLists:
-    """Admitted, unfinished sequences: three lists that stay in rank order, so that no step has to sort."""
+    """Admitted, unfinished sequences in three lists that stay in rank order, so that no step has to sort."""
 
     def __init__(self) -> None:
         self.prefilling: list[Sequence] = []
-        """Running, with prompt tokens to compute."""
+        """Running sequences with prompt tokens to compute."""
         self.decoding: list[Sequence] = []
-        """Running, past their prompt."""
+        """Running sequences past their prompt."""
         self.preempted: list[Sequence] = []
 
     @property
@@ -241,11 +242,11 @@ class RunningLists:
         return len(self.prefilling) + len(self.decoding)
 
     def insert(self, seq: Sequence) -> None:
-        """List an admitted sequence in the list of its state."""
+        """Add an admitted sequence to the list of its state."""
         insort(self._list_of(seq), seq, key=_by_rank)
 
     def run(self, seq: Sequence) -> None:
-        """Let a waiting or preempted sequence run."""
+        """Run a waiting or preempted sequence."""
         if seq.state is SequenceState.PREEMPTED:
             _take_out(self.preempted, seq)
         seq.move_to(SequenceState.RUNNING)
@@ -258,21 +259,21 @@ class RunningLists:
         self.insert(seq)
 
     def end_prompt(self, seq: Sequence) -> None:
-        """The sequence has just computed the last of its prompt."""
+        """Move a sequence that has just computed the end of its prompt to the decoding list."""
         _take_out(self.prefilling, seq)
         insort(self.decoding, seq, key=_by_rank)
 
     def remove(self, seq: Sequence) -> None:
-        """The sequence ends."""
+        """Remove a sequence that ends."""
         _take_out(self._list_of(seq), seq)
 
     def running_behind(self, rank: tuple[int, int]) -> list[Sequence]:
-        """Running sequences of a worse rank, worst first."""
+        """Running sequences of a lower rank, lowest first."""
         running = sorted(self.decoding + self.prefilling, key=_by_rank, reverse=True)
         return [seq for seq in running if seq.rank > rank]
 
     def preempted_holders(self) -> list[Sequence]:
-        """Preempted sequences that still hold device blocks, worst first."""
+        """Preempted sequences that still hold device blocks, lowest rank first."""
         return [seq for seq in reversed(self.preempted) if seq.table]
 
     def _list_of(self, seq: Sequence) -> list[Sequence]:

@@ -1,12 +1,12 @@
-"""State of a scheduler and of a fingerprint, as plain values: what decides every step to come, and nothing else.
+"""State of a scheduler and of a fingerprint: stores exactly what decides all later steps, as plain values.
 
-`Scheduler.state` and `Fingerprint.state` return it, and `from_state` goes on from it as the original would; a recording
-that begins in the middle begins with one. It leaves out what follows from the rest (reference counts, running lists,
-the queue), what only saves work (a run of repeating steps, what a planner remembers) and results that were not read
-yet. So two schedulers that decide alike for ever have the same state, whatever queries they have answered.
+`Scheduler.state` and `Fingerprint.state` return it, and `from_state` continues from it like the original. A recording
+that begins in the middle starts with such a state. It omits what follows from the rest (reference counts, running
+lists, the queue), what only saves work (a run of repeating steps, caches of a planner) and results that were not read
+yet. So two schedulers that make the same decisions for ever have the same state, whatever queries they have answered.
 
-Block hashes and tenants are listed once, in the order in which they are met; everything else has their places in these
-lists, so that a writer of states may use other names for them.
+Block hashes and tenants are listed once, in the order of their first use. All other values refer to them by index, so
+that a writer of states may use other names for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.core.stats import Counters
 from lockstep.core.step import StepPlan
 
 STATE_VERSION: Final = 4
-"""Grows with every change of what is below: states of different versions cannot be compared."""
+"""Increases with every change of the types below. States of different versions cannot be compared."""
 
 
 class SavedSequence(NamedTuple):
@@ -28,9 +28,9 @@ class SavedSequence(NamedTuple):
 
     seq_id: int
     request: Request
-    """Without block hashes and tenant."""
+    """The request, without block hashes and tenant."""
     contents: tuple[int, ...]
-    """Its block hashes."""
+    """Indices of its block hashes."""
     tenant: int
     state: SequenceState
     max_known: int
@@ -54,30 +54,31 @@ class SavedSequence(NamedTuple):
 
 
 class KVState(NamedTuple):
-    """Block pools and prefix cache; who holds a block is reported by the sequences."""
+    """Block pools and prefix cache. The holders of blocks are in the sequences."""
 
     free: tuple[int, ...]
-    """Device blocks in the order of release: the last one is handed out first. The same order below."""
+    """Free device blocks in the order of release: the last one is handed out first. The same holds for
+    `free_on_host`."""
     cached: tuple[int, ...]
-    """Likewise, but the first one is handed out first."""
+    """Cached device blocks in the order of release: the first one is handed out first."""
     pinned: tuple[int, ...]
-    """Those that are cached and handed out last."""
+    """Cached device blocks that are handed out last."""
     num_allocated: int
     free_on_host: tuple[int, ...]
     leaving_host: tuple[int, ...]
-    """Read by the step under way, and free after it."""
+    """Host blocks that the current step reads, and that are free after it."""
     published: tuple[tuple[int, int], ...]
     """(block, content), first published first."""
     pins: tuple[tuple[int, int], ...]
-    """(content, how often it is pinned)."""
+    """(content, number of pins)."""
     moved_out: tuple[int, ...]
-    """Ids of sequences that the step under way moves to the host, wholly or in part."""
+    """Ids of sequences that the current step moves to the host, completely or in part."""
     moved_in: tuple[tuple[int, int], ...]
-    """(id, blocks that it had on the device before) of those that it brings back."""
+    """(id, number of blocks that it had on the device before) of the sequences that the current step moves back."""
 
 
 class SchedulerState(NamedTuple):
-    """A scheduler between two steps, or in one."""
+    """A scheduler between two steps, or during one."""
 
     contents: tuple[bytes, ...]
     """The block hashes."""
@@ -88,11 +89,11 @@ class SchedulerState(NamedTuple):
     decode_clock: int
     """See `lockstep.core.decode_shares`."""
     pending: StepPlan | None
-    """The step under way."""
+    """Plan of the current step; None: there is none."""
     aborting: tuple[tuple[int, FinishReason], ...]
-    """Sequences that a command has ended since it began."""
+    """Sequences that a command has ended since the current step began."""
     sequences: tuple[SavedSequence, ...]
-    """By id."""
+    """Unfinished sequences by id."""
     kv: KVState
     served: tuple[tuple[int, int], ...]
     """(tenant, tokens), longest absent first."""
@@ -116,10 +117,10 @@ class FingerprintState(NamedTuple):
 
 
 def saved(seq: Sequence, contents: dict[bytes, int], tenants: dict[str, int]) -> SavedSequence:
-    """A sequence as a plain value.
+    """Convert a sequence to a plain value.
 
     Args:
-        contents, tenants: the places of block hashes and tenants; new ones get theirs.
+        contents, tenants: index of each block hash and tenant; new ones are added.
     """
     request = seq.request
     return SavedSequence(
@@ -149,10 +150,10 @@ def saved(seq: Sequence, contents: dict[bytes, int], tenants: dict[str, int]) ->
 
 
 def restored(state: SavedSequence, contents: tuple[bytes, ...], tenants: tuple[str, ...]) -> Sequence:
-    """The sequence again.
+    """Restore the sequence.
 
     Args:
-        contents, tenants: block hashes and tenants by their places.
+        contents, tenants: block hashes and tenants by index.
     """
     hashes = tuple([contents[place] for place in state.contents])
     request = replace(state.request, block_hashes=hashes, tenant=tenants[state.tenant])

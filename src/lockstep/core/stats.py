@@ -1,4 +1,4 @@
-"""Counters and gauges of a scheduler: steps, tokens and blocks only, times are the engine's."""
+"""Scheduler statistics: counters and gauges of steps, tokens and blocks; times are measured by the engine."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lockstep.core.step import StepPlan
 
 
 class SchedulerStats(NamedTuple):
-    """Gauges of this moment and counters since the start."""
+    """Current gauges, and counters since the start."""
 
     num_running: int
     num_queued: int
     num_preempted: int
-    """Preempted now; ``num_preemptions`` counts how often it happened."""
+    """Number of sequences that are preempted now; ``num_preemptions`` counts how often it happened."""
     num_queued_tokens: int
-    """Prompt tokens in the queue."""
+    """Number of prompt tokens in the queue."""
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
-    """Not held, but their content can be hit."""
+    """Number of blocks that are not held but whose content can be hit."""
     num_held_blocks: int
     num_host_blocks: int
     num_free_host_blocks: int
@@ -31,11 +31,11 @@ class SchedulerStats(NamedTuple):
     num_steps: int
     num_failed_steps: int
     num_prompt_tokens: int
-    """Prompt tokens computed, those of recomputation included, hits not."""
+    """Number of computed prompt tokens, including recomputation, without cache hits."""
     num_generation_tokens: int
     num_preemptions: int
     num_recomputed_tokens: int
-    """Of sequences that ended: tokens that were computed again."""
+    """Number of tokens that were computed again, of sequences that have ended."""
     prefix_queries_tokens: int
     """Prompt tokens looked up in the prefix cache, once per request."""
     prefix_hits_tokens: int
@@ -72,7 +72,7 @@ class Counters:
         self.num_swapped_in_blocks += len(plan.swap_in)
 
     def count_lookup(self, seq: Sequence) -> None:
-        """A request was admitted; requests that do not read the cache count no query."""
+        """Count the cache lookup of an admitted request. Requests that do not read the cache count no query."""
         if seq.request.reads_cache and seq.request.block_hashes:
             self.prefix_queries_tokens += seq.num_prompt
             self.prefix_hits_tokens += seq.num_cached_tokens

@@ -1,7 +1,7 @@
-"""Values of one step: the frozen plan, the result that answers it, the events that follow.
+"""Values of one step: defines the frozen plan, its result, and the events that follow.
 
-The plan is stored in columns (one tuple per field, aligned by position) because building an object per chunk would
-cost more than the decisions themselves. It describes and never does; the engine adds token ids, the executor acts.
+The plan is stored in columns (one tuple per field, aligned by index) because building an object per chunk would cost
+more than the decisions themselves. It only describes the step: the engine adds token ids, and the executor executes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StepPlan:
     step: Final[int]
     """Number of the step, from 0; the batch id."""
     evicted: Final[tuple[int, ...]]
-    """Device blocks whose cached content is given up."""
+    """Device blocks whose cached content is evicted."""
     swap_out: Final[tuple[tuple[int, int], ...]]
     """(device block, host block) to copy to host memory."""
     swap_in: Final[tuple[tuple[int, int], ...]]
@@ -53,11 +53,11 @@ class StepPlan:
     preempted: Final[tuple[int, ...]] = ()
     """Ids that lost blocks in this step and wait until they get them back."""
     num_prompt_tokens: Final[int] = 0
-    """Number of the tokens that are prompt."""
+    """Number of the step's tokens that belong to prompts."""
 
     @property
     def has_work(self) -> bool:
-        """True if anything is forwarded."""
+        """True if the forward pass computes any token."""
         return bool(self.seq_ids)
 
     @property
@@ -66,12 +66,12 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the forward pass computes."""
+        """Number of tokens that the forward pass computes."""
         return sum(self.lengths)
 
     @property
     def has_prefill(self) -> bool:
-        """True if a prompt moves on."""
+        """True if any prompt tokens are computed."""
         return self.num_prompt_tokens > 0
 
     @property
@@ -81,7 +81,7 @@ class StepPlan:
 
     @property
     def num_samples(self) -> int:
-        """Sequences that sample in this step."""
+        """Number of sequences that sample in this step."""
         return sum(self.samples)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -90,10 +90,11 @@ class StepPlan:
 
 
 class StepResult(NamedTuple):
-    """The answer to a plan: one entry per sampling row, in plan order. Lengths and endings, never token values."""
+    """The result of a plan: one entry per sampling row, in plan order. It has counts and endings, never token
+    values."""
 
     num_tokens: tuple[int, ...]
-    """Tokens that each sampling sequence got: 1, or 1 + the grammar-forced ones."""
+    """Number of tokens that each sampling sequence got: 1, or 1 + the grammar-forced ones."""
     finishes: tuple[FinishReason | None, ...]
     """Reason for which the sequence ends with its last token, or None."""
 
@@ -106,16 +107,17 @@ class Finish(NamedTuple):
 
 
 class StepEvents(NamedTuple):
-    """Events that a commit made known."""
+    """Events of a committed step."""
 
     step: int
     finished: tuple[Finish, ...]
     num_tokens: tuple[int, ...] = ()
-    """Tokens that each sampling sequence got, in plan order: the result's counts, cut at the output limit."""
+    """Number of tokens that each sampling sequence got, in plan order: the result's counts, limited by the output
+    limit."""
 
 
 class Limit(Enum):
-    """Limit by which a step passes a sequence over, or cuts its chunk."""
+    """Limit for which a step passes a sequence over, or shortens its chunk."""
 
     SEQS = "sequences that run"
     PLACES = "rows of the step"
@@ -132,17 +134,17 @@ class Limit(Enum):
 
 
 class Reason(NamedTuple):
-    """Reason to pass a sequence over or to cut its chunk, as the planner saw it when it decided so."""
+    """Reason to pass a sequence over or to shorten its chunk, at the time of the planner's decision."""
 
     seq_id: int
     limit: Limit
     used: int = 0
     most: int = 0
-    """Bound of what the limit counts."""
+    """Maximum of the limit."""
     needed: int = 0
-    """Blocks."""
+    """Number of blocks that it needs."""
     others: tuple[int, ...] = ()
-    """Ids of the sequences that the limit names."""
+    """Ids of the sequences that the limit involves."""
 
 
 Explain = Callable[[Reason], None]

@@ -1,4 +1,4 @@
-"""The plan in the making: what is left of a step's budgets, its rows so far, and which limits they have reached."""
+"""Step builder: tracks what is left of a step's budgets, its rows so far, and which limits they have reached."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from lockstep.core.sequence import Sequence
 from lockstep.core.step import Limit, StepPlan
 
 Reached = tuple[Limit, int, int]
-"""A limit, how much of it is used, and how much there is."""
+"""A limit, how much of it is used, and its maximum."""
 
 
 BULK_PART = 4
-"""Bulk prompts have one part in so many of the prompt tokens of a step, and what other prompts leave."""
+"""Bulk prompts get one part in this many of a step's prompt tokens, and what other prompts leave."""
 
 
 class StepBuilder:
-    """Budgets and columns of one step. A sequence that samples or replays takes one of the ``num_width`` places."""
+    """Budgets and columns of one step. A sequence that samples or replays takes one of the ``num_width`` slots."""
 
     def __init__(self, config: SchedulerConfig, step: int, prefill_budget: int) -> None:
         self._config = config
@@ -29,27 +29,28 @@ class StepBuilder:
         self.num_width = config.decode_limit
         self.num_places = config.step_limit
         self.num_kept_places = 0
-        """Places that only a prompt may take."""
+        """Number of slots that are reserved for a prompt."""
         self.endings: set[int] = set()
-        """Ids that have a place to sample at the end of their prompt."""
+        """Ids of sequences with a slot to sample at the end of their prompt."""
         self.left_out: list[int] = []
-        """Ids of running sequences that lack blocks or budget; while there are any, no new sequence is admitted."""
+        """Ids of running sequences that lack blocks or budget. While there are any, no new sequence is admitted."""
         self.is_budget_short = False
         """True if a sequence in the queue lacked budget."""
         self.seqs: list[Sequence] = []
         self.lengths: list[int] = []
-        """The rows; each starts where its sequence is computed to."""
+        """Lengths of the rows. Each row starts at its sequence's number of computed positions."""
         self.num_prompt_tokens = 0
         self.admitted: list[int] = []
         self.resumed: list[int] = []
         self.preempted: list[int] = []
         self.victims: set[int] = set()
-        """Ids that lost blocks in this step, preempted now or before; they do not come back in the same step."""
+        """Ids of sequences that lost blocks in this step, preempted now or before. They cannot resume in the same
+        step."""
 
     # -- sampling and replaying -------------------------------------------------------------------------------------
 
     def reserve_output(self, length: int) -> bool:
-        """Take budgets for an output segment, if they last."""
+        """Reserve budgets for an output segment, if they suffice."""
         if self.num_width < 1 or self.num_tokens < length or self.num_places <= self.num_kept_places:
             return False
         self.num_width -= 1
@@ -58,13 +59,13 @@ class StepBuilder:
         return True
 
     def return_output(self, length: int) -> None:
-        """Give back what ``reserve_output`` took."""
+        """Return what ``reserve_output`` reserved."""
         self.num_width += 1
         self.num_places += 1
         self.num_tokens += length
 
     def reserve_outputs(self, count: int, num_tokens: int) -> None:
-        """Take budgets for many output segments; the caller has checked that they suffice."""
+        """Reserve budgets for many output segments. The caller has checked that they suffice."""
         self.num_width -= count
         self.num_places -= count
         self.num_tokens -= num_tokens
@@ -73,25 +74,25 @@ class StepBuilder:
 
     @property
     def chunk_room(self) -> int:
-        """Tokens that a prompt can get now."""
+        """Number of tokens that a prompt can get now."""
         return min(self.num_tokens, self.num_prefill, self._max_chunk)
 
     def keep_back(self) -> int:
-        """Keep the part of bulk prompts from the others; returns its tokens, for `give_back`."""
+        """Reserve the part of bulk prompts. Returns its tokens, for `give_back`."""
         room = min(self.num_tokens, self.num_prefill)
         if room < 2:
-            return 0  # neither could move on
+            return 0  # too few for both parts
         kept = self.num_prefill - room + max(room // BULK_PART, 1)
         self.give_back(-kept)
         return kept
 
     def give_back(self, num_tokens: int) -> None:
-        """Let bulk prompts have their part, and what others left."""
+        """Release the part of bulk prompts, and what other prompts left."""
         self.num_prefill += num_tokens
         self._prefill_budget += num_tokens
 
     def reserve_ending(self, seq: Sequence) -> bool:
-        """Take a place for a prompt that may end, and sample, in this step."""
+        """Reserve a slot for a prompt that may end, and sample, in this step."""
         if self.num_width < 1 or self.num_places < 1:
             return False
         self.num_width -= 1
@@ -101,7 +102,7 @@ class StepBuilder:
         return True
 
     def return_ending(self, seq: Sequence) -> None:
-        """Give back what ``reserve_ending`` took, if it did."""
+        """Return what ``reserve_ending`` reserved, if anything."""
         if seq.seq_id in self.endings:
             self.endings.remove(seq.seq_id)
             self.num_width += 1
@@ -112,7 +113,7 @@ class StepBuilder:
         return self._chunk_length(seq, start, self.num_width > 0 or not seq.samples_next)
 
     def lacks_only_a_turn(self, seq: Sequence, start: int) -> bool:
-        """True if nothing but a place to sample keeps a prompt from moving on: its turn will come."""
+        """True if a prompt lacks only a slot to sample, which it will get later."""
         return self.num_width < 1 and self._chunk_length(seq, start, True) > 0
 
     def _chunk_length(self, seq: Sequence, start: int, may_end: bool) -> int:
@@ -123,7 +124,7 @@ class StepBuilder:
         return left if may_end and room >= left else 0
 
     def add_prompt(self, seq: Sequence) -> bool:
-        """Write a row for the next chunk of a prompt, if there is one."""
+        """Add a row for the next chunk of a prompt, if there is one."""
         length = self.chunk_length(seq, seq.num_computed)
         if length == 0:
             return False
@@ -147,8 +148,7 @@ class StepBuilder:
         )
 
     def limits_on_prompt(self, seq: Sequence, start: int) -> list[Reached]:
-        """Limits that keep a prompt's next chunk from being all that is left of it; their use is reported when the
-        chunk is taken."""
+        """Limits that shorten a prompt's next chunk. Their use is reported as if the chunk were taken."""
         left, room = seq.num_prefill - start, self.chunk_room
         reached = self._reached(
             (Limit.PLACES, self.num_places < 1),
@@ -188,7 +188,7 @@ class StepBuilder:
     # -- the whole --------------------------------------------------------------------------------------------------
 
     def remove_row(self, seq: Sequence) -> None:
-        """Take a victim out of the plan, if it is in, and give its budgets back.
+        """Remove a victim from the plan, if it has a row, and return its budgets.
 
         Only output rows are written while victims are taken.
         """
@@ -199,7 +199,7 @@ class StepBuilder:
         self.return_ending(seq)
 
     def plan(self, moves: Moves) -> StepPlan:
-        """Freeze it."""
+        """Create the plan."""
         seqs, lengths = self.seqs, self.lengths
         return StepPlan(
             self.step,

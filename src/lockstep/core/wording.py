@@ -1,7 +1,7 @@
-"""A planner's reason in words: the same sentence where two runs are compared and where a request's wait is explained.
+"""Wording of a planner's reasons: formats the sentences for comparisons of runs and for a request's wait reasons.
 
-Sentences have no full stop and name no request by themselves: the caller adds which others a limit is about, since
-their names may be secret.
+Sentences have no full stop and contain no request ids: the caller adds the names of other requests, since they may be
+confidential.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ TEMPLATES: Mapping[Limit, str] = {
     Limit.SIBLING: "the first of its siblings has not computed the prompt",
     Limit.VICTIM: "it lost blocks to others in this step, and comes back in a later one",
 }
-"""Of the limits that are one sentence whatever the config is."""
+"""Templates of the limits whose sentence does not depend on the config."""
 
 
 class Reached(NamedTuple):
-    """A limit that was reached, and for whom."""
+    """A limit that was reached, and the sequence that it keeps out."""
 
     limit: Limit
     used: int
     most: int
     needed: int
     names: str
-    """Others whom the limit is about."""
+    """Names of the other requests that the limit involves."""
     num_others: int
     num_prompt_tokens: int | None = None
-    """Of the request that it keeps out; None: not known."""
+    """Prompt tokens of the request that is kept out; None: not known."""
     is_running: bool = False
     """Whether that request runs."""
 
 
 def phrase(reached: Reached, config: SchedulerConfig) -> str:
-    """A limit that keeps a sequence out of the step; empty: there is nothing to say of it."""
+    """Sentence for a limit that keeps a sequence out of the step; empty: there is none for this limit."""
     if reached.limit in (Limit.TOKENS, Limit.PREFILL):
         return _spent(reached, config)
     if reached.limit is Limit.BLOCKS:
@@ -53,7 +53,7 @@ def phrase(reached: Reached, config: SchedulerConfig) -> str:
 
 
 def _spent(reached: Reached, config: SchedulerConfig) -> str:
-    """A budget that leaves too little."""
+    """Sentence for a budget that is too small."""
     used, most = reached.used, reached.most
     if config.prefill_share == "adaptive" and reached.limit is Limit.PREFILL:
         return f"{most} prompt tokens are the share of the budget that prompts have now"
@@ -66,7 +66,7 @@ def _spent(reached: Reached, config: SchedulerConfig) -> str:
 
 
 def _lacking(reached: Reached, config: SchedulerConfig) -> str:
-    """Blocks that it needs and are not there."""
+    """Sentence for blocks that a sequence needs and that are not available."""
     free = reached.most - reached.used
     if reached.is_running and not free:
         return f"none of {reached.most} blocks is free for it"

@@ -1,1 +1,1 @@
-"""One replica at work: tokenizer, step loop, streams and metrics. Uses executors through their protocol only."""
+"""Engine of one replica: runs tokenizer, step loop, streams and metrics. Uses executors only through their protocol."""

@@ -1,7 +1,8 @@
-"""Chat templates: Jinja in a sandbox, with what Hugging Face templates expect and nothing that could decide by itself.
+"""Chat templates: renders Hugging Face chat templates in a Jinja sandbox.
 
-Source of the expectations: "Chat templates" in the documentation of transformers. No clock and no randomness: a
-template sees the date only when the caller passes one. What a template may cost is `template_budget`'s.
+The features follow "Chat templates" in the documentation of transformers. Templates have no access to a clock or to
+random numbers: a template gets the date only when the caller passes one. `template_budget` limits the work that a
+template may do.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _CUTTING_METHODS = frozenset((
     "endswith", "find", "index", "partition", "removeprefix", "removesuffix", "replace", "rpartition", "rsplit",
     "split", "startswith",
 ))  # fmt: skip
-"""Of strings: what they are given is looked for."""
+"""String methods that search a string for their argument."""
 _SYSTEM = {"role": "system", "content": "Answer briefly."}
 _USER = {"role": "user", "content": "Hello"}
 _TURN = (_USER, {"role": "assistant", "content": "Hello."}, _USER)
 _TRIED_MESSAGES: Sequence[Sequence[Mapping[str, object]]] = ((_USER,), (_SYSTEM, _USER), _TURN, (_SYSTEM, *_TURN))
-"""Conversations that `ChatTemplate.check` tries: some templates demand a system message, or an earlier answer."""
+"""Conversations that `ChatTemplate.check` tries, since some templates require a system message or an earlier answer."""
 _TRIED_TOOL = {
     "type": "function",
     "function": {
@@ -61,7 +62,7 @@ class ChatTemplate:
     """One compiled template.
 
     Raises:
-        ChatTemplateError: the source is not Jinja, or too long.
+        ChatTemplateError: the source is not valid Jinja, or is too long.
     """
 
     def __init__(self, source: str, bos_token: str | None, eos_token: str | None) -> None:
@@ -69,17 +70,15 @@ class ChatTemplate:
 
         self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
-        self._knows_developer = "developer" in source
+        self._supports_developer = "developer" in source
         self._budget = Budget()
         self._environment = _environment(self._budget)
         if len(source) > MAX_SOURCE_CHARS:
-            raise ChatTemplateError(
-                f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are read"
-            )
+            raise ChatTemplateError(f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}")
         try:
             with self._budget:
                 self._template = self._environment.from_string(add_gates(self._environment.parse(source)))
-            self._template.globals = dict(self._template.globals)  # each rendering copies them; a chain, slowly
+            self._template.globals = dict(self._template.globals)  # each rendering copies them: a ChainMap is slow
         except (TemplateSyntaxError, RecursionError, TooMuchWork) as error:
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
             raise ChatTemplateError(f"the model's chat template cannot be read: {error}{line}") from None
@@ -103,10 +102,10 @@ class ChatTemplate:
 
     @cached_property
     def literals(self) -> frozenset[str]:
-        """Every piece of text that the template itself holds.
+        """All text that the template itself contains.
 
-        Where the role of a message stands between pieces, as in ``'<|' + message.role + '|>'``, the whole is a piece
-        for each role that a message can have: no caller has a hand in it.
+        If a message's role stands between pieces of text, as in ``'<|' + message.role + '|>'``, the result has the
+        joined text for each possible role. Callers cannot influence this text.
         """
         from jinja2 import nodes
 
@@ -127,15 +126,15 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names that the template looks up, its own included."""
+        """Names that the template reads, including its own variables."""
         from jinja2 import nodes
 
         return frozenset(name.name for name in self._tree().find_all(nodes.Name) if name.ctx == "load")
 
     @cached_property
     def none_variables(self) -> Mapping[str, None]:
-        """Variables that are None where a request has none, as transformers sets them: those that the template compares
-        with it. Others stay undefined, since templates also ask whether a variable is defined."""
+        """Variables that are None when a request does not set them, as in transformers: those that the template
+        compares with None. Other variables stay undefined, since templates also test whether a variable is defined."""
         from jinja2 import nodes
 
         tested = [test.node for test in self._tree().find_all(nodes.Test) if test.name == "none"]
@@ -146,11 +145,11 @@ class ChatTemplate:
         return self._environment.parse(self.source)
 
     def check(self) -> None:
-        """Render the conversations of `_TRIED_MESSAGES`: plain, with tools and documents, and with the template's own
-        variables set. One that succeeds is enough.
+        """Render the conversations of `_TRIED_MESSAGES`: without variables, with tools and documents, and with the
+        template's own variables set. One success is enough.
 
         Raises:
-            ChatTemplateError: all of them fail. The message has the reason for a single user message.
+            ChatTemplateError: all of them fail. The message states the reason for a single user message.
         """
         reason = ""
         for variables in self._tried_variables():
@@ -158,7 +157,7 @@ class ChatTemplate:
                 try:
                     self.render(self.context(messages, True, variables), None)
                 except ChatTemplateError as error:
-                    if error.param is None:  # stopped for its cost, and so is the next one
+                    if error.param is None:  # it exceeded the budget, and the next one would too
                         raise
                     reason = reason or str(error)
                 else:
@@ -166,7 +165,8 @@ class ChatTemplate:
         raise ChatTemplateError(f"no conversation can be rendered: with a single user message, {reason}")
 
     def _tried_variables(self) -> Iterator[dict[str, object]]:
-        """Variables of `check`: none, then tools and documents, then all that ``chat_template_kwargs`` may set, too."""
+        """Sets of variables for `check`: none; tools and documents; all that ``chat_template_kwargs`` may set as
+        well."""
         from jinja2.meta import find_undeclared_variables
 
         yield {}
@@ -181,25 +181,29 @@ class ChatTemplate:
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, object] | None,
     ) -> dict[str, object]:
-        """The checked variables of one rendering; InvalidParameterError names what is wrong."""
+        """Check the input and return the variables of one rendering.
+
+        Raises:
+            InvalidParameterError: `param` names the invalid field.
+        """
         for name in template_kwargs or ():
             if name in RESERVED or not name.isidentifier():
                 raise InvalidParameterError(
-                    f"chat_template_kwargs cannot set {name!r}; names of its own that the template reads are right",
+                    f"chat_template_kwargs cannot set {name!r}; only the template's own variables can be set",
                     param="chat_template_kwargs",
                 )
         return {
             **self.none_variables,
             **(template_kwargs or {}),
-            "messages": checked_messages(messages, knows_developer=self._knows_developer),
+            "messages": checked_messages(messages, supports_developer=self._supports_developer),
             "add_generation_prompt": add_generation_prompt,
         }
 
     def render(self, context: Mapping[str, object], now: datetime | None) -> str:
-        """The template's text.
+        """Render the template and return the text.
 
         Raises:
-            ChatTemplateError: the template refused the messages, failed, or wrote more than MAX_RENDERED_CHARS.
+            ChatTemplateError: the template rejected the messages, failed, or produced more than MAX_RENDERED_CHARS.
         """
         variables = {**context, **self._tokens}
         if now is not None:
@@ -215,28 +219,28 @@ class ChatTemplate:
                     pieces.append(piece)
         except (TooMuchWork, MemoryError) as error:
             raise ChatTemplateError(
-                f"the chat template was stopped: {error or 'out of memory'}; give another with --chat-template FILE"
+                f"the chat template was stopped: {error or 'out of memory'}; use --chat-template FILE to replace it"
             ) from None
         except _Refusal as refusal:
-            raise ChatTemplateError(f"the chat template refused the messages: {refusal}", param="messages") from None
+            raise ChatTemplateError(f"the chat template rejected the messages: {refusal}", param="messages") from None
         except Exception as error:
-            # Whatever a foreign template does wrong is this request's failure only.
+            # A fault in a third-party template fails only this request.
             raise ChatTemplateError(
                 f"the chat template failed on these messages: {type(error).__name__}: {error}", param="messages"
             ) from error
         if room < 0:
-            raise ChatTemplateError(f"the chat template wrote more than {MAX_RENDERED_CHARS} characters")
+            raise ChatTemplateError(f"the chat template produced more than {MAX_RENDERED_CHARS} characters")
         return "".join(pieces)
 
 
-def checked_messages(messages: object, *, knows_developer: bool) -> list[dict[str, object]]:
-    """Copies of the messages in the form that templates expect.
+def checked_messages(messages: object, *, supports_developer: bool) -> list[dict[str, object]]:
+    """Copy the messages into the form that templates expect.
 
-    Content becomes one string: text parts are joined by newlines, as vLLM does, and an absent content is empty.
-    Arguments of tool calls become objects. `developer` becomes `system` unless the template reads it.
+    Content becomes one string. Text parts are joined with newlines, as in vLLM, and missing content becomes an empty
+    string. Arguments of tool calls become objects. The role `developer` becomes `system` unless the template reads it.
 
     Raises:
-        InvalidParameterError: `param` names the place, e.g. ``messages[2].content``.
+        InvalidParameterError: `param` is the path of the invalid field, e.g. ``messages[2].content``.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, (list, Sequence)):
         raise InvalidParameterError.of("messages", messages, "a list of messages")
@@ -244,17 +248,17 @@ def checked_messages(messages: object, *, knows_developer: bool) -> list[dict[st
         raise InvalidParameterError(
             f"messages has {len(messages)} entries; it must have 1..{MAX_MESSAGES}", param="messages"
         )
-    return [_checked(message, f"messages[{index}]", knows_developer) for index, message in enumerate(messages)]
+    return [_checked(message, f"messages[{index}]", supports_developer) for index, message in enumerate(messages)]
 
 
-def _checked(message: object, where: str, knows_developer: bool) -> dict[str, object]:
+def _checked(message: object, where: str, supports_developer: bool) -> dict[str, object]:
     if not isinstance(message, (dict, Mapping)):
         raise InvalidParameterError.of(where, message, "an object with role and content")
     role = message.get("role")
     if role not in ROLES:
         raise InvalidParameterError.of(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     checked: dict[str, object] = {str(key): value for key, value in message.items()}
-    checked["role"] = "system" if role == "developer" and not knows_developer else role
+    checked["role"] = "system" if role == "developer" and not supports_developer else role
     calls = message.get("tool_calls")
     if calls is not None:
         checked["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
@@ -281,7 +285,7 @@ def _part(part: object, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(text := part.get("text"), str):
         return text
     raise InvalidParameterError.of(
-        where, part, 'a text part, {"type": "text", "text": "..."}; other kinds are not served'
+        where, part, 'a text part, {"type": "text", "text": "..."}; other types are not supported'
     )
 
 
@@ -299,15 +303,15 @@ def _tool_call(call: object, where: str) -> dict[str, object]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):  # no JSON, or more nested than the parser goes
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply for the parser
             arguments = None
     if not isinstance(arguments, Mapping):
         raise InvalidParameterError.of(f"{where}.function.arguments", function.get("arguments"), "a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-class _Refusal(Exception):  # noqa: N818 - raised by the template itself: a message, not an error of ours
-    """Refusal by the template itself, with `raise_exception`."""
+class _Refusal(Exception):  # noqa: N818 - raised by the template itself: its message is the template's
+    """The template rejected the messages with `raise_exception`."""
 
 
 def _refuse(message: object) -> NoReturn:
@@ -321,7 +325,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON for a model to read: Jinja's own filter would escape what HTML reserves."""
+    """Write JSON for a model. Jinja's own filter would also escape the characters that HTML reserves."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -332,7 +336,7 @@ def _environment(budget: Budget) -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks what a model wrote, for training; here it only stands around its body."""
+        """``{% generation %}`` marks the model's text for training. Here its body is rendered without change."""
 
         tags = {"generation"}  # noqa: RUF012 - the attribute's type is Jinja's
 
@@ -341,7 +345,7 @@ def _environment(budget: Budget) -> Environment:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class Bounded(ImmutableSandboxedEnvironment):
-        """The sandbox, with a budget of work."""
+        """The sandbox with a work budget."""
 
         intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -365,7 +369,7 @@ def _environment(budget: Budget) -> Environment:
 
         def getattr(self, obj: Any, attribute: str) -> Any:
             if type(obj) is dict and attribute in obj and attribute not in _OF_EVERY_DICT:
-                return obj[attribute]  # as the sandbox would, once it had failed to find an attribute
+                return obj[attribute]  # what the sandbox returns after a failed attribute lookup
             return super().getattr(obj, attribute)
 
         def getitem(self, obj: Any, argument: Any) -> Any:
@@ -383,7 +387,8 @@ def _environment(budget: Budget) -> Environment:
 
 
 def _parts(node: Node, seen: set[Node]) -> Iterator[Node]:
-    """Nodes that are written one behind the other; ``seen`` gets sums and the like that were taken apart for it."""
+    """Yield the nodes that are written one after the other. Sums and concatenations that were split are added to
+    ``seen``."""
     from jinja2 import nodes
 
     if isinstance(node, nodes.Add):
@@ -399,7 +404,7 @@ def _parts(node: Node, seen: set[Node]) -> Iterator[Node]:
 
 
 def _runs(parts: Sequence[Node], roles: Set[Node]) -> Iterator[list[Node]]:
-    """Parts that stand together and are the template's own."""
+    """Yield runs of adjacent parts that are text of the template or a role."""
     run: list[Node] = []
     for part in parts:
         if part in roles or _text(part) is not None:
@@ -419,7 +424,8 @@ def _text(node: Node) -> str | None:
 
 
 def _roles(tree: Template) -> Set[Node]:
-    """Every ``message.role`` and ``message['role']`` within a loop over ``messages`` that alone gives the name."""
+    """Every ``message.role`` and ``message['role']`` in a loop over ``messages``, if no other statement binds the
+    loop's name."""
     from jinja2 import nodes
 
     bound = [name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"]
@@ -445,6 +451,6 @@ def _is_role_of(name: str, node: Node) -> bool:
     if isinstance(node, nodes.Getattr):
         is_role = node.attr == "role"
     else:
-        assert isinstance(node, nodes.Getitem), "there are two ways to write it"
+        assert isinstance(node, nodes.Getitem), "a role is read as an attribute or as an item"
         is_role = isinstance(node.arg, nodes.Const) and node.arg.value == "role"
     return is_role and isinstance(node.node, nodes.Name) and node.node.name == name

@@ -1,9 +1,9 @@
-"""Deadlines of requests, and the clock by which they are kept. Engine thread only.
+"""Deadlines of requests: ends requests by the engine's clock. Engine thread only.
 
-A request may have two: ``queue_deadline_s``, for its wait until a step computes any of its tokens, the prompt's
-included, and ``deadline_s``, for its whole answer. Both end it with the finish reason ``deadline``, and an error tells
-them apart: `QueueDeadlineError` or `DeadlineError`. Like any error of an accepted request it is on the output and in
-the whole answer, beside the text so far; a stream and `LLM` raise it.
+A request may have two deadlines: ``queue_deadline_s`` for its wait until a step computes any of its tokens, including
+the prompt's, and ``deadline_s`` for its whole answer. Both end it with the finish reason ``deadline``; the error is
+`QueueDeadlineError` or `DeadlineError`. Like any error of an accepted request, it is part of the output and of the
+whole answer, together with the text so far. A stream and `LLM` raise it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError
 
 MAX_STALE = 1_024
-"""Deadlines of ended requests that may still be in the heap, beyond four for each open request."""
+"""Deadlines of ended requests that may remain in the heap, in addition to four for each open request."""
 
 
 def check_deadlines(request: GenerationRequest) -> None:
-    """Refuse a deadline that is not positive; InvalidParameterError names it."""
+    """Check that deadlines are positive.
+
+    Raises:
+        InvalidParameterError: one is not; `param` names it.
+    """
     for name, value in (("deadline_s", request.deadline_s), ("queue_deadline_s", request.queue_deadline_s)):
         if value is not None and not value > 0:
             raise InvalidParameterError.of(name, value, "positive")
@@ -36,32 +40,33 @@ class Due:
     """Time of the engine's `Clock`."""
     request_id: int
     while_running: bool
-    """True: ``deadline_s``, which holds for running requests too. False: ``queue_deadline_s``, first of two at once."""
+    """True: ``deadline_s``, which also applies to running requests. False: ``queue_deadline_s``, which sorts first of
+    two deadlines at the same time."""
     after_s: float
-    """Seconds after the arrival, as the request states."""
+    """Seconds after the arrival, as in the request."""
 
     def error(self) -> DeadlineError:
-        """Error that the request ends with."""
+        """The error that ends the request."""
         if not self.while_running:
             return QueueDeadlineError(
-                f"none of the request's tokens was computed within {self.after_s:g} s; send it again when there is "
-                "less to do, or allow more time",
+                f"none of the request's tokens was computed within {self.after_s:g} s; send it again when the "
+                "load is lower, or raise the deadline",
                 param="queue_deadline_s",
             )
         return DeadlineError(
-            f"the answer was not complete after {self.after_s:g} s; allow more time or ask for fewer tokens",
+            f"the answer was not complete after {self.after_s:g} s; raise the deadline or request fewer tokens",
             param="deadline_s",
         )
 
 
 class Deadlines:
-    """Heap of deadlines, earliest first; of two at once, the request that came first."""
+    """Heap of deadlines, earliest first. Of two at the same time, that of the earlier request comes first."""
 
     def __init__(self) -> None:
         self._heap: list[Due] = []
 
     def add(self, request_id: int, arrival_s: float, request: GenerationRequest) -> None:
-        """Remember the deadlines of a request that came at ``arrival_s``."""
+        """Add the deadlines of a request that arrived at ``arrival_s``."""
         for while_running, after_s in ((False, request.queue_deadline_s), (True, request.deadline_s)):
             if after_s is not None:
                 heapq.heappush(self._heap, Due(arrival_s + after_s, request_id, while_running, after_s))
@@ -74,19 +79,19 @@ class Deadlines:
         return due
 
     def forget_stale(self, open_ids: Collection[int]) -> None:
-        """Drop the deadlines of ended requests, once there are more than ``MAX_STALE`` allows."""
+        """Remove the deadlines of ended requests, once there are more than ``MAX_STALE`` allows."""
         if len(self._heap) > 4 * len(open_ids) + MAX_STALE:
             self._heap = [due for due in self._heap if due.request_id in open_ids]
             heapq.heapify(self._heap)
 
     @property
     def next_s(self) -> float | None:
-        """Time at which the next deadline passes; None: there is none."""
+        """Time of the next deadline; None: there is none."""
         return self._heap[0].at_s if self._heap else None
 
 
 class Clock(Protocol):
-    """Clock of deadlines: seconds since an arbitrary origin; never decreases."""
+    """Clock for deadlines: seconds since an arbitrary origin; never decreases."""
 
     def now_s(self) -> float: ...
 
@@ -98,7 +103,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only by its methods: for tests and simulation."""
+    """A clock that moves only by its methods, for tests and simulation."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s
@@ -107,6 +112,6 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move forward; a clock that goes back is a programming error."""
+        """Move the clock forward. A negative step is a programming error."""
         assert seconds >= 0, f"a clock never goes back (got {seconds})"
         self._now_s += seconds

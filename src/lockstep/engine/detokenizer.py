@@ -1,12 +1,13 @@
-"""Incremental detokenizer: text from tokens as they come, by a table of the bytes that each token stands for.
+"""Incremental detokenizer: converts tokens to text one by one, using a table of each token's bytes.
 
-Decoders of Hugging Face's `tokenizers` work on whole lists. Two families of them can be applied per token:
-byte-level BPE (every character of a token is a byte, after R. Sennrich's BPE on GPT-2's byte alphabet) and
-SentencePiece ("▁" is a space, ``<0x0A>`` is a byte, one space at the beginning of a text is dropped). For any
-other decoder there is no table: a short window of tokens is decoded again with each token.
+Decoders of Hugging Face's `tokenizers` work on whole lists. Two families of them can be applied per token: byte-level
+BPE (every character of a token is a byte, after R. Sennrich's BPE on GPT-2's byte alphabet) and SentencePiece ("▁" is a
+space, ``<0x0A>`` is a byte, one space at the beginning of a text is dropped). For any other decoder there is no table:
+a short window of tokens is decoded again with each token.
 
-Where bytes are not UTF-8 each faulty part becomes U+FFFD, as Python's and Rust's lossy decoding have it. `tokenizers`
-does so for byte-level BPE; for SentencePiece it spoils the valid neighbours too, which a stream cannot take back.
+If bytes are not valid UTF-8, each invalid part becomes U+FFFD, as in the lossy decoding of Python and Rust.
+`tokenizers` does the same for byte-level BPE. For SentencePiece it also replaces valid neighbours, which a stream could
+not undo.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
 _MAX_WINDOW_TOKENS = 64
-"""For decoders without a byte table: tokens held back at most while their text ends in U+FFFD."""
+"""Maximum number of tokens that are held back while their text ends in U+FFFD. For decoders without a byte table."""
 
 
 class Detokenizer:
@@ -36,10 +37,10 @@ class Detokenizer:
     look-up and the decoding of the token's bytes.
 
     Args:
-        after: the token before the first one, usually the prompt's last. None or a special token: a new text begins,
-            and SentencePiece models drop its leading space; otherwise the text goes on, and the space stays.
-        verbatim: the space stays in either case, because a constraint requested it.
-        shown: ids of special tokens whose text is shown; that of all others is left out.
+        after: the token before the first one, usually the prompt's last. With None or a special token, a new text
+            begins, and SentencePiece models drop its leading space; otherwise the text continues, and the space stays.
+        verbatim: the space always stays, because a constraint requires it.
+        shown: ids of special tokens whose text is shown; the text of all others is left out.
     """
 
     __slots__ = ("_decoder", "_first", "_read", "_shown", "_strip", "_table", "_texts", "_tokenizer", "_window")
@@ -60,20 +61,20 @@ class Detokenizer:
         rules = None if self._table is None else self._table.rules
         self._first = begins
         self._texts: dict[int, str] = {}
-        """Known texts by token: the table's, or none while a character is open or the first token is awaited."""
+        """Known texts by token: those of the table; empty while a character is incomplete or before the first token."""
         self._strip = rules.strip_first if rules is not None and begins else ""
         self._window: list[int] = [] if begins or after is None else [after]
         self._read = len(self._window)
-        """Tokens of the window that are only context, their text already shown."""
+        """Number of tokens in the window that are only context, because their text was already shown."""
 
     def special_text(self, token_id: int) -> str:
-        """Text of a special token, which `append` leaves out; empty for any other."""
+        """Text of a special token, which `append` leaves out; empty for other tokens."""
         return self._tokenizer.special_text(token_id)
 
     def append(self, token_id: int) -> str:
-        """Take a token and return the text that is complete now.
+        """Append a token and return the text that is complete now.
 
-        Empty while a character is still open, or for a special token that is not shown.
+        Empty while a character is incomplete, or for a special token that is not shown.
         """
         text = self._texts.get(token_id)
         return self._append(token_id) if text is None else text
@@ -93,7 +94,7 @@ class Detokenizer:
         return self._stripped(text) if self._strip else text
 
     def _decoded(self, table: TokenBytes, token_id: int) -> str:
-        """The text of a token that is not a text's first."""
+        """Text of a token that is not the first of a text."""
         was_open = self._decoder.getstate()[0]
         text = self._decoder.decode(table.of(token_id))
         is_open = self._decoder.getstate()[0]
@@ -103,7 +104,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """End the text and return what an unfinished character leaves: U+FFFD, or nothing."""
+        """End the text and return the rest of an incomplete character: U+FFFD, or nothing."""
         if self._table is None:
             text = self._new_text()
             self._read = len(self._window)
@@ -112,7 +113,7 @@ class Detokenizer:
         return self._stripped(text) if self._strip else text
 
     def _show(self, token_id: int) -> str:
-        """The text of a special token, after what the tokens before it left open."""
+        """Text of a special token, after the rest of the tokens before it."""
         text = self.flush() + self.special_text(token_id)
         self._window, self._read = [], 0
         self._strip, self._first = "", False
@@ -125,7 +126,7 @@ class Detokenizer:
         return text
 
     def _append_to_window(self, token_id: int) -> str:
-        """Decode a short window twice and show the difference, for decoders that only know whole lists."""
+        """Decode a short window twice and return the difference, for decoders that only work on whole lists."""
         self._window.append(token_id)
         text = self._new_text()
         pending = len(self._window) - self._read
@@ -142,7 +143,7 @@ class Detokenizer:
 
 
 class TokenDecoder(Protocol):
-    """The part of a tokenizer that turns tokens into text."""
+    """The decoding interface of a tokenizer."""
 
     @property
     def token_bytes(self) -> TokenBytes | None:
@@ -155,47 +156,47 @@ class TokenDecoder(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     def special_text(self, token_id: int) -> str:
-        """Text that a special token is written as; empty for any other."""
+        """Text of a special token; empty for other tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderRules:
-    """Rules of a byte-level or SentencePiece decoder, as data."""
+    """Rules of a byte-level or SentencePiece decoder."""
 
     byte_level: bool
     replacements: tuple[tuple[str, str], ...] = ()
-    """In order, within a token."""
+    """Replacements within a token, in order."""
     byte_tokens: bool = False
     """True if ``<0x0A>`` stands for a byte."""
     strip_first: str = ""
-    """Dropped once from the beginning of the text."""
+    """Prefix that is dropped once from the beginning of the text."""
     blank_first: str = ""
-    """Dropped wherever it occurs in the first token."""
+    """Text that is dropped wherever it occurs in the first token."""
 
 
 @dataclass(slots=True)
 class TokenBytes:
-    """Table of each token's bytes, filled as tokens are met. Shared by all sequences of a model."""
+    """Table of each token's bytes, filled on first use. Shared by all sequences of a model."""
 
     tokenizer: Tokenizer
     rules: DecoderRules
     skipped: frozenset[int]
-    """Special tokens: no text."""
+    """Special tokens, which have no text."""
     alphabet: dict[str, int] = field(default_factory=lambda: byte_alphabet())
     known: dict[int, bytes] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
-    """Texts of tokens that are whole characters by themselves; not valid for a text's first token."""
+    """Texts of tokens that are whole characters by themselves. Not valid for the first token of a text."""
 
     def of(self, token_id: int) -> bytes:
-        """The bytes of a token; none for an id outside the vocabulary."""
+        """Bytes of a token; empty for an id outside the vocabulary."""
         data = self.known.get(token_id)
         if data is None:
             data = self.known[token_id] = self._of_text(self.tokenizer.id_to_token(token_id) or "")
         return data
 
     def of_first(self, token_id: int) -> bytes:
-        """The bytes of a token that begins a text; `DecoderRules.strip_first` is not applied yet."""
+        """Bytes of a token that begins a text, before `DecoderRules.strip_first` is applied."""
         blank = self.rules.blank_first
         if not blank:
             return self.of(token_id)
@@ -214,7 +215,8 @@ class TokenBytes:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: itself where it is printable, else the next free from U+0100 on."""
+    """GPT-2's printable character for each byte: the byte's own character if printable, else the next free one from
+    U+0100."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     alphabet = {chr(byte): byte for byte in sorted(printable)}
     for offset, byte in enumerate(byte for byte in range(256) if byte not in printable):
@@ -223,7 +225,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def decoder_rules(tokenizer: Tokenizer) -> DecoderRules | None:
-    """Read the rules of a tokenizer's decoder; None: it is of neither family, and has no byte table."""
+    """Read the rules of a tokenizer's decoder; None: it belongs to neither family, and has no byte table."""
     if tokenizer.decoder is None:
         return None
     steps = steps_of(tokenizer.decoder, "decoders")
@@ -248,10 +250,10 @@ def decoder_rules(tokenizer: Tokenizer) -> DecoderRules | None:
 
 
 def steps_of(part: Any, members: str) -> list[dict[str, Any]]:
-    """Steps of a decoder, normalizer or pre-tokenizer, nested sequences flattened; empty for None.
+    """Steps of a decoder, normalizer or pre-tokenizer, with nested sequences flattened; empty for None.
 
     Args:
-        members: key under which a sequence of this kind lists its steps, e.g. ``decoders``.
+        members: key of the list of steps in a sequence of this kind, e.g. ``decoders``.
     """
     if part is None:
         return []

@@ -1,7 +1,7 @@
-"""Step loop of one replica: inbox, schedule, execute, sample, commit, publish.
+"""Step loop of one replica: drains the inbox, then schedules, executes, samples, commits and publishes.
 
-One thread owns all state: the one that calls ``step``, or ``run``, which calls it. Other threads reach it through the
-bounded inbox only. The engine depends on no recorder and no HTTP; it takes an observer and hands outputs to sinks.
+One thread owns all state: the one that calls ``step``, or ``run``, which calls it. Other threads reach it only through
+the bounded inbox. The engine depends on neither a recorder nor HTTP; it calls an observer and passes outputs to sinks.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ log = logging.getLogger(__name__)
 Observer = Callable[[StepPlan, StepResult, StepEvents], None]
 OutputStream = AsyncGenerator[TokenOutput, None]
 IDLE_WAIT_S = 1.0
-"""Longest sleep of `Engine.run` before it looks for work unasked."""
+"""Longest wait of `Engine.run` before it checks for work again."""
 
 
 class Engine:
     """Serves one loaded model.
 
     Args:
-        model: what loading produced; the engine does not close it.
-        config: limits and policy of the scheduler; ``lockstep.engine.options.plan_config`` makes one from the geometry.
-        clock: where durations and deadlines come from.
-        observer: called after each committed step, when its outputs are told, with the plan, its result and its events.
+        model: the loaded model; the engine does not close it.
+        config: limits and policy of the scheduler; ``lockstep.engine.options.plan_config`` derives one from the
+            geometry.
+        clock: source of durations and deadlines.
+        observer: called after each committed step, once its outputs are published, with the plan, its result and
+            events.
         on_session: called on the engine's thread with each change of a session.
-        recorder: listens to all that decides a step.
-        store: where blocks are kept outside of the device; None: nowhere.
-        kv_class: priority of what is kept there; larger numbers are given up first.
-        wake: called by any thread when there is something to do that nobody submitted.
+        recorder: records everything that decides a step.
+        store: KV store outside of the device; None: there is none.
+        kv_class: priority of this engine's blocks in the store; larger numbers are evicted first.
+        wake: called by any thread when there is work that no client submitted.
     """
 
     def __init__(
@@ -91,21 +93,22 @@ class Engine:
         self._mailboxes = LoopMailboxes()
 
     def follow(self, follower: SequenceFollower) -> None:
-        """Attach an observer of every sequence, and keep the changes of the cache; before the first request."""
+        """Attach an observer of every sequence, and record the changes of the cache. Call this before the first
+        request."""
         self._requests.follower = follower
         self.scheduler.follow_contents()
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, callback: Sink | None = None, *, request_id: int | None = None) -> int:
-        """Queue a request; returns its id at once.
+        """Queue a request and return its id at once.
 
-        Without a callback the whole answer is kept for ``result``; with one, every ``TokenOutput`` is handed to it on
+        Without a callback, the whole answer is kept for ``result``. With one, every ``TokenOutput`` is passed to it on
         the engine's thread, and nothing is kept.
 
         Args:
-            request_id: for a caller who counts requests over several engines, and then for all of this one's. Such a
-                caller takes what every step brought, as a whole, and nothing is kept for ``result``.
+            request_id: id from a caller that numbers requests across several engines; then all requests of this engine
+                need one. Such a caller takes the outputs of each step as a whole, and nothing is kept for ``result``.
 
         Raises:
             InvalidParameterError, PromptTooLongError: the request can never be served as it is.
@@ -123,20 +126,20 @@ class Engine:
         except UsageError:
             self._requests.by_id.pop(request_id, None)
             raise
-        except BaseException:  # an interrupt: nobody will ever know this id
+        except BaseException:  # an interrupt: the caller never receives this id
             self.abort(request_id)
             raise
         return request_id
 
     async def submit_async(self, request: GenerationRequest) -> RequestOutput:
-        """The whole answer; leaving the await aborts the request."""
+        """Return the whole answer. Cancelling the await aborts the request."""
         async for output in self.stream(request):
             if output.request is not None:
                 return output.request
         raise RequestFailedError("the stream ended without its last output; this is a bug in Lockstep")
 
     async def stream(self, request: GenerationRequest) -> OutputStream:
-        """Yield what each step brings; an error of the request is raised; leaving the loop aborts the request."""
+        """Yield the output of each step, and raise the request's error. Leaving the loop aborts the request."""
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -155,7 +158,7 @@ class Engine:
                 self.abort(request_id)
 
     def abort(self, request_id: int) -> None:
-        """End a request before its next step; an unknown or ended one is left alone."""
+        """End a request before its next step. Unknown and ended requests are ignored."""
         if request_id in self._requests.by_id:
             self._inbox.abort(request_id)
 
@@ -163,52 +166,54 @@ class Engine:
         return request_id not in self._requests.by_id
 
     def result(self, request_id: int) -> RequestOutput | None:
-        """The answer to a request that was submitted without a callback, once; None while it runs or when read."""
+        """Take the answer to a request that was submitted without a callback; None while it runs or once it was
+        taken."""
         return self._requests.results.take(request_id)
 
     def drain_finished(self) -> tuple[RequestOutput, ...]:
-        """Every answer that ``result`` would give, in the order in which they ended; they count as read then."""
+        """Take every answer that ``result`` would return, in the order in which the requests ended."""
         return self._requests.results.take_all()
 
     def stop(self) -> None:
-        """Refuse requests from now on, and have ``run`` end with its step and abort what is open; does not wait."""
+        """Reject new requests, and make ``run`` end after its step and abort the open requests. Does not wait."""
         self._inbox.close("this engine was stopped and takes no requests")
 
     @property
     def is_stopped(self) -> bool:
-        """True when no more requests are taken, since it was stopped or ``run`` broke."""
+        """True when the engine takes no more requests, since it was stopped or ``run`` failed."""
         return self._inbox.is_closed
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something is submitted or aborted, a deadline is due, it is stopped, or the time is up."""
+        """Sleep until a request is submitted or aborted, a deadline is due, the engine is stopped, or the timeout
+        ends."""
         due_s = self._requests.deadlines.next_s
         if due_s is not None:
             timeout_s = min(timeout_s, max(0.0, due_s - self._now_s()))
         self._inbox.wait(timeout_s)
 
     def metrics(self) -> MetricsSnapshot:
-        """A consistent enough copy of all counters; may be called from any thread."""
+        """A copy of all counters, consistent enough for monitoring. May be called from any thread."""
         unscheduled = Unscheduled(self._inbox.num_requests + self.sessions.num_waiting, self._inbox.num_rejected)
         return snapshot(self._metrics, self.scheduler.stats(), unscheduled, self._info)
 
     @property
     def num_open(self) -> int:
-        """Requests that were submitted and have not ended."""
+        """Number of requests that were submitted and have not ended."""
         return len(self._requests.by_id)
 
     @property
     def num_running(self) -> int:
-        """Sequences that are being computed; a request has ``n`` of them."""
+        """Number of sequences that are being computed. A request has ``n`` of them."""
         return self.scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are queued or preempted, and requests that the scheduler has not seen yet."""
+        """Number of sequences that are queued or preempted, plus requests that are not yet in the scheduler."""
         return self.scheduler.num_waiting + self._inbox.num_requests + self.sessions.num_waiting
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits over every decision so far; equal for equal runs."""
+        """Fingerprint of every decision so far, 16 hex digits; equal for equal runs."""
         return self._fingerprint.hexdigest()
 
     # -- the engine's thread --------------------------------------------------------------------------------------
@@ -219,32 +224,33 @@ class Engine:
 
     @property
     def num_free_places(self) -> int:
-        """Sequences that the queue takes before it refuses; between steps, when the inbox is drained."""
+        """Number of sequences that the queue still accepts. Valid between steps, when the inbox is empty."""
         return self.config.max_num_queued_reqs - self.scheduler.num_waiting
 
     def session_reports(self) -> tuple[SessionReport, ...]:
-        """All sessions, least recently used first; between steps."""
+        """All sessions, least recently used first. Call this between steps."""
         return self.sessions.reports(self._now_s())
 
     def run(self) -> None:
-        """Step while there is work and wait while there is none, until ``stop``; what is open then ends with ``abort``.
+        """Run steps until ``stop``, waiting while there is no work. Requests that are then open end with ``abort``.
 
-        For a thread of its own; UsageError where another has it. Interrupts out of executors and callbacks are logged
-        there, and come out on the main thread. So does on any what breaks the loop itself, or what an observer raises:
-        every open request has ended with an error then, and no more are taken.
+        Needs a thread of its own; raises UsageError if another thread runs the engine. Interrupts from executors and
+        callbacks are logged, except on the main thread, where they are raised. A failure of the loop itself, or of an
+        observer, is raised on any thread. Then every open request has ended with an error, and no more requests are
+        accepted.
         """
         self._check_thread()
         if self._running_thread_id:
-            raise UsageError("this engine is running; a callback or observer cannot run it once more")
+            raise UsageError("this engine is running; a callback or observer cannot call run() again")
         self._running_thread_id = threading.get_ident()
         try:
             while not self._inbox.is_closed:
                 if not self._advance() and not self.sessions.has_work:
-                    self.wait(IDLE_WAIT_S)  # not at all where somebody came since the last wait
+                    self.wait(IDLE_WAIT_S)  # returns at once if a request came since the last wait
             self.abort_all()
         except BaseException as error:
-            self._inbox.close(f"this engine broke and takes no requests ({error!r}); load the model again")
-            self.abandon(RequestFailedError(f"the engine broke: {error!r}; load the model again"))
+            self._inbox.close(f"this engine failed and takes no requests ({error!r}); load the model again")
+            self.abandon(RequestFailedError(f"the engine failed: {error!r}; load the model again"))
             raise
         finally:
             self._running_thread_id = 0
@@ -258,41 +264,43 @@ class Engine:
         except BaseException:
             if threading.current_thread() is threading.main_thread():
                 raise
-            # The step is over, its requests know, and nobody above this thread can be interrupted.
-            log.exception("an interrupt in an engine's thread")
+            # The step is over, its requests have their error, and no caller of this thread could handle it.
+            log.exception("interrupted in the engine's thread")
             return True
 
     def _check_thread(self) -> None:
         if self._running_thread_id and self._running_thread_id != threading.get_ident():
-            raise UsageError("another thread runs this engine's steps; submit to it, and take results from it")
+            raise UsageError("another thread runs this engine's steps; submit requests and read their results instead")
 
     def run_until_idle(self) -> None:
-        """Step until nothing is left to do."""
+        """Run steps until no work is left."""
         while self.has_work or self.num_waiting:
             if self.has_work:
                 self.step()
-            else:  # blocks are on their way back
+            else:  # the store is still loading blocks
                 self.wait(IDLE_WAIT_S)
 
     def abort_all(self) -> None:
-        """End every request, waiting or running: the engine is about to stop."""
+        """Abort every request, waiting or running, because the engine is about to stop."""
         self.drain()
         for request_id in list(self._requests.by_id):
             self._requests.abort(request_id)
         self._mailboxes.dispatch(on_lost=self._requests.abort)
 
     def abandon(self, error: LockstepError) -> None:
-        """The loop itself broke: tell every caller, without a word to a scheduler that cannot be trusted any more."""
+        """Fail every request after a failure of the loop itself. The scheduler is not called, as its state may be
+        inconsistent."""
         self.sessions.abandon()
         self._requests.abandon(error)
         self._mailboxes.dispatch(on_lost=lambda request_id: None)
 
     def step(self) -> StepOutputs:
-        """Drain the inbox, then plan, execute and publish one step; returns what it did, for all requests.
+        """Drain the inbox, then plan, execute and publish one step. Returns the outputs of all requests.
 
-        Whatever the executor, the sampler or a grammar raises fails the step: its requests end with the reason and the
-        next step can come. Interrupts (no `Exception`) among it or out of callbacks, and what the observer raises, come
-        out of here when the step is over. A signal's may come amid a decision: to go on then, step on another thread.
+        An exception of the executor, the sampler or a grammar fails the step: its requests end with the reason, and the
+        next step can run. Interrupts (not `Exception`) in the step or in callbacks, and exceptions of the observer, are
+        raised here after the step. An exception of a signal handler may interrupt a decision; run steps on another
+        thread to be safe from it.
         """
         self._check_thread()
         self.take()
@@ -302,13 +310,13 @@ class Engine:
         if plan.has_work:
             self._run_plan(plan)
         else:
-            assert not self.scheduler.has_unfinished, "sequences wait, but the plan is empty: nothing would ever change"
+            assert not self.scheduler.has_unfinished, "sequences wait, but the plan is empty: the engine would hang"
         self._mailboxes.dispatch(on_lost=self._requests.abort)
         self._requests.raise_interrupt()
         return StepOutputs(plan if plan.has_work else None, outputs)
 
     def take(self) -> Published:
-        """Take what was published since the last call, or since the last step began, which throws away what is left."""
+        """Take what was published since the last call. Each step first discards what was not taken."""
         started, self._processor.started = self._processor.started, []
         return self._requests.take(started)
 
@@ -318,7 +326,7 @@ class Engine:
             now_s = self._now_s()
             result, touched = self._processor.accept(plan, samples, now_s)
             self._requests.name_answers(touched)
-        except BaseException as error:  # whatever a step raises ends its requests with the reason, never the engine
+        except BaseException as error:  # an error of a step ends its requests with the reason, not the engine
             log.exception("step %d failed", plan.step)
             self._fail_step(plan, error)
             return
@@ -349,7 +357,8 @@ class Engine:
             self._requests.end(request_id, FinishReason.ERROR, error)
 
     def drain(self) -> None:
-        """Take what waited for a session, then what was submitted, in order, then what is due; once per step."""
+        """Take in order: requests that waited for a session, submitted requests and aborts, due deadlines. Once per
+        step."""
         now_s = self._now_s()
         if self.sessions.has_work:
             for live in self.sessions.ready(now_s):

@@ -1,4 +1,4 @@
-"""The live side of a request: its tokens, its text so far and the rule that ends it. Engine thread only."""
+"""Generation state of a request: holds its tokens, its text so far and the rules that end it. Engine thread only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Sink = Callable[[TokenOutput], None]
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One sequence of a request: its tokens, its text so far, and the state of every rule on it."""
+    """One sequence of a request: its tokens, its text so far, and the state of each output rule."""
 
     live: LiveRequest
     index: int
@@ -34,28 +34,28 @@ class Generation:
     sampler: SamplerState
     detokenizer: Detokenizer
     max_step_tokens: int
-    """Tokens that one step may add, forced ones included."""
+    """Maximum tokens that one step may add, including jump-forward tokens."""
     tokens: list[int] = field(init=False)
-    """Prompt and output."""
+    """Token ids of the prompt and the output."""
     prompt_len: int = field(init=False)
     min_len: int = field(init=False)
     max_len: int = field(init=False)
     ends: frozenset[int] = field(init=False)
-    """Tokens that end it."""
+    """Token ids that end the sequence."""
     grammar: AnyGrammar | None = None
     stops: StopStrings | None = None
     bad_words: BadWords | None = None
     splitter: ReasoningSplitter | None = None
     pooler: Pooler | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """For the first sequence only: its siblings have the same prompt."""
+    """Set only for the first sequence, since its siblings have the same prompt."""
     takes_likeliest: bool = False
-    """True if each of its tokens is the most likely one, and no one asks how likely."""
+    """True if each of its tokens is the most likely one and no log-probabilities were requested."""
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     delta_ids: tuple[int, ...] = ()
-    """New since its last output, as are the other deltas."""
+    """New tokens since its last output. The other deltas have the same meaning."""
     delta_text: str = ""
     delta_reasoning: str = ""
     delta_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -64,11 +64,11 @@ class Generation:
     num_cached_tokens: int | None = None
     """Position at which its first chunk began."""
     fault: LockstepError | None = None
-    """Reason for which its next token cannot be chosen."""
+    """The reason why its next token cannot be chosen."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     block_hashes: tuple[bytes, ...] = field(init=False)
-    """Of its full blocks that can be hit: those of the prompt and, once it has ended, those of its answer."""
+    """Hashes of its full blocks that can be hit: those of the prompt and, once it has ended, those of its answer."""
 
     def __post_init__(self) -> None:
         live, request, params = self.live, self.live.request, self.live.request.params
@@ -101,19 +101,19 @@ class Generation:
         )
 
     def began_at(self, start: int, now_s: float) -> None:
-        """A chunk of its prompt is about to be computed."""
+        """Record that a chunk of its prompt is about to be computed."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = start
         if self.live.first_scheduled_s is None:
             self.live.first_scheduled_s = now_s
 
     def avoided(self) -> tuple[int, ...]:
-        """The tokens that may not come now; a grammar excludes ends itself."""
+        """The tokens that may not come next. A grammar itself excludes the end tokens."""
         ends = self.live.end_ids if self.grammar is None and len(self.tokens) < self.min_len else ()
         return ends if self.bad_words is None else ends + self.bad_words.after(self.tokens, self.prompt_len)
 
     def allowed(self) -> TokenBits | None:
-        """The tokens that the grammar allows next; None, with ``fault`` set, when it cannot go on."""
+        """The tokens that the grammar allows next; None, with ``fault`` set, if it cannot continue."""
         assert self.grammar is not None, "only for a constrained sequence"
         avoided = self.live.ignored_end_ids
         if len(self.tokens) < self.min_len:
@@ -127,23 +127,23 @@ class Generation:
             for token in self.bad_words.after(self.tokens, self.prompt_len):
                 bits[token >> 3] &= ~(1 << (token & 7)) & 0xFF
             if not bits.any():
-                self.fault = RequestFailedError("bad_words ban everything that the constraint allows here")
+                self.fault = RequestFailedError("bad_words excludes every token that the constraint allows here")
                 return None
         return bits
 
     def embedding(self) -> npt.NDArray[np.float32] | None:
-        """The pooled vector of a request that asks for one and came to its end."""
+        """The pooled vector, if the request is an embedding request and has ended normally."""
         return self.pooler.vector() if self.pooler is not None and self.finish_reason is FinishReason.STOP else None
 
-    def judged_prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Log-probabilities of the prompt's tokens, where they were requested and the prompt was computed."""
+    def prompt_entries(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Log-probabilities of the prompt's tokens, if they were requested and the prompt was computed."""
         return None if self.prompt_logprobs is None else self.prompt_logprobs.entries()
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> int:
-        """Take a sampled token and those that it forces; sets ``finish_reason`` where they end the sequence.
+        """Append a sampled token and the tokens that it forces. Sets ``finish_reason`` if they end the sequence.
 
         Returns:
-            How many tokens that were.
+            The number of tokens appended.
         """
         known = len(self.tokens)
         self.delta_ids, self.delta_text = (token_id,), ""
@@ -166,7 +166,7 @@ class Generation:
         return len(self.tokens) - known
 
     def _take(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
-        """Append one token; whether the sequence ends with it."""
+        """Append one token; True: the sequence ends with it."""
         self.tokens.append(token_id)
         if self.sampler.remembers:
             self.sampler.append(token_id)
@@ -194,7 +194,8 @@ class Generation:
         return self.finish_reason is not None
 
     def end(self, reason: FinishReason) -> None:
-        """Close it and release the text that was still held back; an ended one stays as it is."""
+        """End the sequence and release the text that was still held back. A sequence that has ended is left
+        unchanged."""
         if self.finish_reason is not None:
             return
         self.finish_reason = reason
@@ -215,7 +216,7 @@ class Generation:
             self.delta_text += text
 
     def _content(self, text: str) -> str:
-        """The part of new text that is content; thoughts go their own way."""
+        """Return the part of new text that is content; reasoning is collected separately."""
         assert self.splitter is not None
         thoughts, content = self.splitter.append(text)
         self._think(thoughts)
@@ -227,7 +228,7 @@ class Generation:
             self.delta_reasoning += thoughts
 
     def take_output(self, now_s: float) -> TokenOutput:
-        """Take what happened since the last call, as a value."""
+        """Return the changes since the last call."""
         live = self.live
         ended = self.finish_reason is not None
         live.num_delivered += ended
@@ -249,18 +250,19 @@ class Generation:
 
     @property
     def num_output(self) -> int:
-        """Tokens that it generated."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def is_full(self) -> bool:
-        """True if it has all the tokens that it may have."""
+        """True if the sequence has its maximum number of tokens."""
         return len(self.tokens) >= self.max_len
 
     def name_answer(self, namespace: bytes, block_size: int) -> tuple[bytes, ...]:
-        """Hash the full blocks behind those of its prompt, as it ends; returns what is new in ``block_hashes``.
+        """Hash the full blocks after those of the prompt, when the sequence ends; returns what is new in
+        ``block_hashes``.
 
-        The tokens of its last step have no KV, and outside of a step the last one has none.
+        The tokens of its last step have no KV. Outside of a step, the last token has none.
         """
         known = self.block_hashes
         ids = self.tokens[: len(self.tokens) - max(1, len(self.delta_ids))]
@@ -295,7 +297,7 @@ class Generation:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request between submission and its last token: what input processing made of it, and what became of it."""
+    """A request between submission and its last token: the results of input processing, and its state."""
 
     request: GenerationRequest
     prompt_ids: tuple[int, ...]
@@ -303,33 +305,33 @@ class LiveRequest:
     max_output_tokens: int
     sampling: ResolvedSampling
     seed: int
-    """Seed of the first sequence; sibling ``i`` draws with ``seed + i``."""
+    """Seed of the first sequence. Sibling ``i`` samples with ``seed + i``."""
     end_ids: tuple[int, ...] = ()
-    """Tokens that end a sequence, in a fixed order."""
+    """Token ids that end a sequence, in a fixed order."""
     ignored_end_ids: tuple[int, ...] = ()
-    """The model's end tokens where the request goes on after them."""
+    """End tokens of the model that do not end this request."""
     grammars: tuple[AnyGrammar, ...] = ()
-    """One per sequence of a constrained request; else empty."""
+    """One grammar per sequence of a constrained request; otherwise empty."""
     shown_ids: frozenset[int] = frozenset()
-    """Special tokens whose text is part of the answer's."""
+    """Special tokens whose text is part of the answer."""
     banned_runs: Runs = ()
-    """Tokens that may not come in a row."""
+    """Token sequences that may not be generated."""
     request_id: int = -1
-    """Known, as is what follows, when it is submitted."""
+    """Id of the request. It and the following fields are set at submission."""
     arrival_s: float = 0.0
     sink: Sink | None = None
     is_kept: bool = False
-    """The whole answer is kept until it is requested."""
+    """True if the whole answer is kept until `Engine.result` reads it."""
     generations: list[Generation] = field(default_factory=list)
     num_open: int = field(init=False)
     num_delivered: int = 0
-    """Sequences whose last output was taken: of several that end in one step, the last one tells the whole."""
+    """Sequences whose last output was taken. If several end in one step, the last one carries the request's output."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     is_in_session: bool = False
-    """It counts as a busy request of its session."""
+    """True if it counts as a busy request of its session."""
     error: LockstepError | None = None
 
     def __post_init__(self) -> None:
@@ -337,11 +339,12 @@ class LiveRequest:
 
     @property
     def kept_hashes(self) -> tuple[bytes, ...]:
-        """Block hashes of what its session comes back for: the prompt, and the answer of the first sequence."""
+        """Hashes of the blocks that its session keeps: the prompt, and the answer of the first sequence."""
         return self.generations[0].block_hashes if self.generations else self.core_request.block_hashes
 
     def core_request_of(self, first: int | None) -> Request:
-        """One sequence in the core's terms: the first, or a sibling of it, which needs no prompt row and may share."""
+        """The core's request for one sequence. Siblings of the first one need no prompt row and may share its
+        blocks."""
         if first is None:
             return self.core_request
         return replace(self.core_request, sibling_of=first, reads_cache=True)
@@ -360,5 +363,5 @@ class LiveRequest:
             Timings(scheduled - arrival, ttft, now_s - arrival),
             self.error,
             self.generations[0].embedding() if self.generations else None,
-            self.generations[0].judged_prompt() if self.generations else None,
+            self.generations[0].prompt_entries() if self.generations else None,
         )

@@ -1,4 +1,4 @@
-"""Input processing, on the caller's thread: checking, tokenising and hashing a request before the engine sees it."""
+"""Input processing: checks, tokenises and hashes a request on the caller's thread before it enters the engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import SamplingParams, check_logprobs
 
 MAX_SHOWN_SPECIALS = 64
-"""Special tokens that one request may want to see."""
+"""Maximum number of special tokens that a request may show."""
 MAX_SESSION_CHARS = 512
 MAX_OWNER_CHARS = 4_096
-"""An owner is a model, which may be called by its path."""
+"""An owner is a model, which may be named by its path."""
 MAX_EXTERNAL_ID_CHARS = 128
 MAX_SEGMENT_CHARS = 64
 REASONING = ("auto", "off")
@@ -31,7 +31,7 @@ REASONING = ("auto", "off")
 
 
 def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequest) -> LiveRequest:
-    """Check everything that can be known without the engine's state, and put the request in the engine's terms.
+    """Check what does not depend on the engine's state, and convert the request to the engine's form.
 
     Raises:
         InvalidParameterError: a parameter, or a token of the prompt, is out of range.
@@ -80,12 +80,12 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
 
 
 def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationRequest) -> GenerationRequest:
-    """The request with a model's token ids as its prompt, cut as it states.
+    """Return the request with token ids as its prompt, truncated as it requests.
 
     Raises:
-        InvalidParameterError, ChatTemplateError: the prompt or its truncation is wrong; see `Tokenizer.encode_chat`.
-        PromptTooLongError: the context cannot hold it. A conversation is measured as it was sent: what the template
-            would leave out of it counts.
+        InvalidParameterError, ChatTemplateError: the prompt or its truncation is invalid; see `Tokenizer.encode_chat`.
+        PromptTooLongError: it does not fit the context. A conversation is measured as it was sent, including text that
+            the template would leave out.
     """
     prompt, reasoning = request.prompt, request.reasoning
     most = max_model_len - 1 if request.truncate_prompt_tokens is None else None
@@ -109,7 +109,7 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
 
 
 def _truncated(ids: tuple[int, ...], max_model_len: int, request: GenerationRequest) -> tuple[int, ...]:
-    """The last tokens of the prompt, as many as the request wants to keep."""
+    """The last tokens of the prompt, as many as the request keeps."""
     num_kept = request.truncate_prompt_tokens
     if num_kept is None:
         return ids
@@ -120,10 +120,12 @@ def _truncated(ids: tuple[int, ...], max_model_len: int, request: GenerationRequ
 
 
 def banned_runs(tokenizer: Tokenizer, words: Sequence[str]) -> Runs:
-    """The runs of tokens that some words are, each once, in the order of the words. The rules are vLLM's, for its
-    parameter `bad_words`: a word is tokenised as it stands and with a space before it, since most vocabularies have
-    other tokens there; where the space is a token of its own, or changes how many there are, the second run would ban
-    more than the word and is left out."""
+    """Token sequences of the banned words, each once, in the order of the words.
+
+    The rules are those of vLLM's parameter `bad_words`. A word is tokenised as it is and with a leading space, since
+    most vocabularies have other tokens for that. If the space is a separate token, or changes the number of tokens, the
+    second sequence would ban more than the word, and is left out.
+    """
     runs: list[tuple[int, ...]] = []
     for word in words:
         bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False)) if word.strip() else ()
@@ -138,13 +140,14 @@ def banned_runs(tokenizer: Tokenizer, words: Sequence[str]) -> Runs:
 def _prepare_pooling(
     model: LoadedModel, config: SchedulerConfig, request: GenerationRequest, prompt_ids: tuple[int, ...]
 ) -> LiveRequest:
-    """A prompt that is computed whole and past the cache, since every position's hidden state is wanted."""
+    """Prepare an embedding request. It is computed without the prefix cache, since the hidden state of every position
+    is needed."""
     if not hasattr(type(model.executor), "hidden_states"):
-        raise InvalidParameterError(f"model {model.name!r} gives no hidden states to pool", param="pooling")
+        raise InvalidParameterError(f"model {model.name!r} does not provide hidden states", param="pooling")
     if request.pooling not in POOLINGS:
-        raise InvalidParameterError(f"pooling is {request.pooling!r}; it is mean or last", param="pooling")
+        raise InvalidParameterError(f"pooling is {request.pooling!r}; it must be mean or last", param="pooling")
     if request.prompt_logprobs is not None:
-        raise InvalidParameterError("a pooled request has no prompt_logprobs", param="prompt_logprobs")
+        raise InvalidParameterError("an embedding request cannot have prompt_logprobs", param="prompt_logprobs")
     core_request = Request(len(prompt_ids), 1, (), request.priority, request.tenant, reads_cache=False, is_bulk=True)
     return LiveRequest(
         request=replace(request, params=SamplingParams(temperature=0.0, max_tokens=1)),
@@ -157,7 +160,11 @@ def _prepare_pooling(
 
 
 def check_session(request: GenerationRequest) -> None:
-    """Refuse what names no session, and what would leave it nothing; InvalidParameterError names the field."""
+    """Check the session fields of a request.
+
+    Raises:
+        InvalidParameterError: a field is invalid, or the session would have nothing to keep; `param` names the field.
+    """
     if request.session_id is None:
         return
     if not 1 <= len(request.session_id) <= MAX_SESSION_CHARS:
@@ -165,10 +172,10 @@ def check_session(request: GenerationRequest) -> None:
     for name, text in (("session_id", request.session_id), ("session_owner", request.session_owner)):
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # it travels, and is noted in files
+        except UnicodeEncodeError as error:  # it is sent in messages and written to files
             raise InvalidParameterError(
-                f"{name} holds half of a character (U+{ord(text[error.start]):04X}) at place {error.start};"
-                " send whole ones",
+                f"{name} contains half of a character (U+{ord(text[error.start]):04X}) at index {error.start};"
+                " send whole characters",
                 param=name,
             ) from None
     if len(request.session_owner) > MAX_OWNER_CHARS:
@@ -178,7 +185,7 @@ def check_session(request: GenerationRequest) -> None:
     if request.max_active_sessions < 1:
         raise InvalidParameterError.of("max_active_sessions", request.max_active_sessions, "at least 1")
     if request.pooling is not None:
-        raise InvalidParameterError("a pooled request leaves a session nothing to keep", param="session_id")
+        raise InvalidParameterError("an embedding request leaves no KV for a session to keep", param="session_id")
 
 
 def _check_labels(request: GenerationRequest) -> None:
@@ -188,14 +195,14 @@ def _check_labels(request: GenerationRequest) -> None:
 
 
 def ends_of(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens that end an answer, in a fixed order, and end tokens of the model after which it goes on."""
+    """End tokens of an answer, in a fixed order, and end tokens of the model that the request ignores."""
     model_ends = tokenizer.end_token_ids
     ends, ignored = ((), model_ends) if params.ignore_eos else (model_ends, ())
     return tuple(dict.fromkeys((*ends, *params.stop_token_ids))), ignored
 
 
 def shown_ids_of(tokenizer: Tokenizer, request: GenerationRequest) -> frozenset[int]:
-    """All special tokens, or those among some texts; the others are ordinary text, which is shown anyway."""
+    """Special tokens that are shown: all, or those with one of the requested texts. Other tokens are shown anyway."""
     texts = request.shown_specials
     if not request.params.skip_special_tokens:
         return tokenizer.special_token_ids

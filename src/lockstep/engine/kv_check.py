@@ -1,8 +1,8 @@
-"""Sampled check of KV that came back: the first block of a chain is computed again and compared, bit by bit.
+"""Sampled check of loaded KV: computes the first block of a chain again and compares it, bit by bit.
 
-Checksums tell what became of a file; this tells whether what was written is what the model computes. A check is an
-ordinary request of one token that runs when the engine has nothing else to do. Its prompt has a salt of its own, so
-that it finds nobody's blocks and nobody finds its. Which chains are checked is decided by counting them.
+A checksum detects a changed file. This check detects stored KV that differs from what the model computes. A check is an
+ordinary request of one token that runs when the engine has no other work. Its prompt has its own cache salt, so that it
+shares no blocks with other requests. Chains are selected by counting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.executors.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 MAX_DUE = 8
-"""Checks that wait for an idle moment; further ones are left out."""
+"""Maximum number of checks that wait for an idle moment. Further ones are skipped."""
 _SALT = "computed again to be compared"
 
 
@@ -38,7 +38,7 @@ class _Due(NamedTuple):
     block_hash: bytes
     """Hash of the first block, as in the store."""
     content: Blocks
-    """Of that block, as it came back."""
+    """Content of that block, as loaded from the store."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class _Running:
     live: LiveRequest
     is_over: bool = False
 
-    def told(self, output: TokenOutput) -> None:
+    def on_output(self, output: TokenOutput) -> None:
         self.is_over = self.is_over or output.finish_reason is not None
 
 
@@ -55,7 +55,7 @@ class KVCheck:
     """Checks of one engine. Engine thread only.
 
     Args:
-        environment: of the engine's blocks in the store.
+        environment: environment key of the engine's blocks in the store.
     """
 
     def __init__(self, scheduler: Scheduler, model: LoadedModel, store: KVStore, environment: bytes) -> None:
@@ -67,20 +67,20 @@ class KVCheck:
         self._due: deque[_Due] = deque()
         self._running: _Running | None = None
         self._ids = itertools.count(-1, -1)
-        """Below those of callers."""
+        """Ids of check requests. They are negative, unlike the ids of callers."""
 
     def has_work(self, is_idle: bool) -> bool:
-        """True if a check has ended, or one can begin as nothing else is to be done.
+        """True if a check has ended, or one can begin because there is no other work.
 
         Args:
-            is_idle: no one waits in front of the scheduler.
+            is_idle: no request waits outside of the scheduler.
         """
         if self._running is not None:
             return self._running.is_over
         return is_idle and bool(self._due) and not self._scheduler.has_unfinished
 
-    def came_back(self, live: LiveRequest, first: Blocks) -> None:
-        """Take note of a chain whose first block came from the store; every 1 / share-th is checked."""
+    def count_loaded(self, live: LiveRequest, first: Blocks) -> None:
+        """Count a chain whose first block came from the store. One of every 1 / share chains is checked."""
         share = self._store.options.check_share
         self._num_chains += 1
         is_its_turn = int(self._num_chains * share) > int((self._num_chains - 1) * share)
@@ -89,7 +89,7 @@ class KVCheck:
             self._due.append(_Due(live.prompt_ids[: size + 1], live.core_request.block_hashes[0], first))
 
     def next(self, is_idle: bool, now_s: float) -> LiveRequest | None:
-        """The next check's request, where it is time for one; what was computed for the last one is compared."""
+        """Compare the block of a check that has ended. Returns the request of the next check if one is due."""
         if self._running is not None and self._running.is_over:
             self._compare(self._running)
             self._running = None
@@ -100,16 +100,16 @@ class KVCheck:
         try:
             live = prepare(self._model, self._scheduler.config, GenerationRequest(due.tokens, params, cache_salt=_SALT))
         except LockstepError as error:
-            log.warning("KV that came back cannot be checked: %s", error)
+            log.warning("stored KV cannot be checked: %s", error)
             return None
         self._running = _Running(due, live)
-        live.request_id, live.arrival_s, live.sink = next(self._ids), now_s, self._running.told
+        live.request_id, live.arrival_s, live.sink = next(self._ids), now_s, self._running.on_output
         return live
 
     def _compare(self, running: _Running) -> None:
         hashes = running.live.core_request.block_hashes[:1]
         [block] = self._scheduler.cached_blocks(hashes)
-        if block is None:  # it failed, or was aborted
+        if block is None:  # the check failed or was aborted
             return
         [computed] = self._model.executor.read_blocks([block])
         self._scheduler.pin(hashes)

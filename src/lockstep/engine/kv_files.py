@@ -1,14 +1,15 @@
-"""KV blocks as files: one tier of what is kept outside of the device, in a folder on disk or in shared memory.
+"""KV blocks as files: stores one tier of offloaded KV blocks in a folder, on disk or in shared memory.
 
-A file a block, ``ENVIRONMENT/HA/HASH.kv`` in hexadecimal: 64 bytes of header, then the block's bytes; little-endian:
+Each block is a file ``ENVIRONMENT/HA/HASH.kv``, with hexadecimal names: a header of 64 bytes, then the block's bytes;
+little-endian:
 
     magic 8 | environment 16 | block hash 16 | length of the content, u64 | checksum 16
     checksum = BLAKE2b-128(the header up to here + content)
 
-A file gets its name when it is whole, by renaming; what a power failure leaves of it nevertheless, or anybody else, its
-header and checksum tell. Whatever does not match is removed and never returned. The files take no more than the budget,
-in pages of 4 KiB; beyond, blocks of the worst class and among them the least recently used are removed. One process
-has a folder at a time.
+A file is renamed to its final name once it is complete. The header and the checksum detect files that are incomplete
+after a power failure or that were modified. A file that does not match is removed and never returned. The files take no
+more than the budget, in pages of 4 KiB. Beyond it, blocks of the lowest priority are removed, least recently used
+first. Only one process can use a folder at a time.
 """
 
 from __future__ import annotations
@@ -38,39 +39,39 @@ _CHECKSUM_BYTES = 16
 HEADER_BYTES = _KEYS.size + _CHECKSUM_BYTES
 _PAGE_BYTES = 4096
 MAX_RETRIES = 1
-"""Tries of a block that the disk had no room for, after another block was removed for it."""
+"""Further attempts to write a block when the disk is full, each after the removal of another block."""
 RECOVERED_BYTES, RECOVERED_BLOCKS = 1 << 20, 8
-"""A disk that refused a file has room again when it takes so much more, whichever is larger."""
+"""A disk that rejected a file counts as recovered after it accepts this much more, whichever is larger."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 UNKNOWN_CLASS = 1 << 16
-"""Of blocks that no engine of this process has requested yet."""
+"""Priority of blocks whose model no engine of this process has loaded yet."""
 _SUFFIX = ".kv"
 SHARED_MEMORY = Path("/dev/shm")
-"""Where Linux has files in memory; elsewhere they are in the folder for temporary files."""
+"""Folder for files in memory on Linux. Other systems use the folder for temporary files."""
 _HOST_PREFIX = "lockstep-kv-"
 USABLE_SHARE = 0.9
-"""Of the free part of host memory's folder; others have files there too."""
+"""Usable share of the free space in the host memory folder, which other programs use too."""
 
 
 class BlockKey(NamedTuple):
     """Identity of a block's content: equal keys have equal bytes."""
 
     environment: bytes
-    """16 bytes: digest of all that the bits depend on beside the tokens."""
+    """16 bytes: digest of everything except the tokens that affects the bits."""
     block_hash: bytes
-    """16 bytes: of the chain of tokens; see `lockstep.core.prefix`."""
+    """16 bytes: hash of the chain of tokens; see `lockstep.core.prefix`."""
 
 
 class BlockError(Exception):
-    """A block's file is not what was written there; it is gone now."""
+    """A block's file was corrupted or unreadable. It has been removed."""
 
 
 class BlockFiles:
-    """Blocks in a folder, within a budget. One thread reads, writes and removes; any may ask what is there.
+    """Blocks in a folder, within a budget. One thread reads, writes and removes; any thread may test membership.
 
     Args:
-        folder: made where it is missing, readable by its owner alone.
-        budget_bytes: what the files may take.
+        folder: created if missing, with access for its owner only.
+        budget_bytes: maximum size of all files.
 
     Raises:
         UsageError: the folder cannot be used, or another process uses it.
@@ -80,16 +81,16 @@ class BlockFiles:
         self.folder = folder
         self.budget_bytes = budget_bytes
         self.num_bytes = 0
-        """Of all files, in whole pages."""
+        """Size of all files, in whole pages."""
         self.num_evicted = 0
         self.fault = ""
-        """Why the disk takes less than the budget, in one sentence; empty: as far as is known it does not."""
+        """The reason why the disk takes less than the budget, in one sentence; empty: no such limit is known."""
         self._refused_bytes = 0
-        """`num_bytes` when it refused the last file."""
+        """`num_bytes` when the disk last rejected a file."""
         self._blocks: dict[BlockKey, tuple[int, int]] = {}
-        """Class and bytes of each block that is there."""
+        """Priority and size in bytes of each stored block."""
         self._order: dict[int, OrderedDict[BlockKey, None]] = {}
-        """By class, least recently used first."""
+        """Keys by priority, least recently used first."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _locked(folder / "lock")
@@ -103,7 +104,7 @@ class BlockFiles:
             raise _unusable(folder, error) from error
 
     def close(self) -> None:
-        """Let another process have the folder; its files stay."""
+        """Release the folder to other processes. The files stay."""
         os.close(self._lock)
 
     def __contains__(self, key: BlockKey) -> bool:
@@ -113,19 +114,19 @@ class BlockFiles:
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[BlockKey]:
-        """All that is there, as it was at this moment."""
+        """Iterate over a copy of the present keys."""
         return iter(tuple(self._blocks))
 
     def shrink(self) -> None:
-        """Remove what is beyond the budget."""
+        """Remove the blocks that exceed the budget."""
         self._evict(0)
 
     def class_of(self, key: BlockKey) -> int:
-        """Class of a block that is there; `UNKNOWN_CLASS` of another."""
+        """Priority of a stored block; `UNKNOWN_CLASS` for other keys."""
         return self._blocks.get(key, (UNKNOWN_CLASS, 0))[0]
 
     def classify(self, environment: bytes, class_: int) -> None:
-        """Give the blocks of an environment another class; among those of that class they are the last used."""
+        """Change the priority of an environment's blocks. They become the most recently used of that priority."""
         for key, (old, num_bytes) in tuple(self._blocks.items()):
             if key.environment == environment and old != class_:
                 del self._order[old][key]
@@ -133,18 +134,18 @@ class BlockFiles:
                 self._blocks[key] = class_, num_bytes
 
     def charge(self, num_bytes: int) -> None:
-        """Count files beside the blocks against the budget, or, below 0, no longer."""
+        """Count other files against the budget. A negative number stops counting them."""
         self.num_bytes += num_bytes
         self._evict(0)
 
     def read(self, key: BlockKey, content: Blocks) -> bool:
-        """Copy a block's content; False: it is not there.
+        """Copy a block's content; False: the block is not stored.
 
         Args:
             content: [bytes of the block], overwritten.
 
         Raises:
-            BlockError: what is there is not what was written. It is removed, and `content` worthless.
+            BlockError: the file does not match what was written. It is removed, and `content` is invalid.
         """
         if key not in self._blocks:
             return False
@@ -156,7 +157,7 @@ class BlockFiles:
         except OSError as error:
             self.remove(key)
             raise BlockError(f"{self._path(key)} cannot be read: {error.strerror}") from error
-        fault = _fault(key, header, content) if num_read == len(content) and is_at_end else "has another length"
+        fault = _fault(key, header, content) if num_read == len(content) and is_at_end else "has a wrong length"
         if fault:
             self.remove(key)
             raise BlockError(f"{self._path(key)} {fault}")
@@ -164,11 +165,11 @@ class BlockFiles:
         return True
 
     def write(self, key: BlockKey, content: Blocks, class_: int) -> bool:
-        """Keep a block; False: there is no room for it, or the disk refuses it.
+        """Store a block; False: there is no room for it, or the disk rejects it.
 
         Args:
             content: [bytes of the block].
-            class_: priority; blocks of larger numbers are removed first.
+            class_: priority; blocks with larger numbers are removed first.
         """
         if key in self._blocks:
             self._use(key)
@@ -201,53 +202,53 @@ class BlockFiles:
         return False
 
     def refused(self, error: OSError, class_: int | None = None) -> bool:
-        """Note that the disk refuses a file of the folder: one warning until it has room again.
+        """Record that the disk rejects a file of the folder. Logs one warning until the disk has room again.
 
         Args:
             class_: the file's priority; None: above that of every block.
 
         Returns:
-            True if a block that is not better was removed for the file, so that another try may succeed.
+            True if a block of the same or a lower priority was removed, so that another attempt may succeed.
         """
-        before, self.fault = self.fault, f"{self.folder}: KV blocks are not kept there now: {error.strerror}"
+        before, self.fault = self.fault, f"{self.folder}: KV blocks cannot be stored there now: {error.strerror}"
         if error.errno in _FULL:
             self.fault += "; free space on that disk, or lower the budget for KV there"
         if not before:
             log.warning("%s", self.fault)
         self._refused_bytes = self.num_bytes
-        return error.errno in _FULL and self._evict_one(class_)  # other programs' files took the room: ours give way
+        return error.errno in _FULL and self._evict_one(class_)  # other programs filled the disk, so remove a block
 
     def _took(self, num_bytes: int) -> None:
-        """End the fault when clearly more is kept than when the disk refused something.
+        """Clear the fault when clearly more is stored than when the disk rejected a file.
 
-        At the edge it takes one block for each that is removed, and refuses the next.
+        A disk that is almost full accepts one block for each that is removed, and rejects the next.
         """
         margin = max(RECOVERED_BYTES, RECOVERED_BLOCKS * num_bytes)
         if self.fault and self.num_bytes >= min(self._refused_bytes + margin, self.budget_bytes - num_bytes):
             self.fault = ""
-            log.info("%s: KV blocks are kept there again", self.folder)
+            log.info("%s: KV blocks are stored there again", self.folder)
 
     def remove(self, key: BlockKey) -> bool:
-        """Forget a block; False: it was not there."""
+        """Remove a block; False: it was not stored."""
         class_, num_bytes = self._blocks.pop(key, (0, 0))
         if not num_bytes:
             return False
         del self._order[class_][key]
         self.num_bytes -= num_bytes
-        with suppress(OSError):  # a disk that is read-only now: whoever scans it next finds the file
+        with suppress(OSError):  # on a read-only disk, the next scan finds the file
             self._path(key).unlink(missing_ok=True)
         return True
 
-    # -- what is there --------------------------------------------------------------------------------------------
+    # -- index ---------------------------------------------------------------------------------------------------
 
     def _path(self, key: BlockKey) -> Path:
         name = key.block_hash.hex()
         return self.folder / key.environment.hex() / name[:2] / f"{name}{_SUFFIX}"
 
     def _scan(self) -> None:
-        """Take over what an earlier process left, least recently written first; what has no name yet is removed.
+        """Index the files of an earlier process, least recently written first, and remove unfinished files.
 
-        Until an engine claims them, these are evicted first: their model may never be served again.
+        Until an engine claims these blocks, they are evicted first: their model may never be served again.
         """
         found: list[tuple[int, str, BlockKey, int]] = []
         for environment in _folders(self.folder, 32):
@@ -255,7 +256,7 @@ class BlockFiles:
                 for entry in os.scandir(part.path):
                     key = _key(environment.name, entry.name)
                     if entry.is_dir(follow_symlinks=False):
-                        continue  # nothing of ours
+                        continue  # not a block file
                     if key is None:
                         os.unlink(entry.path)
                         continue
@@ -273,7 +274,7 @@ class BlockFiles:
         self._order[self._blocks[key][0]].move_to_end(key)
 
     def _evict(self, num_bytes: int, class_: int | None = None) -> bool:
-        """Make room for so many bytes more, of a class; False: only better blocks are left."""
+        """Free so many bytes for a block of this priority; False: only blocks of higher priority are left."""
         while self.num_bytes + num_bytes > self.budget_bytes:
             if not self._evict_one(class_):
                 return False
@@ -296,7 +297,11 @@ def header_of(key: BlockKey, content: Blocks) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be used; UsageError states why."""
+    """Check that a folder can be used.
+
+    Raises:
+        UsageError: it cannot be used; the message states why.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(_locked(folder / "lock"))
@@ -305,30 +310,30 @@ def check_folder(folder: Path) -> None:
 
 
 def _unusable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"{folder}: KV blocks cannot be kept there: {error.strerror or error}")
+    return UsageError(f"{folder}: KV blocks cannot be stored there: {error.strerror or error}")
 
 
 class HostFolder(NamedTuple):
-    """Folder in host memory that a server has made for its workers."""
+    """Folder in host memory that a server created for its workers."""
 
     folder: OwnedFolder
     usable_bytes: int
-    """What KV may take there: the most of what was free at first."""
+    """Bytes that KV may take there, based on the free space at the start."""
 
     @property
     def path(self) -> Path:
         return self.folder.path
 
     def remove(self) -> None:
-        """Give back the memory."""
+        """Remove the folder and free its memory."""
         self.folder.remove()
 
 
 def claim_host_folder(parent: Path = SHARED_MEMORY) -> HostFolder:
-    """Make a folder in host memory, and remove those of servers that were killed.
+    """Create a folder in host memory, and remove those of servers that were killed.
 
     Raises:
-        UsageError: it cannot be made.
+        UsageError: it cannot be created.
     """
     import tempfile
 
@@ -342,31 +347,31 @@ def claim_host_folder(parent: Path = SHARED_MEMORY) -> HostFolder:
 
 def _usable_bytes(folder: Path) -> int:
     usage = shutil.disk_usage(folder)
-    return int(usage.free * USABLE_SHARE) if usage.total else sys.maxsize  # Linux says 0 of one without a bound
+    return int(usage.free * USABLE_SHARE) if usage.total else sys.maxsize  # Linux reports 0 if unlimited
 
 
 def host_fault(parent: Path, budget_bytes: int, usable_bytes: int) -> str:
-    """Sentence on a budget that host memory does not have, or nothing."""
+    """Warning about a budget that exceeds host memory; empty if it does not."""
     if budget_bytes <= usable_bytes:
         return ""
     return (
-        f"{parent} has room for {usable_bytes >> 20} MiB of KV, not {budget_bytes >> 20}: more sessions are computed"
-        " again than need be; make it larger (docker: --shm-size), or say a smaller budget (--host-kv-mb)"
+        f"{parent} has room for only {usable_bytes >> 20} of {budget_bytes >> 20} MiB of KV, so more sessions are"
+        " recomputed; enlarge it (docker: --shm-size) or lower --host-kv-mb"
     )
 
 
 def _locked(path: Path) -> int:
-    """Descriptor of a file that this process alone has."""
+    """Lock a file and return its descriptor. Only one process can hold the lock."""
     try:
         return lock_file(path)
     except BlockingIOError:
         raise UsageError(
-            f"{path.parent}: another process keeps its KV blocks there; give each its own folder"
+            f"{path.parent}: another process stores its KV blocks there; use a separate folder for each process"
         ) from None
 
 
 def _folders(path: str | Path, length: int) -> list[os.DirEntry[str]]:
-    """Folders whose names are so many hexadecimal digits."""
+    """Folders whose names have this many hexadecimal digits."""
     found = [entry for entry in os.scandir(path) if len(entry.name) == length and entry.is_dir(follow_symlinks=False)]
     return [entry for entry in found if all(letter in "0123456789abcdef" for letter in entry.name)]
 
@@ -385,12 +390,12 @@ def _fault(key: BlockKey, header: bytes, content: Blocks) -> str:
     if len(header) != HEADER_BYTES or header[: len(MAGIC)] != MAGIC:
         return "is not a KV block of this version"
     if header[: _KEYS.size] != _KEYS.pack(MAGIC, key.environment, key.block_hash, len(content)):
-        return "is another block than its name states"
-    return "" if header == header_of(key, content) else "has another checksum than its content"
+        return "holds another block than its name states"
+    return "" if header == header_of(key, content) else "does not match its checksum"
 
 
 def pages(num_bytes: int) -> int:
-    """Bytes that a file of so many takes."""
+    """Size on disk of a file with this many bytes, in whole pages."""
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Load of a chain of KV blocks: contents on their way back, read by the store's thread and taken by an engine's."""
+"""Load of a chain of KV blocks: passes contents from the store's thread to an engine's thread."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from collections.abc import Callable, Sequence
 from lockstep.executors.base import Blocks
 
 MAX_AHEAD_BYTES = 32 << 20
-"""Contents that were read for one chain and not taken yet."""
+"""Maximum size of contents that were read for one chain and not taken yet."""
 
 
 class ChainLoad:
-    """Contents of a chain on their way back: read by the store's thread, taken by one engine's."""
+    """A chain that is being loaded: read by the store's thread, taken by an engine's thread."""
 
     def __init__(self, environment: bytes, hashes: Sequence[bytes], num_bytes: int, wake: Callable[[], None]) -> None:
         self.environment = environment
         self.hashes = tuple(hashes)
         self.num_bytes = num_bytes
-        """Of one block."""
+        """Size of one block."""
         self.wake = wake
-        """Called by the store's thread when there is something to take, or nothing more will come."""
+        """Called by the store's thread when contents can be taken, or the load is over."""
         self.num_read = 0
         self.num_taken = 0
         self.is_over = False
-        """Nothing more will be read."""
+        """True if no more contents will be read."""
         self._ready: deque[Blocks] = deque()
         self._lock = threading.Lock()
-        """So that nothing is added to what was cancelled meanwhile: it would be taken for the block that is missing."""
+        """Guards against adding contents after a cancel, which would be taken for the missing block."""
 
     @property
     def is_ready(self) -> bool:
-        """True if there is something to take, or nothing more will come."""
+        """True if contents can be taken, or the load is over."""
         return bool(self._ready) or self.is_over
 
     @property
     def is_done(self) -> bool:
-        """True if all that came was taken, and nothing more will come."""
+        """True if the load is over and all contents were taken."""
         return self.is_over and not self._ready
 
     @property
@@ -46,7 +46,7 @@ class ChainLoad:
         return not self.is_over and (self.num_read - self.num_taken) * self.num_bytes < MAX_AHEAD_BYTES
 
     def put(self, content: Blocks) -> None:
-        """Add the next block's content, unless no one wants it any more."""
+        """Add the next block's content, unless the load is over."""
         with self._lock:
             if not self.is_over:
                 self._ready.append(content)
@@ -54,14 +54,14 @@ class ChainLoad:
                 self.is_over = self.num_read == len(self.hashes)
 
     def take(self, most_bytes: int) -> list[Blocks]:
-        """Contents of the next blocks, at least one where there is any."""
+        """Take the contents of the next blocks, at least one if there is any."""
         with self._lock:
             count = min(len(self._ready), max(1, most_bytes // self.num_bytes))
             self.num_taken += count
             return [self._ready.popleft() for _ in range(count)]
 
     def cancel(self) -> None:
-        """Want nothing more of it."""
+        """Stop the load and drop its contents."""
         with self._lock:
             self.is_over = True
             self._ready.clear()

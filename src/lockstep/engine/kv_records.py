@@ -1,7 +1,8 @@
-"""Records of the blocks that sessions will come back for: what of the store's content is wanted, and by whom.
+"""Session records: store which blocks each session needs, and so which blocks of the store are needed at all.
 
-A file a session in the slowest tier, named by a digest of owner, session and environment, and counted against that
-tier's budget. Files are written behind what is in memory, and by the store's thread alone; the rest is under its lock.
+Each session has a file in the slowest tier. The file name is a digest of owner, session and environment, and its size
+counts against that tier's budget. Only the store's thread writes the files, later than the records in memory change.
+The other methods are called under the store's lock.
 """
 
 from __future__ import annotations
@@ -19,53 +20,53 @@ from lockstep.engine.kv_files import BlockFiles, BlockKey, pages
 log = logging.getLogger(__name__)
 
 MAX_RECORDS = 4096
-"""Sessions that are remembered; beyond, the least recently used is forgotten."""
+"""Maximum number of session records. Beyond it, the least recently used one is removed."""
 _FOLDER = "sessions"
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks that a session will come back for."""
+    """Blocks that a session needs for its next request."""
 
     owner: str
     session_id: str
     environment: bytes
     hashes: tuple[bytes, ...]
     used_at: float
-    """Unix time of its last request's end."""
+    """Unix time at which its last request ended."""
 
 
 class SessionRecords:
-    """Sessions by the name of their file, and the blocks that any of them wants.
+    """Records of sessions by file name, and the blocks that any of them needs.
 
     Args:
-        tier: where the files are; None: nowhere.
+        tier: tier of the files; None: records are not written.
     """
 
     def __init__(self, tier: BlockFiles | None) -> None:
         self.tier = tier
         self._records: OrderedDict[str, SessionRecord] = OrderedDict()
-        """Least recently used first."""
+        """Records by file name, least recently used first."""
         self._num_references: Counter[BlockKey] = Counter()
         self._file_bytes: dict[str, int] = {}
-        """Of the files that are there, in whole pages."""
+        """Sizes of the existing files, in whole pages."""
         if tier is not None:
             self._read(tier)
 
     def wants(self, key: BlockKey) -> bool:
-        """True if a session will come back for a block; for any thread, without the lock."""
+        """True if a session needs a block. Any thread may call this without the lock."""
         return key in self._num_references
 
     def of(self, environment: bytes) -> tuple[SessionRecord, ...]:
         """Sessions of an environment, least recently used first."""
         return tuple(record for record in self._records.values() if record.environment == environment)
 
-    def strangers(self, environment: bytes) -> Counter[str]:
-        """Number of sessions, by owner, that other environments know and this one does not."""
+    def num_unknown_sessions(self, environment: bytes) -> Counter[str]:
+        """Number of sessions, by owner, that have records in other environments and none in this one."""
         known = {(record.owner, record.session_id) for record in self.of(environment)}
         return Counter(owner for owner, _ in {(r.owner, r.session_id) for r in self._records.values()} - known)
 
     def discard(self) -> None:
-        """Remove all files; nothing is remembered here any more."""
+        """Remove all files and their records."""
         for name in tuple(self._file_bytes):
             self._records.pop(name, None)
             self.write(name)
@@ -75,8 +76,8 @@ class SessionRecords:
         return tuple(self._records.values())
 
     def put(self, record: SessionRecord) -> dict[str, tuple[BlockKey, ...]]:
-        """Remember a session in place of what it came back for before; returns the files to be written, with the blocks
-        that no session will come back for."""
+        """Store a session's record in place of its previous one. Returns the files to be written, with the blocks that
+        no session needs any more."""
         name = _name_of(record)
         before = self._remove(name)
         self._count(name, record)
@@ -87,7 +88,7 @@ class SessionRecords:
         return changed
 
     def end(self, session_id: str, owner: str | None) -> dict[str, tuple[BlockKey, ...]]:
-        """Forget a session; returns the files to be written, with the blocks that no other one will come back for."""
+        """Remove a session. Returns the files to be written, with the blocks that no other session needs."""
         names = [
             name
             for name, record in self._records.items()
@@ -96,7 +97,7 @@ class SessionRecords:
         return {name: self._remove(name) for name in names}
 
     def write(self, name: str) -> None:
-        """Bring a session's file up to date; on the store's thread, without the lock."""
+        """Write or remove a session's file. Called on the store's thread, without the lock."""
         if self.tier is None:
             return
         record, path = self._records.get(name), self.tier.folder / _FOLDER / name
@@ -113,17 +114,17 @@ class SessionRecords:
         except OSError as error:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-            self._charge(self.tier, name, before)  # the file is as it was
+            self._charge(self.tier, name, before)  # the file has not changed
             self.tier.refused(error)
 
     def _read(self, tier: BlockFiles) -> None:
-        """Take over what an earlier process left; whatever is no record, or too much, is removed."""
+        """Read the records of an earlier process. Files that are not records, or exceed the limit, are removed."""
         folder = tier.folder / _FOLDER
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
         except OSError as error:
-            log.warning("%s: what sessions will come back for is not known: %s", folder, error.strerror)
+            log.warning("%s: session records cannot be read: %s", folder, error.strerror)
             return
         for state, path in sorted(found, key=lambda each: (-each[0].st_mtime_ns, each[1].name)):
             record = _record_in(path) if len(self._records) < MAX_RECORDS else None
@@ -140,7 +141,7 @@ class SessionRecords:
         self._num_references.update(BlockKey(record.environment, each) for each in record.hashes)
 
     def _remove(self, name: str) -> tuple[BlockKey, ...]:
-        """Forget a session; returns the blocks that no other one will come back for."""
+        """Remove a session. Returns the blocks that no other session needs."""
         record = self._records.pop(name, None)
         if record is None:
             return ()
@@ -159,7 +160,7 @@ class SessionRecords:
 
 
 def _record_in(path: Path) -> SessionRecord | None:
-    """Record in a file; None: it is not one that was written there."""
+    """Read the record in a file; None: the file is not a valid record."""
     try:
         record = msgspec.msgpack.decode(path.read_bytes(), type=SessionRecord)
     except (OSError, msgspec.DecodeError):
@@ -168,7 +169,7 @@ def _record_in(path: Path) -> SessionRecord | None:
 
 
 def _name_of(record: SessionRecord) -> str:
-    """Name of a session's file; the ids may be anything."""
+    """Name of a session's file. It is a digest, since ids may contain any character."""
     state = hashlib.blake2b(record.environment, digest_size=16)
     for text in (record.owner, record.session_id):
         data = text.encode("utf-8", "surrogatepass")

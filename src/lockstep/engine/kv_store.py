@@ -1,8 +1,8 @@
-"""KV store: blocks that are kept outside of the device, in shared memory and on disk, for all engines of a process.
+"""KV store: stores blocks outside of the device, in shared memory and on disk, for all engines of a process.
 
-Engines say what to keep and what they want back; one thread reads and writes the files. It reads first what somebody
-waits for, then obeys in the order in which it was told, and copies to disk when nothing else is to be done. Nothing
-here decides: what comes back enters a scheduler as a command of its engine.
+Engines submit blocks to store and request chains to load. One thread reads and writes the files. It first reads the
+chains that requests wait for, then does the other jobs in order, and copies blocks to disk when there is nothing else
+to do. The store makes no scheduling decision: loaded blocks enter a scheduler as a command of its engine.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from lockstep.executors.base import Blocks
 log = logging.getLogger(__name__)
 
 MAX_SAVING_BYTES = 64 << 20
-"""Contents that wait to be written; engines keep the rest on the device until there is room."""
-MAX_NOTES = 4096
-"""Sessions whose records wait to be written; beyond, what the oldest will come back for is not noted."""
+"""Maximum size of contents that wait to be written. Engines keep the rest on the device until there is room."""
+MAX_UNWRITTEN_RECORDS = 4096
+"""Maximum number of session records that wait to be written. Beyond it, the oldest ones are dropped."""
 JOIN_LIMIT_S = 1.0
-"""For the block that is being read or written when the store is closed."""
+"""Time limit for the block that is being read or written when the store is closed."""
 
 
 _Job = Callable[[], None]
 
 
 class KeptSession(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of a session that the tiers have at one moment."""
+    """Stored blocks of a session at one moment."""
 
     owner: str
     session_id: str
     num_blocks: int
-    """First blocks of its chain that any of them has: those come back."""
+    """Number of blocks at the start of its chain that are stored; these can be loaded."""
     num_on_host: int
-    """Of these; some may be on disk as well."""
+    """Number of these blocks in host memory. Some may be on disk as well."""
     num_on_disk: int
 
 
 class KVStore:
-    """Tiers of blocks and the thread that has them.
+    """Tiers of blocks and the thread that uses them.
 
     Args:
-        on_fault: called with a sentence on each block that was not what had been written or is computed, and on records
-            that are given up; by any thread, and must not block.
+        on_fault: called with a description of each block that does not match what was written or computed, and of each
+            loss of records. Called by any thread; must not block.
 
     Raises:
         UsageError: a folder cannot be used, or another process uses it.
@@ -62,14 +62,14 @@ class KVStore:
         self.options = options
         self._on_fault = on_fault
         self.tiers = KVTiers(options, on_fault)
-        self._records = SessionRecords(self.tiers.lasting)
+        self._records = SessionRecords(self.tiers.slowest)
         self._jobs: OrderedDict[object, _Job] = OrderedDict()
-        """In the order in which they are done; what is to be done again takes its place at the end."""
+        """Jobs in the order in which they are done. A job that is queued again moves to the end."""
         self._classes: dict[bytes, WeakKeyDictionary[object, int]] = {}
-        """By environment: the class of each of its engines."""
-        self._unnoted: OrderedDict[str, list[BlockKey]] = OrderedDict()
-        """Records that wait to be written, with blocks that no session may come back for."""
-        self.num_lost_notes = 0
+        """Priority of each engine, by environment."""
+        self._unwritten: OrderedDict[str, list[BlockKey]] = OrderedDict()
+        """Records that wait to be written, with the blocks that no session needs any more."""
+        self.num_lost_records = 0
         self._saving_bytes = 0
         self._waiting_for_room: list[Callable[[], None]] = []
         self._loads: deque[ChainLoad] = deque()
@@ -82,21 +82,21 @@ class KVStore:
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def find(self, environment: bytes, hashes: Sequence[bytes]) -> int:
-        """Number of the first blocks of a chain that it has."""
-        return sum(self.places(environment, hashes).values())
+        """Number of blocks at the start of a chain that are stored."""
+        return sum(self.count_by_tier(environment, hashes).values())
 
     def has(self, environment: bytes, block_hash: bytes) -> bool:
-        """True if one of the tiers has a block."""
+        """True if one of the tiers has the block."""
         return BlockKey(environment, block_hash) in self.tiers
 
-    def places(self, environment: bytes, hashes: Sequence[bytes]) -> Counter[KVTierName]:
-        """Number of the first blocks of a chain by the fastest tier that has them."""
+    def count_by_tier(self, environment: bytes, hashes: Sequence[bytes]) -> Counter[KVTierName]:
+        """Number of stored blocks at the start of a chain, by the fastest tier that has each."""
         found: Counter[KVTierName] = Counter()
         for block_hash in hashes:
-            place = self.tiers.place_of(BlockKey(environment, block_hash))
-            if place is None:
+            tier = self.tiers.tier_of(BlockKey(environment, block_hash))
+            if tier is None:
                 break
-            found[place] += 1
+            found[tier] += 1
         return found
 
     @property
@@ -105,7 +105,7 @@ class KVStore:
         return self._saving_bytes < MAX_SAVING_BYTES
 
     def when_it_can_save(self, wake: Callable[[], None]) -> None:
-        """Call once when more contents may wait to be written; at once if so now."""
+        """Call `wake` once when more contents may wait to be written; at once if they may now."""
         with self._changed:
             if not self.can_save:
                 if wake not in self._waiting_for_room:
@@ -114,25 +114,25 @@ class KVStore:
         wake()
 
     def adopt(self, environment: bytes, engine: object, class_: int) -> None:
-        """Say an engine's priority: the best among an environment's engines is that of all that it has in the store,
-        from now on and from earlier processes."""
+        """Register an engine and its priority. All stored blocks of an environment, including those of earlier
+        processes, get the highest priority among its engines."""
         with self._changed:
             self._classes.setdefault(environment, WeakKeyDictionary())[engine] = class_
             self._put(("class", environment), partial(self.tiers.classify, environment, self.class_of(environment)))
 
     def class_of(self, environment: bytes) -> int:
-        """Priority of what an environment has in the store, while it has an engine."""
+        """Priority of an environment's stored blocks. The environment must have an engine."""
         with self._changed:
             return min(self._classes[environment].values())
 
     def save(
         self, environment: bytes, hashes: Sequence[bytes], content: Blocks, class_: int, wake: Callable[[], None]
     ) -> None:
-        """Keep blocks.
+        """Store blocks.
 
         Args:
-            content: [len(hashes), bytes of a block]; not to be changed any more.
-            class_: priority; blocks of larger numbers are given up first.
+            content: [len(hashes), bytes of a block]; must not be modified afterwards.
+            class_: priority; blocks with larger numbers are evicted first.
             wake: called on the store's thread when they are written.
         """
         with self._changed:
@@ -141,7 +141,7 @@ class KVStore:
             self._put(object(), partial(self._save, keys, content, class_, wake))
 
     def load(self, environment: bytes, hashes: Sequence[bytes], num_bytes: int, wake: Callable[[], None]) -> ChainLoad:
-        """Begin to read a chain, up to the first block that cannot be had."""
+        """Begin to read a chain, up to the first block that is not available."""
         load = ChainLoad(environment, hashes, num_bytes, wake)
         with self._changed:
             if self._is_closing:
@@ -152,36 +152,36 @@ class KVStore:
         return load
 
     def taken(self) -> None:
-        """Read on, after contents of a chain were taken."""
+        """Continue reading, after contents of a chain were taken."""
         with self._changed:
             self._changed.notify_all()
 
     def remember(self, record: SessionRecord) -> None:
-        """Remember what a session will come back for, in place of what it came back for before."""
+        """Store a session's record, in place of its previous one."""
         with self._changed:
             for name, keys in self._records.put(record).items():
-                self._note(name, keys)
+                self._queue_record(name, keys)
 
     def end(self, session_id: str, owner: str | None = None) -> None:
-        """Forget a session, of one owner or of all, and remove the blocks that no other session will come back for."""
+        """Remove a session, of one owner or of all, and the blocks that no other session needs."""
         with self._changed:
             for name, keys in self._records.end(session_id, owner).items():
-                self._note(name, keys)
+                self._queue_record(name, keys)
 
     def resize(self, options: KVStoreOptions) -> None:
-        """Take over the budgets of options, soon, and open the tiers that had none; folders stay as they are."""
+        """Apply the budgets of new options in the background, and open tiers that had none. Folders do not change."""
         self._put("size", partial(self._resize, options))
 
     def checked(self, environment: bytes, block_hash: bytes, is_same: bool) -> None:
-        """Count a block that was computed again; where it differs, nothing of its environment is trusted any more."""
+        """Count a block that was recomputed as a check. If it differs, all blocks of its environment are removed."""
         self.tiers.checked(BlockKey(environment, block_hash), is_same)
         if is_same:
             return
-        self.tell("a KV block that came back is not what is computed; all that was kept of its model is removed")
+        self.report_fault("a stored KV block differs from the computed one; all stored blocks of its model are removed")
         self._put(("drop", environment), partial(self.tiers.drop, environment))
 
-    def is_wanted(self, environment: bytes, block_hash: bytes) -> bool:
-        """True if a session will come back for a block."""
+    def is_needed(self, environment: bytes, block_hash: bytes) -> bool:
+        """True if a session needs a block."""
         return self._records.wants(BlockKey(environment, block_hash))
 
     def records(self, environment: bytes) -> tuple[SessionRecord, ...]:
@@ -189,18 +189,18 @@ class KVStore:
         with self._changed:
             return self._records.of(environment)
 
-    def strangers(self, environment: bytes) -> Counter[str]:
-        """Number of sessions, by owner, that other environments know and this one does not."""
+    def num_unknown_sessions(self, environment: bytes) -> Counter[str]:
+        """Number of sessions, by owner, that have records in other environments and none in this one."""
         with self._changed:
-            return self._records.strangers(environment)
+            return self._records.num_unknown_sessions(environment)
 
-    def tell(self, fault: str) -> None:
-        """Log a fault, and report it to the creator of the store."""
+    def report_fault(self, fault: str) -> None:
+        """Log a fault and report it to the store's creator."""
         log.warning("%s", fault)
         self._on_fault(fault)
 
     def kept(self, environment: bytes) -> tuple[KeptSession, ...]:
-        """Sessions of an environment with what is there of each now, least recently used first."""
+        """Sessions of an environment with their stored blocks, least recently used first."""
         return tuple(self._kept(record) for record in self.records(environment))
 
     def _kept(self, record: SessionRecord) -> KeptSession:
@@ -217,18 +217,18 @@ class KVStore:
         )
 
     def flush(self, limit_s: float) -> bool:
-        """Wait until everything is written, disk included; False: time was up."""
+        """Wait until everything is written, including to disk; False: the time limit was reached."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not (self._jobs or self.tiers.num_behind or self._is_working), limit_s
+                lambda: not (self._jobs or self.tiers.num_pending_copies or self._is_working), limit_s
             )
 
     def close(self, limit_s: float = 0.0) -> None:
-        """Write what is to be written, as far as the time allows, and give the folders free; once."""
+        """Write what is queued, within the time limit, and release the folders. Calling this again has no effect."""
         if self._is_closing:
             return
         if not self.flush(limit_s):
-            log.warning("KV blocks are lost: %d were not on disk after %g s", self.tiers.num_behind, limit_s)
+            log.warning("KV blocks were lost: %d were not on disk after %g s", self.tiers.num_pending_copies, limit_s)
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -237,7 +237,7 @@ class KVStore:
             load.cancel()
             load.wake()
         if self._thread.is_alive():
-            log.warning("the KV store's folders do not answer; they are free when this process has ended")
+            log.warning("the KV store's folders do not respond; they stay locked until this process ends")
         else:
             self.tiers.close()
 
@@ -247,17 +247,19 @@ class KVStore:
             self._jobs[key] = job
             self._changed.notify_all()
 
-    def _note(self, name: str, keys: Sequence[BlockKey]) -> None:
-        """Have a session's record written as it is then, or removed, and blocks that no session will come back for."""
-        self._unnoted[name] = [*self._unnoted.pop(name, ()), *keys]
+    def _queue_record(self, name: str, keys: Sequence[BlockKey]) -> None:
+        """Queue the write or removal of a session's record, and the removal of blocks that no session needs."""
+        self._unwritten[name] = [*self._unwritten.pop(name, ()), *keys]
         self._put(name, partial(self._write, name))
-        if len(self._unnoted) <= MAX_NOTES:
+        if len(self._unwritten) <= MAX_UNWRITTEN_RECORDS:
             return
-        oldest, _ = self._unnoted.popitem(last=False)
+        oldest, _ = self._unwritten.popitem(last=False)
         self._jobs.pop(oldest, None)
-        if self.num_lost_notes % MAX_NOTES == 0:
-            self.tell(f"{MAX_NOTES} sessions wait to be noted and older ones are not: the folder does not keep up")
-        self.num_lost_notes += 1
+        if self.num_lost_records % MAX_UNWRITTEN_RECORDS == 0:
+            self.report_fault(
+                f"{MAX_UNWRITTEN_RECORDS} session records wait to be written; older ones are dropped (slow disk)"
+            )
+        self.num_lost_records += 1
 
     # -- the store's thread ---------------------------------------------------------------------------------------
 
@@ -265,7 +267,7 @@ class KVStore:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._is_closing or self._next_load() or self._jobs or self.tiers.num_behind
+                    lambda: self._is_closing or self._next_load() or self._jobs or self.tiers.num_pending_copies
                 )
                 if self._is_closing:
                     return
@@ -278,9 +280,9 @@ class KVStore:
                 elif job is not None:
                     job()
                 else:
-                    self.tiers.copy_behind()
+                    self.tiers.copy_next()
             except Exception:
-                log.exception("a defect in the KV store; the block is computed again")
+                log.exception("an error in the KV store; the block is computed again")
                 if load is not None:
                     load.is_over = True
                     load.wake()
@@ -309,7 +311,7 @@ class KVStore:
             for key, each in zip(keys, content, strict=True):
                 self.tiers.save(key, each, class_)
         finally:
-            with self._changed:  # who waits for room may have it now
+            with self._changed:  # waiting engines may have room now
                 self._saving_bytes -= content.nbytes
                 wakes = [wake]
                 if self.can_save:
@@ -320,9 +322,9 @@ class KVStore:
 
     def _resize(self, options: KVStoreOptions) -> None:
         self.tiers.resize(options)
-        if self.tiers.lasting is self._records.tier:
+        if self.tiers.slowest is self._records.tier:
             return
-        records = SessionRecords(self.tiers.lasting)
+        records = SessionRecords(self.tiers.slowest)
         with self._changed:
             self._records, others = records, self._records
             for record in others.all():
@@ -331,9 +333,9 @@ class KVStore:
 
     def _write(self, name: str) -> None:
         with self._changed:
-            keys = self._unnoted.pop(name, ())  # none where it was noted once more meanwhile, and is written
+            keys = self._unwritten.pop(name, ())  # none if a later job has already written it
         self._records.write(name)
         for key in keys:
-            with self._changed:  # or a session that begins to want it now would believe that it is kept
+            with self._changed:  # locked, since a session may begin to need it now
                 if not self._records.wants(key):
                     self.tiers.remove([key])

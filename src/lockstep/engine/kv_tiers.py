@@ -1,7 +1,7 @@
-"""Tiers of KV blocks outside of the device: host memory in front of disk, each block in one of them or in both.
+"""Tiers of KV blocks outside of the device: stores each block in host memory, on disk, or in both.
 
-What is saved goes to host memory, and its copy to disk when nothing else is to be done, so that either tier may lose
-any block at any time. What comes back from disk is in host memory again.
+A block is saved to host memory first and copied to disk when there is nothing else to do, so that either tier may lose
+any block at any time. A block that is read from disk is also put back into host memory.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from lockstep.executors.base import Blocks
 
 log = logging.getLogger(__name__)
 
-MAX_BEHIND = 1 << 16
-"""Blocks that wait to be copied to disk; beyond, the oldest are not."""
+MAX_PENDING_COPIES = 1 << 16
+"""Maximum number of blocks that wait to be copied to disk. Beyond it, the oldest are not copied."""
 
 
 class KVTierName(StrEnum):
-    """Tier of a block outside of the device."""
+    """Name of a tier outside of the device."""
 
     HOST = "host"
     DISK = "disk"
 
 
 class KVStoreOptions(msgspec.Struct, frozen=True):
-    """Options of a store; a tier without a folder is not there."""
+    """Options of a store. A tier without a folder does not exist."""
 
     host_dir: str = ""
     host_bytes: int = 0
     disk_dir: str = ""
     disk_bytes: int = 0
     check_share: float = 0.0
-    """Part of the chains that come back whose first block is computed again and compared."""
+    """Share of loaded chains whose first block is recomputed and compared."""
 
     @property
     def tiers(self) -> tuple[tuple[KVTierName, str, int], ...]:
-        """Place, folder and budget of each, the fastest first."""
+        """Name, folder and budget of each tier, fastest first."""
         return (KVTierName.HOST, self.host_dir, self.host_bytes), (KVTierName.DISK, self.disk_dir, self.disk_bytes)
 
 
 class TierStats(NamedTuple):
-    """Figures of one tier."""
+    """Statistics of one tier."""
 
     num_blocks: int
     num_bytes: int
     budget_bytes: int
     num_evicted: int
     num_loaded: int
-    """Blocks that came back from it."""
+    """Number of blocks that were loaded from it."""
     num_rejected: int
-    """Blocks that were not what had been written, or what is computed."""
+    """Number of blocks that did not match what was written or computed."""
     num_checked: int
-    """Blocks that came back and were computed again."""
+    """Number of loaded blocks that were recomputed as a check."""
 
 
 class KVTiers:
-    """Blocks of both tiers. One thread reads, writes and removes; any may ask what is there.
+    """Blocks of both tiers. One thread reads, writes and removes; any thread may test for blocks.
 
     Args:
-        on_fault: called on that thread with a sentence on each block that was not what had been written.
+        on_fault: called on that thread with a description of each block that does not match what was written.
 
     Raises:
         UsageError: a folder cannot be used, or another process uses it.
@@ -78,94 +78,94 @@ class KVTiers:
     def __init__(self, options: KVStoreOptions, on_fault: Callable[[str], None]) -> None:
         self._on_fault = on_fault
         self._files: Mapping[KVTierName, BlockFiles] = {}
-        """The fastest first; replaced as a whole and never changed."""
+        """Files by tier, fastest first. The mapping is replaced and never modified."""
         try:
             self._open(options)
         except UsageError:
-            self.close()  # or nobody could have the other folder, this process included
+            self.close()  # release the locks of tiers that were opened
             raise
-        self._behind: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()
-        """Bytes and class of blocks that are not on disk yet."""
+        self._pending_copies: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()
+        """Size and priority of the blocks that are not on disk yet."""
         self.num_loaded: Counter[KVTierName] = Counter()
         self.num_rejected: Counter[KVTierName] = Counter()
         self.num_checked: Counter[KVTierName] = Counter()
 
     def close(self) -> None:
-        """Give the folders free."""
+        """Release the folders."""
         for files in self._files.values():
             files.close()
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
     @property
-    def lasting(self) -> BlockFiles | None:
-        """The slowest, which is there the longest."""
+    def slowest(self) -> BlockFiles | None:
+        """The slowest tier, which keeps blocks the longest."""
         return next(reversed([*self._files.values()]), None)
 
     @property
-    def num_behind(self) -> int:
-        """Blocks that are not on disk yet."""
-        return len(self._behind)
+    def num_pending_copies(self) -> int:
+        """Number of blocks that are not on disk yet."""
+        return len(self._pending_copies)
 
     def __bool__(self) -> bool:
-        """True if there is any."""
+        """True if there is any tier."""
         return bool(self._files)
 
     def __contains__(self, key: BlockKey) -> bool:
-        return self.place_of(key) is not None
+        return self.tier_of(key) is not None
 
-    def place_of(self, key: BlockKey) -> KVTierName | None:
+    def tier_of(self, key: BlockKey) -> KVTierName | None:
         """The fastest tier that has a block."""
-        return next((place for place, files in self._files.items() if key in files), None)
+        return next((tier for tier, files in self._files.items() if key in files), None)
 
     def holders(self, key: BlockKey) -> tuple[KVTierName, ...]:
-        """Tiers that have a block, the fastest first."""
-        return tuple(place for place, files in self._files.items() if key in files)
+        """Tiers that have a block, fastest first."""
+        return tuple(tier for tier, files in self._files.items() if key in files)
 
     def checked(self, key: BlockKey, is_same: bool) -> None:
-        """Count a block that came back and was computed again."""
-        place = self.place_of(key) or next(iter(self._files))
-        self.num_checked[place] += 1
-        self.num_rejected[place] += not is_same
+        """Count a loaded block that was recomputed as a check."""
+        tier = self.tier_of(key) or next(iter(self._files))
+        self.num_checked[tier] += 1
+        self.num_rejected[tier] += not is_same
 
     @property
     def fault(self) -> str:
-        """The reason why less is kept than the budgets allow, in one sentence; empty: it is as they allow."""
+        """The reason why less is stored than the budgets allow, in one sentence; empty: there is no such limit."""
         return next((files.fault for files in self._files.values() if files.fault), "")
 
     def stats(self) -> dict[KVTierName, TierStats]:
-        """Figures of each tier."""
+        """Statistics of each tier."""
         return {
-            place: TierStats(
+            tier: TierStats(
                 len(files),
                 files.num_bytes,
                 files.budget_bytes,
                 files.num_evicted,
-                self.num_loaded[place],
-                self.num_rejected[place],
-                self.num_checked[place],
+                self.num_loaded[tier],
+                self.num_rejected[tier],
+                self.num_checked[tier],
             )
-            for place, files in self._files.items()
+            for tier, files in self._files.items()
         }
 
-    # -- the thread that has them ---------------------------------------------------------------------------------
+    # -- the store's thread ---------------------------------------------------------------------------------------
 
     def read(self, key: BlockKey, num_bytes: int) -> tuple[KVTierName, Blocks] | None:
-        """Content of a block and the tier that had it; None: it is not there, or was not what had been written."""
+        """Read a block. Returns its tier and content; None: it is not stored, or does not match what was written."""
         content = np.empty(num_bytes, np.uint8)
-        place = next((place for place in self._files if self._read(place, key, content)), None)
-        if place is None:
+        tier = next((tier for tier in self._files if self._read(tier, key, content)), None)
+        if tier is None:
             return None
-        self.num_loaded[place] += 1
-        return place, content
+        self.num_loaded[tier] += 1
+        return tier, content
 
     def promote(self, key: BlockKey, content: Blocks) -> None:
-        """Put what came from disk into host memory."""
+        """Copy a block that was read from disk to host memory."""
         if KVTierName.HOST in self._files:
             self._files[KVTierName.HOST].write(key, content, self._files[KVTierName.DISK].class_of(key))
 
     def save(self, key: BlockKey, content: Blocks, class_: int) -> None:
-        """Keep a block: in host memory now and on disk later, or there at once where host memory has no room."""
+        """Store a block: in host memory now and on disk later; at once on disk if host memory has no room."""
         host, disk = self._files.get(KVTierName.HOST), self._files.get(KVTierName.DISK)
         is_on_host = host is not None and host.write(key, content, class_)
         if disk is None or key in disk:
@@ -173,80 +173,81 @@ class KVTiers:
         if not is_on_host:
             disk.write(key, content, class_)
             return
-        self._behind[key] = len(content), class_
-        if len(self._behind) > MAX_BEHIND:
-            self._behind.popitem(last=False)
+        self._pending_copies[key] = len(content), class_
+        if len(self._pending_copies) > MAX_PENDING_COPIES:
+            self._pending_copies.popitem(last=False)
 
-    def copy_behind(self) -> None:
+    def copy_next(self) -> None:
         """Copy the block that has waited longest from host memory to disk."""
-        key, (num_bytes, class_) = self._behind.popitem(last=False)
+        key, (num_bytes, class_) = self._pending_copies.popitem(last=False)
         content = np.empty(num_bytes, np.uint8)
         if self._read(KVTierName.HOST, key, content):
             self._files[KVTierName.DISK].write(key, content, class_)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Forget blocks, wherever they are."""
+        """Remove blocks from all tiers."""
         for key in keys:
-            self._behind.pop(key, None)
+            self._pending_copies.pop(key, None)
             for files in self._files.values():
                 files.remove(key)
 
     def drop(self, environment: bytes) -> None:
-        """Forget all blocks of an environment."""
+        """Remove all blocks of an environment."""
         for files in self._files.values():
             self.remove([key for key in files if key.environment == environment])
 
     def resize(self, options: KVStoreOptions) -> None:
-        """Take over the budgets of options, and open the tiers that had none; folders stay as they are."""
+        """Apply the budgets of new options, and open tiers that had none. Folders do not change."""
         try:
             self._open(options)
         except UsageError as error:
             log.error("%s", error)
             self._on_fault(str(error))
-        for place, _, num_bytes in options.tiers:
-            if place in self._files:
-                self._files[place].budget_bytes = num_bytes
-                self._files[place].shrink()
+        for tier, _, num_bytes in options.tiers:
+            if tier in self._files:
+                self._files[tier].budget_bytes = num_bytes
+                self._files[tier].shrink()
 
     def classify(self, environment: bytes, class_: int) -> None:
-        """Give the blocks of an environment another class."""
+        """Change the priority of an environment's blocks."""
         for files in self._files.values():
             files.classify(environment, class_)
 
     def _open(self, options: KVStoreOptions) -> None:
-        for place, folder, num_bytes in options.tiers:
-            if folder and num_bytes and place not in self._files:
-                opened = {**self._files, place: BlockFiles(Path(folder), num_bytes)}
+        for tier, folder, num_bytes in options.tiers:
+            if folder and num_bytes and tier not in self._files:
+                opened = {**self._files, tier: BlockFiles(Path(folder), num_bytes)}
                 self._files = {each: opened[each] for each in KVTierName if each in opened}
 
-    def _read(self, place: KVTierName, key: BlockKey, content: Blocks) -> bool:
+    def _read(self, tier: KVTierName, key: BlockKey, content: Blocks) -> bool:
         try:
-            return self._files[place].read(key, content)
+            return self._files[tier].read(key, content)
         except BlockError as error:
-            self.num_rejected[place] += 1
-            log.warning("%s; it is computed again", error)
+            self.num_rejected[tier] += 1
+            log.warning("%s; the block is computed again", error)
             self._on_fault(str(error))
             return False
 
 
 class HostStore:
-    """Place of the KV that leaves a device: a folder of our own in host memory, claimed when it is needed."""
+    """Folder in host memory for KV that leaves the device, created on first use."""
 
     def __init__(self) -> None:
         self.is_open = False
-        """Whether KV that leaves the device is kept."""
+        """True if KV that leaves the device is stored."""
         self.fault = ""
-        """Why less is kept in host memory than was configured, in one sentence; empty: all of it is."""
+        """The reason why less is stored in host memory than was configured, in one sentence; empty: there is no such
+        limit."""
         self._folder: HostFolder | None = None
 
     def opened(self, options: KVStoreOptions) -> KVStoreOptions:
-        """The options with the folder, and with what this machine can give."""
+        """Create the folder. Returns the options with its path, and with the budget limited to the free memory."""
         host_bytes = options.host_bytes
         if host_bytes and self._folder is None:
             try:
                 self._folder = claim_host_folder()
-            except UsageError as error:  # it is no reason to serve nothing
-                self.fault = f"no KV is kept in host memory: {error}"
+            except UsageError as error:  # the server also works without it
+                self.fault = f"KV cannot be stored in host memory: {error}"
                 log.warning("%s", self.fault)
         if self._folder is not None:
             room = self._folder.usable_bytes
@@ -259,7 +260,7 @@ class HostStore:
         return replace(options, host_dir=host_dir, host_bytes=host_bytes)
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Remove the folder."""
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.remove()

@@ -1,8 +1,8 @@
-"""KV transfer of one engine: blocks on their way to a store and back, between two steps. Engine thread only.
+"""KV transfer of one engine: moves blocks to a store and back, between two steps. Engine thread only.
 
-What a session will come back for is copied to the store soon after its request has ended, while it is still on the
-device, so that a crash loses little. A request whose prompt goes on in the store waits here until those blocks are
-back, and is then added to the scheduler as any other. Between two steps a bounded number of bytes is moved.
+The blocks of a session are copied to the store soon after its request has ended, while they are still on the device, so
+that a crash loses little. A request whose prompt continues in the store waits here until those blocks are loaded, and
+is then added to the scheduler like any other. Between two steps, a limited number of bytes is moved.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from lockstep.engine.loading import LoadedModel
 from lockstep.executors.base import kv_environment
 
 MAX_MOVED_BYTES = 16 << 20
-"""Between two steps, in each direction."""
+"""Maximum number of bytes between two steps, in each direction."""
 MAX_LOADS = 2
-"""Requests whose blocks are read at one time; who comes behind them may find those blocks on the device."""
+"""Maximum number of requests whose blocks are read at one time. Later requests may then find those blocks on the
+device."""
 
 
 @dataclass(slots=True, eq=False)
-class _Return:
+class _PendingLoad:
     """A request that waits for its blocks."""
 
     live: LiveRequest
     chain: tuple[bytes, ...]
-    """Contents of the prompt up to the last that is in the store."""
+    """Hashes of the prompt's blocks up to the last one in the store."""
     start: int
-    """Place of the first that comes from there."""
+    """Index of the first block that comes from the store."""
     load: ChainLoad
 
 
@@ -44,8 +45,8 @@ class KVTransfer:
     """Moves blocks between a scheduler's pool and a store.
 
     Args:
-        class_: priority of what is kept; larger numbers are given up first.
-        wake: called by the store's thread when there is something to move.
+        class_: priority of the stored blocks; larger numbers are evicted first.
+        wake: called by the store's thread when there are blocks to move.
     """
 
     def __init__(
@@ -57,36 +58,37 @@ class KVTransfer:
         self._executor = model.executor
         self._wake = wake
         self._unsaved: OrderedDict[bytes, None] = OrderedDict()
-        """At most one each of what the pool can hold, as only what is there is saved."""
+        """Blocks to be saved, at most as many as the pool holds, since only blocks on the device are saved."""
         self._waiting: deque[LiveRequest] = deque()
-        self._returns: list[_Return] = []
-        self._strangers = store.strangers(self.environment)
-        """Sessions by owner whose blocks are of no use here, until that is reported."""
+        self._pending_loads: list[_PendingLoad] = []
+        self._unknown_sessions = store.num_unknown_sessions(self.environment)
+        """Number of sessions by owner whose stored blocks do not fit this model, until that is reported."""
         self._check = KVCheck(scheduler, model, store, self.environment)
         self.prioritise(class_)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for blocks."""
-        return len(self._waiting) + len(self._returns)
+        """Number of requests that wait for blocks."""
+        return len(self._waiting) + len(self._pending_loads)
 
     @property
     def has_work(self) -> bool:
-        """True if something can be moved now."""
+        """True if blocks can be moved now."""
         if self._check.has_work(is_idle=not self.num_waiting):
             return True
-        can_begin = bool(self._waiting) and len(self._returns) < MAX_LOADS
-        return can_begin or (bool(self._unsaved) and self.store.can_save) or any(r.load.is_ready for r in self._returns)
+        can_begin = bool(self._waiting) and len(self._pending_loads) < MAX_LOADS
+        can_save = bool(self._unsaved) and self.store.can_save
+        return can_begin or can_save or any(each.load.is_ready for each in self._pending_loads)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     def enter(self, live: LiveRequest) -> bool:
-        """Take a request that has to wait for blocks; False: it has nothing to wait for."""
+        """Take a request that has to wait for blocks; False: it need not wait."""
         owner = live.request.session_owner
-        if live.request.session_id is not None and (count := self._strangers.pop(owner, 0)):
-            self.store.tell(
-                f"KV that was kept for sessions of {owner!r} ({count}) is of another artifact, precision or library"
-                " than what is loaded; it is computed again"
+        if live.request.session_id is not None and (count := self._unknown_sessions.pop(owner, 0)):
+            self.store.report_fault(
+                f"the stored KV of {count} sessions of {owner!r} belongs to another artifact, precision or library"
+                " version; it is computed again"
             )
         found = self._find(live)
         if found is None:
@@ -95,37 +97,37 @@ class KVTransfer:
         return True
 
     def leave(self, live: LiveRequest) -> None:
-        """Forget a request that has ended."""
+        """Remove a request that has ended."""
         if live in self._waiting:
             self._waiting.remove(live)
-        for each in self._returns:
+        for each in self._pending_loads:
             if each.live is live:
                 each.load.cancel()
-        self._returns = [each for each in self._returns if each.live is not live]
+        self._pending_loads = [each for each in self._pending_loads if each.live is not live]
 
     def abandon(self) -> None:
-        """Forget everybody who waits, and what was not saved."""
-        for each in self._returns:
+        """Remove all waiting requests and unsaved blocks."""
+        for each in self._pending_loads:
             each.load.cancel()
-        self._returns.clear()
+        self._pending_loads.clear()
         self._waiting.clear()
         self._unsaved.clear()
 
     def prioritise(self, class_: int) -> None:
-        """Change the priority of what is kept, that of earlier times included; on any thread."""
+        """Change the priority of all stored blocks, including those of earlier processes. Any thread may call this."""
         self.class_ = class_
         self.store.adopt(self.environment, self, class_)
 
     def move(self, now_s: float) -> list[LiveRequest]:
-        """Move what can be moved now, within the bound; returns the requests that wait no longer."""
+        """Move the blocks that can be moved now, within the limit. Returns the requests that no longer wait."""
         ready: list[LiveRequest] = []
-        while self._waiting and len(self._returns) < MAX_LOADS:
+        while self._waiting and len(self._pending_loads) < MAX_LOADS:
             self._begin(self._waiting.popleft(), ready)
         budget = MAX_MOVED_BYTES
-        for each in tuple(self._returns):
-            budget -= self._bring_back(each, budget)
+        for each in tuple(self._pending_loads):
+            budget -= self._load_blocks(each, budget)
             if each.load.is_done:
-                self._returns.remove(each)
+                self._pending_loads.remove(each)
                 ready.append(each.live)
             if budget <= 0:
                 break
@@ -134,7 +136,7 @@ class KVTransfer:
         return ready if check is None else [*ready, check]
 
     def _find(self, live: LiveRequest) -> tuple[tuple[bytes, ...], int] | None:
-        """The chain of a prompt as far as it is known, and where its part in the store begins; None: it has none."""
+        """The known chain of a prompt, and the index of its first block in the store; None: it has none there."""
         request = live.core_request
         config = self._scheduler.config
         if not (request.reads_cache and config.enable_prefix_caching and request.block_hashes):
@@ -145,17 +147,17 @@ class KVTransfer:
         return (usable[: start + count], start) if count else None
 
     def _begin(self, live: LiveRequest, ready: list[LiveRequest]) -> None:
-        found = self._find(live)  # others may have brought it back meanwhile
+        found = self._find(live)  # other requests may have loaded the blocks meanwhile
         if found is None:
             ready.append(live)
             return
         chain, start = found
         num_bytes = self._executor.geometry.bytes_per_block
         load = self.store.load(self.environment, chain[start:], num_bytes, self._wake)
-        self._returns.append(_Return(live, chain, start, load))
+        self._pending_loads.append(_PendingLoad(live, chain, start, load))
 
-    def _bring_back(self, each: _Return, budget: int) -> int:
-        """Give blocks to contents that have come, and write them there; returns the bytes that were moved."""
+    def _load_blocks(self, each: _PendingLoad, budget: int) -> int:
+        """Assign device blocks to loaded contents and write them. Returns the number of bytes that were moved."""
         load = each.load
         first = each.start + load.num_taken
         contents = load.take(budget)
@@ -163,31 +165,31 @@ class KVTransfer:
             return 0
         self.store.taken()
         if first == 0:
-            self._check.came_back(each.live, contents[0])
+            self._check.count_loaded(each.live, contents[0])
         given = self._scheduler.fill(each.chain[: first + len(contents)], first)
         for place, block in given:
             self._executor.write_blocks([block], contents[place - first][None])
         end = first + len(contents)
         if self._num_cached(each.chain[:end]) < end:
-            load.cancel()  # no room on the device: the rest is computed
+            load.cancel()  # no room on the device, so the rest is computed
         return sum(content.nbytes for content in contents)
 
-    # -- what is kept ---------------------------------------------------------------------------------------------
+    # -- saving ---------------------------------------------------------------------------------------------------
 
     def keep(self, owner: str, session_id: str, hashes: tuple[bytes, ...]) -> None:
-        """Copy what a session will come back for, soon."""
+        """Queue a session's blocks to be copied to the store."""
         if not self.store.tiers:
             return
         self.store.remember(SessionRecord(owner, session_id, self.environment, hashes, time.time()))
         self._unsaved.update(dict.fromkeys(self._missing(hashes)))
         while len(self._unsaved) > self._scheduler.config.num_blocks:
-            self._unsaved.popitem(last=False)  # no longer there
+            self._unsaved.popitem(last=False)  # no longer on the device
         if not self.store.can_save:
             self.store.when_it_can_save(self._wake)
 
     def keep_now(self, hashes: Sequence[bytes]) -> int:
-        """Copy contents that are about to leave the device, as far as the store can take them now: almost all were
-        copied soon after their request. Returns how many of the first ones are kept then."""
+        """Copy contents that are about to leave the device, as far as the store can take them now. Almost all were
+        already copied after their request. Returns how many blocks at the start of the chain are stored."""
         if not self.store.tiers:
             return 0
         missing = self._missing(hashes)
@@ -203,7 +205,7 @@ class KVTransfer:
         return sum(1 for _ in takewhile(lambda each: each not in lost, hashes))
 
     def end(self, owner: str, session_id: str) -> None:
-        """Forget a session, and what it alone would come back for."""
+        """Remove a session, and the blocks that no other session needs."""
         self.store.end(session_id, owner)
 
     def _missing(self, hashes: Iterable[bytes]) -> list[bytes]:
@@ -211,19 +213,19 @@ class KVTransfer:
 
     @property
     def _num_at_once(self) -> int:
-        """Blocks that are moved between two steps."""
+        """Number of blocks that are moved between two steps."""
         return max(1, MAX_MOVED_BYTES // self._executor.geometry.bytes_per_block)
 
     def _save(self) -> None:
         if self._unsaved and self.store.can_save:
             size = min(self._num_at_once, len(self._unsaved))
             oldest = [self._unsaved.popitem(last=False)[0] for _ in range(size)]
-            self._copy([each for each in oldest if self.store.is_wanted(self.environment, each)])
+            self._copy([each for each in oldest if self.store.is_needed(self.environment, each)])
         if self._unsaved and not self.store.can_save:
             self.store.when_it_can_save(self._wake)
 
     def _copy(self, hashes: Sequence[bytes]) -> set[bytes]:
-        """Copy what the device has of these contents; returns what that was."""
+        """Copy those of the contents that are on the device. Returns them."""
         found = zip(hashes, self._scheduler.cached_blocks(hashes), strict=True)
         pairs = [(each, block) for each, block in found if block is not None]
         if pairs:
@@ -238,5 +240,5 @@ class KVTransfer:
 
 
 def environment_of(model: LoadedModel) -> bytes:
-    """Key of everything that the bytes of a block depend on beside its tokens."""
+    """Key of everything that affects the bytes of a block, except its tokens."""
     return kv_environment(model.executor.environment, model.executor.geometry, model.fingerprint)

@@ -1,4 +1,6 @@
-"""The Python API: `LLM` for scripts, `AsyncEngine` for asyncio programs. Both own a loaded model and its engine."""
+"""The Python API: provides `LLM` for scripts and `AsyncEngine` for asyncio programs. Each owns a loaded model and its
+engine.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,21 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 LAST_TASK_S = 10.0
-"""For the task under way when the process ends."""
+"""Seconds to wait for the current task when the process ends."""
 
 Result = TypeVar("Result")
 
 
 class LLM:
-    """A model that answers while the caller waits. Several prompts share one continuous batch.
+    """A model with a blocking API. Several prompts share one continuous batch.
 
-    An interrupt (Ctrl-C) ends a call with the step under way: its requests are gone, and the model is as it was. Calls
-    from several threads take turns.
+    An interrupt (Ctrl-C) ends a call after the current step. Its requests are aborted, and the model stays usable.
+    Calls from several threads run one after the other.
 
     Args:
         model: a path, ``hf://org/name``, ``pocket://`` or ``stub://NAME``.
-        options: how to load it and within what limits.
-        progress: told about the stages of loading.
+        options: load options and limits.
+        progress: called for each stage of loading.
         observer: called after each step with its plan, result and events.
 
     Raises:
@@ -72,11 +74,11 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Complete one prompt or several, each text or token ids; one output per prompt, in order.
+        """Complete one or several prompts, each a text or token ids. Returns one output per prompt, in order.
 
         Raises:
-            RequestError: a prompt or parameter is refused; nothing runs on then.
-            LockstepError: what ended a request that had been accepted.
+            RequestError: a prompt or parameter is invalid; the other requests are aborted.
+            LockstepError: the error that ended an accepted request.
         """
         batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
         each = _one_per(params, len(batch))
@@ -90,11 +92,11 @@ class LLM:
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: str = "auto",
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, by the model's chat template.
+        """Answer one or several conversations, using the model's chat template.
 
         Args:
-            template_kwargs: further variables of the template, e.g. ``enable_thinking``.
-            reasoning: ``auto`` keeps thoughts apart where the template has tags for them, ``off`` never does.
+            template_kwargs: additional template variables, e.g. ``enable_thinking``.
+            reasoning: ``auto`` separates reasoning from content if the template has tags for it; ``off`` never does.
 
         Raises:
             InvalidParameterError, ChatTemplateError: see `Tokenizer.render_chat`.
@@ -106,10 +108,11 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "mean", normalize: bool = True
     ) -> npt.NDArray[np.float32]:
-        """[number of prompts, hidden_size]: the hidden states of each prompt as one vector.
+        """Embed one or several prompts: [number of prompts, hidden_size], the hidden states of each prompt as one
+        vector.
 
         Args:
-            pooling: ``mean`` over all positions, or the ``last`` one.
+            pooling: ``mean`` over all positions, or the ``last`` position.
             normalize: whether each vector is divided by its length.
         """
         batch: Any = [prompts] if _is_one_prompt(prompts) else prompts
@@ -118,11 +121,11 @@ class LLM:
         return row_math().unit(vectors) if normalize else vectors
 
     def stream(self, request: GenerationRequest) -> Generator[TokenOutput]:
-        """Stream what each step brings; leaving the loop, or an interrupt in it, aborts the request.
+        """Yield the output of each step. Leaving the loop, or an interrupt in it, aborts the request.
 
         Raises:
-            RequestError: the request is refused.
-            LockstepError: what ended it after it had been accepted.
+            RequestError: the request is invalid.
+            LockstepError: the error that ended the request after it was accepted.
         """
         task = Task[list[int]](lambda task: self._serve([request], task.emitted.put, task))
         try:
@@ -151,7 +154,7 @@ class LLM:
         return [outputs[request_id] for request_id in ids]
 
     def _serve(self, requests: Sequence[GenerationRequest], sink: Sink, task: Task[list[int]]) -> list[int]:
-        """Answer requests, as many at once as the queue takes; returns their ids. On the model's thread."""
+        """Process requests, as many at once as the queue accepts, and return their ids. Runs on the model's thread."""
         engine, waiting, ids = self.engine, deque(requests), list[int]()
         try:
             while (waiting or engine.has_work) and not task.is_stopped:
@@ -160,14 +163,14 @@ class LLM:
                     room -= waiting[0].params.n
                     ids.append(engine.submit(waiting.popleft(), sink))
                 engine.step()
-        finally:  # stopped, or a prompt was refused: what was queued must not run with the next call
+        finally:  # stopped, or a prompt was invalid: queued requests must not run with the next call
             for request_id in ids:
                 engine.abort(request_id)
             engine.drain()
         return ids
 
     def close(self) -> None:
-        """Free the model; using it afterwards is an error. Calling it again does nothing."""
+        """Free the model. It cannot be used afterwards. Calling this again has no effect."""
         if self._task_thread.is_alive:
             self._task_thread.run(lambda task: self.model.close())
         self._task_thread.end()
@@ -180,10 +183,10 @@ class LLM:
 
 
 class AsyncEngine:
-    """A model that answers an asyncio program; a thread of its own runs the steps.
+    """A model with an asyncio API. Its steps run in a separate thread.
 
-    Loading blocks, so make it before the loop starts or in ``asyncio.to_thread``. Close it, or use it as a context
-    manager: requests that are still open then end with ``abort``.
+    Loading blocks, so create it before the event loop starts or in ``asyncio.to_thread``. Close it, or use it as a
+    context manager: requests that are still open then end with ``abort``.
     """
 
     def __init__(
@@ -200,17 +203,17 @@ class AsyncEngine:
         self._thread.start()
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """The whole answer; cancelling the task aborts the request."""
+        """Complete a prompt and return the whole answer. Cancelling the task aborts the request."""
         return await self.engine.submit_async(self._request(prompt, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> OutputStream:
-        """``async for`` over the answer as it comes; leaving the loop aborts the request."""
+        """Stream the answer with ``async for``. Leaving the loop aborts the request."""
         return self.engine.stream(self._request(prompt, params))
 
     async def embed(
         self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True
     ) -> npt.NDArray[np.float32]:
-        """[hidden_size]: the hidden states of a prompt as one vector; see `LLM.embed`."""
+        """Embed a prompt: [hidden_size], its hidden states as one vector; see `LLM.embed`."""
         request = self._checked(GenerationRequest(prompt, pooling=pooling))
         vector = _vector(await self.engine.submit_async(request))
         return row_math().unit(vector[None])[0] if normalize else vector
@@ -235,7 +238,7 @@ class AsyncEngine:
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: str = "auto",
     ) -> OutputStream:
-        """Answer a conversation as it comes; see `LLM.chat`."""
+        """Stream the answer to a conversation; see `LLM.chat`."""
         return self.engine.stream(self._checked(_chat_request(messages, params, template_kwargs, reasoning)))
 
     def submit(self, request: GenerationRequest, callback: Sink | None = None) -> int:
@@ -249,7 +252,7 @@ class AsyncEngine:
         return self.engine.metrics()
 
     def close(self) -> None:
-        """End what is open, stop the thread, free the model. Calling it again does nothing, or what is left of it."""
+        """Abort open requests, stop the thread, free the model. Can be called again; it resumes after an interrupt."""
         self.engine.stop()
         self._thread.join()
 
@@ -278,36 +281,36 @@ class AsyncEngine:
     def _loop(self) -> None:
         try:
             self.engine.run()
-        except Exception:  # a defect of ours, which every open request was told
-            log.exception("the engine's thread broke")
-        finally:  # here, since a wait for this thread may be interrupted
+        except Exception:  # a bug: every open request has already failed with this error
+            log.exception("the engine's thread failed")
+        finally:  # done here, since the wait for this thread may be interrupted
             self.model.close()
 
 
 class Task(Generic[Result]):
-    """Work of a `TaskThread`, with what it emits meanwhile and its result."""
+    """Work for a `TaskThread`, with its result and the outputs that it emits."""
 
     def __init__(self, work: Callable[[Task[Result]], Result]) -> None:
         self._work = work
         self.is_stopped = False
-        """Set once no one waits for the rest; long work looks at it now and then."""
+        """True once no caller waits for the rest. Long work checks this regularly."""
         self.emitted: SimpleQueue[TokenOutput | None] = SimpleQueue()
-        """Outputs of the work, and None when it is over. A wait for it is one native call: an interrupt comes before or
-        after it, and no output is lost."""
+        """Outputs of the work, then None when it has ended. Waiting for it is one native call: an interrupt comes
+        before or after it, so no output is lost."""
         self._results: list[Result] = []
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the work, on the thread that is for it."""
+        """Do the work. Called on the task thread."""
         try:
             self._results.append(self._work(self))
-        except BaseException as error:  # the waiting one's, whatever it is
+        except BaseException as error:  # raised by `result` in the waiting thread
             self._error = error
         finally:
             self.emitted.put(None)
 
     def result(self) -> Result:
-        """Take what the work returned; raises what it raised."""
+        """Return the result of the work, or raise its error."""
         error, self._error = self._error, None
         if error is None:
             return self._results.pop()
@@ -318,11 +321,12 @@ class Task(Generic[Result]):
 
 
 class TaskThread:
-    """One thread that does tasks in the order in which they came. It ends with the last reference to this, or with the
-    process.
+    """One thread that runs tasks in the order of submission. It ends with the last reference to this object, or with
+    the process.
 
-    Python raises Ctrl-C, and whatever else a signal's handler raises, between any two instructions of the main thread.
-    What must not be left half done, as a step, is done here: an interrupt finds only the waiting.
+    Python raises KeyboardInterrupt, and any other exception of a signal handler, between any two instructions of the
+    main thread. Work that must not be interrupted halfway, such as a step, runs here: an interrupt then only ends the
+    wait.
     """
 
     def __init__(self, name: str) -> None:
@@ -335,31 +339,32 @@ class TaskThread:
 
     @property
     def is_alive(self) -> bool:
-        """True while tasks are done: it was not ended, and this is no fork of its process.
+        """True while tasks can run: the thread has not been ended, and the process is not a fork.
 
-        `Thread.is_alive` is not used: it takes a lock, and returns False for ever once it was interrupted there.
+        `Thread.is_alive` is not used: it takes a lock, and returns False for ever after an interrupt there.
         """
         return not self._is_ended and os.getpid() == self._pid
 
     def end(self) -> None:
-        """End the thread behind the tasks that wait. Calling it again does what an interrupt left of it."""
+        """End the thread after the queued tasks. Calling this again completes an end that was interrupted."""
         self._is_ended = True
         _end(self._tasks, self._thread)
 
     def submit(self, task: Task[Any]) -> None:
-        """Do a task as soon as those before it are done.
+        """Queue a task.
 
         Raises:
-            UsageError: it never could be.
+            UsageError: the task could never run.
         """
         if threading.current_thread() is self._thread:
-            raise UsageError("a callback or observer of a model cannot wait for the model; ask it after the call")
+            raise UsageError("a callback or observer of a model cannot wait for the model; call it later")
         if not self.is_alive:
             raise UsageError("this model is closed, or was loaded before the process was forked; load it again")
         self._tasks.put(task)
 
     def run(self, work: Callable[[Task[Result]], Result]) -> Result:
-        """Do it and wait; an interrupt stops it, and a second one no longer waits until it has stopped."""
+        """Run the work and wait for its result. An interrupt stops the work; a second one also ends the wait for the
+        stop."""
         task = Task(work)
         try:
             self.submit(task)
@@ -370,7 +375,7 @@ class TaskThread:
         return task.result()
 
     def stop(self, task: Task[Any]) -> None:
-        """Stop a task, wherever its beginning was interrupted, and wait until it and those before it are over."""
+        """Stop a task, even if its submission was interrupted, and wait until it and those before it have ended."""
         task.is_stopped = True
         if self.is_alive and threading.current_thread() is not self._thread:
             last: Task[None] = Task(lambda task: None)
@@ -381,7 +386,7 @@ class TaskThread:
 def _work_off(tasks: SimpleQueue[Task[Any] | None]) -> None:
     while (task := tasks.get()) is not None:
         task.run()
-        del task  # with what it brought
+        del task  # frees its result
 
 
 def _end(tasks: SimpleQueue[Task[Any] | None], thread: threading.Thread) -> None:
@@ -412,5 +417,5 @@ def _one_per(params: SamplingParams | Sequence[SamplingParams] | None, count: in
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:
-        raise ConfigError(f"{count} prompts, but {len(params)} parameters; give one for all or one for each")
+        raise ConfigError(f"{count} prompts, but {len(params)} sampling parameters; pass one, or one per prompt")
     return params

@@ -1,4 +1,4 @@
-"""Loading of models: tokenizer first (it fails early), then weights and pool."""
+"""Loading of models: loads the tokenizer first, since it fails early, then the weights and the KV pool."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STUB_POOL_BYTES = 1 << 32
-"""More is no fiction that a stub's pool could be: its blocks hold nothing, but are counted one by one."""
-CORRECT_TEMPLATE = "correct the given template, or leave it out to use the model's own"
+"""Pool size of a stub. Its blocks hold no data, but each is counted, so a larger pool would take too long."""
+CORRECT_TEMPLATE = "correct the template, or omit it to use the model's own"
 MAX_PROBE_BLOCKS = 256
 """Enough for the largest batch of the probe with blocks of 32 tokens."""
 
@@ -45,10 +45,10 @@ class LoadedModel:
     executor: Executor
     tokenizer: Tokenizer
     grammars: GrammarCompiler
-    """Puts constraints to work for this model's vocabulary."""
+    """Compiles constraints for this model's vocabulary."""
     sampling_defaults: Mapping[str, float | int]
     weights_bytes: int | None = None
-    """Memory that the weights take as they are packed, mapped files included; None: they are a fiction."""
+    """Memory of the packed weights, including mapped files; None: a stub, which has no weights."""
 
     @property
     def vocab_size(self) -> int:
@@ -65,16 +65,16 @@ class LoadedModel:
 def load_model(
     source: str, options: LoadOptions | None = None, progress: Progress | None = None
 ) -> tuple[LoadedModel, SchedulerConfig]:
-    """Load a model and decide its scheduler's configuration: what an ``Engine`` is made of. The caller closes it.
+    """Load a model and derive its scheduler's configuration, as an ``Engine`` needs them. The caller closes the model.
 
     Args:
         source: a path, ``hf://org/name``, ``pocket://`` or ``stub://NAME``.
-        options: how to load it and within what limits.
+        options: load options and limits.
 
     Raises:
         ArtifactError: the artifact cannot be served.
-        ChatTemplateError: ``options.chat_template`` is not Jinja, or fails on every conversation.
-        ConfigError: the limits cannot work with it.
+        ChatTemplateError: ``options.chat_template`` is not valid Jinja, or fails on every conversation.
+        ConfigError: the limits do not fit the model.
         UsageError: an option names something that this machine does not have.
     """
     options = options or LoadOptions()
@@ -133,21 +133,21 @@ def _grammars(tokenizer: Tokenizer, executor: Executor) -> GrammarCompiler:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Findings about a model on this machine."""
+    """Results of verifying a model on this machine."""
 
     report: ProbeReport
     digest: str
-    """See `model_digest`; equal on every machine."""
+    """Digest from `model_digest`; equal on every machine."""
 
 
 def verify_model(source: str, options: LoadOptions, progress: Progress | None = None) -> Verification:
-    """Try on this machine whether the model keeps the promise of the same bytes.
+    """Check on this machine that the model computes the same bytes in every batch.
 
     Raises:
         LockstepError: the model cannot be loaded.
     """
     if source.startswith(STUB_SCHEME):
-        raise UsageError(f"{source}: a stub computes nothing that could be verified")
+        raise UsageError(f"{source}: a stub computes nothing that can be verified")
     from lockstep.executors.model_digest import model_digest
     from lockstep.executors.probe import thorough_probe
 
@@ -166,14 +166,15 @@ def verify_model(source: str, options: LoadOptions, progress: Progress | None = 
 
 
 def download_stage(report: Progress) -> DownloadProgress:
-    """A download as a stage of loading."""
+    """Report a download as a stage of loading."""
     return lambda name, have, total: report(f"download {name}", have / max(total, 1))
 
 
 def load_tokenizer(parts: TokenizerParts, options: LoadOptions) -> Tokenizer:
-    """The tokenizer, with a chat template that was tried.
+    """Create the tokenizer and try its chat template.
 
-    A template of the options that fails ends the load. The artifact's own is a warning: completions do not need it.
+    If a template from the options fails, so does the load. If the artifact's own template fails, a warning is logged,
+    as completions do not need it.
     """
     if options.chat_template is not None:
         tokenizer = Tokenizer(replace(parts, chat_template=options.chat_template))
@@ -188,15 +189,15 @@ def load_tokenizer(parts: TokenizerParts, options: LoadOptions) -> Tokenizer:
             tokenizer.check_chat_template()
         except ChatTemplateError as error:
             log.warning(
-                "the model's own chat template fails, so chats are refused and only completions work; "
-                "give another with --chat-template FILE (%s)",
+                "the model's own chat template fails, so chats are rejected and only completions work; "
+                "use --chat-template FILE to replace it (%s)",
                 error,
             )
     return tokenizer
 
 
 def default_cache_dir() -> Path:
-    """Folder of this user's caches by the platform's convention."""
+    """Folder for this user's caches, by the platform's convention."""
     import platformdirs
 
     return platformdirs.user_cache_path("lockstep")

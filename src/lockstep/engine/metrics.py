@@ -1,4 +1,6 @@
-"""Metrics of an engine. Names, units and buckets are vLLM's, so that existing boards and alerts apply."""
+"""Metrics of an engine: counts and measures with vLLM's names, units and buckets, so that its dashboards and alerts
+apply.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class HistogramSnapshot:
 
 
 class Histogram:
-    """A fixed-bucket histogram; one thread writes it."""
+    """Histogram with fixed buckets. Only one thread may write it."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -86,22 +88,22 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """All metrics at one moment, a plain value that may cross threads and processes."""
+    """All metrics at one moment, as a plain value that can be passed between threads and processes."""
 
     gauges: Mapping[str, float]
     counters: Mapping[str, int]
-    """``request_success`` is apart: see ``finished``."""
+    """Counters by name. ``request_success`` is in ``finished`` instead."""
     finished: Mapping[str, int]
     """Finished requests by reason."""
     histograms: Mapping[str, HistogramSnapshot]
     labelled_gauges: Mapping[str, Labelled] = field(default_factory=dict)
     labelled_counters: Mapping[str, Labelled] = field(default_factory=dict)
     info: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Facts that do not change, as the labels of a gauge that is 1."""
+    """Constant facts, as the labels of a gauge with value 1."""
 
 
 class SequenceSpan(msgspec.Struct, frozen=True):
-    """Times of a sequence on the engine's clock, and its lengths."""
+    """Times and lengths of a sequence, on the engine's clock."""
 
     arrival_s: float
     scheduled_s: float | None
@@ -110,22 +112,22 @@ class SequenceSpan(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    """Prompt tokens that were there before its first chunk."""
+    """Prompt tokens that were cached before its first chunk."""
     max_output_tokens: int
 
 
 class EngineMetrics:
-    """Counters and histograms that the engine thread writes at token steps, never at delivery."""
+    """Counters and histograms. The engine thread writes them when tokens are produced, not when they are delivered."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_failed_steps = 0
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
-        """Those of ``prompt_tokens`` that the prefix cache gave."""
+        """Number of ``prompt_tokens`` that came from the prefix cache."""
         self.generation_tokens = 0
         self.admission_rejections = 0
-        """Requests that a full queue refused, by the engine's thread."""
+        """Requests that the engine's thread rejected because the queue was full."""
         self.corrupted_requests = 0
         """Sequences whose logits were not finite."""
         self.finished: dict[str, int] = {}
@@ -139,7 +141,7 @@ class EngineMetrics:
         self.finished[reason.value] = self.finished.get(reason.value, 0) + 1
 
     def observe_finished(self, span: SequenceSpan, reason: FinishReason, now_s: float) -> None:
-        """A sequence ended: its durations, as far as it got."""
+        """Record the durations of a sequence that ended, up to the phase that it reached."""
         self.count_finished(reason)
         histograms = self._histograms
         histograms["e2e_request_latency_seconds"].observe(now_s - span.arrival_s)
@@ -158,7 +160,7 @@ class EngineMetrics:
                 histograms["request_time_per_output_token_seconds"].observe(decode_s / (span.num_output_tokens - 1))
 
     def observe_request(self, num_output_tokens: Sequence[int]) -> None:
-        """A request ended, with so many tokens in each of its ``n`` sequences."""
+        """Record a request that ended, with the number of tokens in each of its ``n`` sequences."""
         self._histograms["request_params_n"].observe(len(num_output_tokens))
         self._histograms["request_max_num_generation_tokens"].observe(max(num_output_tokens))
 
@@ -167,7 +169,7 @@ class EngineMetrics:
 
 
 def cache_config_labels(config: SchedulerConfig) -> Mapping[str, str]:
-    """The settings of the KV cache, under vLLM's names where it has one."""
+    """Settings of the KV cache, under vLLM's names where it has one."""
     facts = {
         "block_size": config.block_size,
         "num_gpu_blocks": config.num_blocks,
@@ -180,19 +182,20 @@ def cache_config_labels(config: SchedulerConfig) -> Mapping[str, str]:
 
 
 class Unscheduled(NamedTuple):
-    """Counts of requests that the scheduler has not seen."""
+    """Counts of requests that were not added to the scheduler."""
 
     num_waiting: int
     num_rejected: int
-    """Since the start."""
+    """Number of rejected requests since the start."""
 
 
 def snapshot(
     metrics: EngineMetrics, stats: SchedulerStats, unscheduled: Unscheduled, info: Mapping[str, Mapping[str, str]]
 ) -> MetricsSnapshot:
-    """Put the engine's and the scheduler's counts side by side, under vLLM's names.
+    """Combine the engine's and the scheduler's counts, under vLLM's names.
 
-    Who waits for blocks or a place does so for ``capacity``; ``deferred`` are those who came while a step was running.
+    Requests that wait for blocks or a slot have the reason ``capacity``; those that arrived during a step,
+    ``deferred``.
     """
     by_reason = {"capacity": stats.num_queued + stats.num_preempted, "deferred": unscheduled.num_waiting}
     cached = metrics.cached_prompt_tokens
@@ -224,11 +227,12 @@ def snapshot(
 
 
 RATIO = "_perc"
-"""Gauges that end so are parts of a whole."""
+"""Suffix of gauges that are ratios."""
 
 
 def merged(snapshots: Sequence[MetricsSnapshot]) -> MetricsSnapshot:
-    """Metrics of several engines of one model as of one: sums, and of ratios the mean; facts are the first one's."""
+    """Combine the metrics of several engines of one model: sums, or means for ratios. Facts are those of the first
+    engine."""
     first = snapshots[0]
     if len(snapshots) == 1:
         return first

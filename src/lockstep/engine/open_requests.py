@@ -1,7 +1,7 @@
-"""Open requests of one engine: how each gets its sequences, and how it ends. Engine thread only, but for `by_id`.
+"""Open requests of one engine: gives each its sequences and ends it. Engine thread only, except `by_id`.
 
-A request ends once, with its last sequence or before it had one: whoever waits for it is told, its session keeps what
-it may, and its result is there before it is no longer open.
+A request ends once, with its last sequence or before it has any. When it ends, its sink gets the last output, its
+session keeps its blocks, and its result is stored before the request is removed from `by_id`.
 """
 
 from __future__ import annotations
@@ -32,49 +32,49 @@ log = logging.getLogger(__name__)
 
 
 class RecorderHook(CommandListener, Protocol):
-    """Listener to all that decides an engine's steps: commands come from the scheduler, the rest from the engine.
+    """Observer of everything that decides an engine's steps. The scheduler reports commands, the engine the rest.
 
     Called in order on the engine's thread; never raises.
     """
 
     def opened(self, scheduler: Scheduler, fingerprint: Fingerprint) -> None:
-        """Take note of whose decisions follow; once, before everything else, on any thread."""
+        """Report the scheduler whose decisions follow. Called once, before all other methods, on any thread."""
         ...
 
     def joined(self, generation: Generation, waited_s: float) -> None:
-        """Take note of the sequence that the scheduler was just given, and how long it waited for that."""
+        """Report a sequence that was just added to the scheduler, and how long it waited for that."""
         ...
 
     def committed(self, record: bytes | None, result: StepResult, touched: Sequence[Generation]) -> None:
-        """Take note of a step's result; ``record`` is what it closed, ``touched`` are the sequences that sampled."""
+        """Report a step's result. ``record`` is what it closed, ``touched`` are the sequences that sampled."""
         ...
 
     def ended(self, generation: Generation) -> None:
-        """Take note of a sequence that has ended, in a step or outside; its last token and reason are known."""
+        """Report a sequence that has ended, in a step or outside; its last token and reason are set."""
         ...
 
     def failed(self, record: bytes | None) -> None:
-        """Take note of a failed step; ``record`` is what it closed."""
+        """Report a failed step; ``record`` is what it closed."""
         ...
 
 
 class SequenceFollower(Protocol):
-    """Called with the sequences that there are; on the engine's thread. It never raises."""
+    """Observer of sequences, called on the engine's thread. It never raises."""
 
     def joined(self, generation: Generation) -> None:
-        """Take note of a sequence that begins."""
+        """Report a new sequence."""
         ...
 
     def ended(self, generation: Generation) -> None:
-        """Take note of a sequence that has ended; all of its blocks that can be found are named."""
+        """Report a sequence that has ended; all of its blocks that can be hit have hashes."""
         ...
 
 
 class OpenRequests:
-    """Owns the requests of an engine from the moment they are submitted to their last output.
+    """Owns the requests of an engine from their submission to their last output.
 
     Args:
-        recorder: listens to sequences that begin and end.
+        recorder: called when sequences begin and end.
     """
 
     def __init__(
@@ -94,37 +94,37 @@ class OpenRequests:
         self._recorder = recorder
         self._now_s = now_s
         self.follower: SequenceFollower | None = None
-        """Observers of sequences, beside the recorder."""
+        """Observer of sequences, in addition to the recorder."""
         self.by_id: dict[int, LiveRequest] = {}
-        """All that have not ended; submission adds one here."""
+        """Requests that have not ended; submission adds them here."""
         self.generations: dict[int, Generation] = {}
-        """Their unfinished sequences."""
+        """Unfinished sequences of the open requests."""
         self.waits = WaitSampler(scheduler, self.generations, now_s)
         sessions.on_return = self.waits.entered
         self._accepted: list[int] = []
-        """Those that got their place in the queue, until they are taken."""
+        """Ids of requests that entered the queue since the last `take`."""
         self.outputs: list[TokenOutput] = []
-        """Outputs since they were last taken; the next ones are in a new list then."""
+        """Outputs since the last `take`, which starts a new list."""
         self.interrupt: BaseException | None = None
-        """Interrupt that comes out of the step when it is over."""
+        """Interrupt that is raised when the step is over."""
         self.results = Results(scheduler.config.max_finished)
         self.deadlines = Deadlines()
 
     def take(self, started: list[Started]) -> Published:
-        """Take what has come since the last call, and who has begun."""
+        """Take all outputs and events since the last call, together with the requests that have started."""
         taken = Published(self._accepted, self.outputs, started, self.waits.take())
         self._accepted, self.outputs = [], []
         return taken
 
     def expire(self, now_s: float) -> None:
-        """End those whose deadline has passed."""
+        """End the requests whose deadline has passed."""
         for due in self.deadlines.pop_due(now_s):
             live = self.by_id.get(due.request_id)
             if live is not None and (due.while_running or live.first_scheduled_s is None):
                 self.end(due.request_id, FinishReason.DEADLINE, due.error())
 
     def add(self, live: LiveRequest, now_s: float) -> None:
-        """Give a request its place in the queue; what is refused ends with its reason."""
+        """Add a request to the queue. A rejected request ends with the reason."""
         try:
             is_first = self._sessions.enter(live, now_s)
         except QueueFullError as error:
@@ -138,8 +138,8 @@ class OpenRequests:
         self._accepted.append(live.request_id)
 
     def schedule(self, live: LiveRequest, now_s: float) -> bool:
-        """Hand the request's sequences to the scheduler; False: it refused them, which ended the request."""
-        self.by_id.setdefault(live.request_id, live)  # nobody submitted one that checks what came back
+        """Add the request's sequences to the scheduler; False: it rejected them, which ended the request."""
+        self.by_id.setdefault(live.request_id, live)  # an internal KV check was not submitted
         first: int | None = None
         for index in range(live.num_open):
             try:
@@ -156,27 +156,27 @@ class OpenRequests:
         return True
 
     def name_answers(self, touched: Iterable[Generation]) -> None:
-        """Have answers found again: of these sequences, those that end with the step under way."""
+        """Name the blocks of answers that end with the current step, so that they can be hit."""
         if self._scheduler.config.enable_prefix_caching:
             for generation in touched:
                 if generation.finish_reason is not None or generation.is_full:
                     self._name_answer(generation, generation.finish_reason)
 
     def _name_answer(self, generation: Generation, reason: FinishReason | None) -> None:
-        """Have an answer found again, unless its model has failed, or it has none."""
+        """Name the blocks of an answer, unless its model has failed or the request is an embedding request."""
         if reason is not FinishReason.ERROR and generation.pooler is None:
             namespace = self._model.namespace(generation.live.request.cache_salt)
             hashes = generation.name_answer(namespace, self._scheduler.config.block_size)
             self._scheduler.name_answer(generation.seq_id, hashes)
 
     def end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
-        """End what is still open of a request, outside a step."""
+        """End the unfinished sequences of a request, outside of a step."""
         live = self.by_id.get(request_id)
         if live is None:
             return
         live.error = error or live.error
-        if not live.generations:  # it waited for a session, or for its blocks
-            self._refuse(live, error or RequestFailedError("it was aborted before it began"), reason)
+        if not live.generations:  # it waited for a session or for its blocks
+            self._refuse(live, error or RequestFailedError("the request was aborted before it began"), reason)
             return
         now_s = self._now_s()
         for generation in live.generations:
@@ -193,7 +193,7 @@ class OpenRequests:
         self.end(request_id, FinishReason.ABORT)
 
     def settle(self, finished: Sequence[Finish], touched: Iterable[Generation], now_s: float) -> None:
-        """Tell of a step's sequences, those that ended with it included, and end requests whose sinks raise."""
+        """Publish a step's outputs and close its finished sequences. Requests whose sinks raise are aborted."""
         self._account(self._scheduler.drain_finished())
         for finish in finished:
             self._close(self.generations[finish.seq_id], finish.reason, now_s)
@@ -204,7 +204,7 @@ class OpenRequests:
             self.abort(request_id)
 
     def abandon(self, error: LockstepError) -> None:
-        """End all with an error, without a word to the scheduler."""
+        """End all requests with an error, without calling the scheduler."""
         now_s = self._now_s()
         for live in list(self.by_id.values()):
             live.error = error
@@ -216,13 +216,13 @@ class OpenRequests:
                 self._refuse(live, error)
 
     def raise_interrupt(self) -> None:
-        """Let out what waited for the end of the step."""
+        """Raise the interrupt that was held until the end of the step."""
         interrupt, self.interrupt = self.interrupt, None
         if interrupt is not None:
             raise interrupt
 
     def _refuse(self, live: LiveRequest, error: LockstepError, reason: FinishReason = FinishReason.ERROR) -> None:
-        """End a request that the scheduler would not take; siblings that it did take go too."""
+        """End a request that the scheduler rejected, including siblings that it had accepted."""
         self._metrics.admission_rejections += isinstance(error, QueueFullError)
         if live.generations:
             live.num_open = len(live.generations)
@@ -236,7 +236,7 @@ class OpenRequests:
         self._publish(live, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=request))
 
     def _open(self, live: LiveRequest, index: int, seq_id: int) -> Generation:
-        """One of a request's sequences has its place in the queue."""
+        """Create the state of one sequence of a request that was added to the scheduler."""
         model = self._model
         sampler = SamplerState(live.sampling, live.seed + index, live.prompt_ids, model.vocab_size)
         detokenizer = Detokenizer(
@@ -258,8 +258,8 @@ class OpenRequests:
             self._observer.end(seq_id)
 
     def _publish(self, live: LiveRequest, output: TokenOutput) -> bool:
-        """Put an output among the step's and call the request's sink, if it has one; False when that raised, which is
-        its request's fault and never the engine's."""
+        """Add an output to those of the step and call the request's sink; False: the sink raised, which must not affect
+        the engine."""
         self.outputs.append(output)
         sink = live.sink
         if sink is None:
@@ -274,7 +274,7 @@ class OpenRequests:
         return True
 
     def _deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
-        """Tell what each got; returns the requests whose sink raised."""
+        """Publish the output of each sequence. Returns the requests whose sink raised."""
         lost: list[int] = []
         for generation in touched:
             live, output = generation.live, generation.take_output(now_s)
@@ -285,7 +285,7 @@ class OpenRequests:
         return lost
 
     def _account(self, finished: tuple[FinishedSequence, ...]) -> None:
-        """Take over what the scheduler counted for sequences that ended."""
+        """Copy the scheduler's counts for sequences that ended."""
         for sequence in finished:
             live = self.generations[sequence.seq_id].live
             live.num_preemptions += sequence.num_preemptions
@@ -293,7 +293,7 @@ class OpenRequests:
                 live.num_cached_tokens = sequence.num_cached_tokens
 
     def _close(self, generation: Generation, reason: FinishReason, now_s: float) -> None:
-        """Account for a sequence that ended, and for its request with the last of them."""
+        """Update the metrics for a sequence that ended, and for its request if it was the last one."""
         generation.end(reason)
         if self._recorder is not None:
             self._recorder.ended(generation)
@@ -311,4 +311,4 @@ class OpenRequests:
             self._metrics.observe_request([generation.num_output for generation in live.generations])
         if live.is_kept:
             self.results.keep(live.output(now_s))
-        self.by_id.pop(live.request_id, None)  # now that its result is there, for whoever looks whether it is complete
+        self.by_id.pop(live.request_id, None)  # after its result is stored, as is_complete reads this

@@ -1,6 +1,6 @@
-"""Options of an engine and of loading a model: what a user may intend, its checks, and the config that follows from it.
+"""Options of an engine and of loading a model: checks them and derives the scheduler's configuration.
 
-Depends on no executor, so that reading options stays cheap.
+This module depends on no executor, so that reading options stays cheap.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ if TYPE_CHECKING:
     from lockstep.executors.base import Geometry
 
 KV_SHARE = 0.3
-"""Part of the memory available at load that the KV pool may take when nothing else is sizes."""
+"""Default share of the memory available at load that the KV pool may take."""
 LIMIT_NAMES = tuple(each.name for each in fields(SchedulerLimits))
 DEFAULT_BATCHED_TOKENS = 512
-"""Tokens of a step where nothing is set and the sequences of a step need no more."""
+"""Default tokens of a step, if the number of sequences does not require more."""
 HOST_SHARE = 0.5
-"""Host swap space in parts of the device pool when no number is set."""
+"""Default size of the host swap space, as a share of the device pool."""
 _TYPICAL_BLOCK_TOKENS = 32
 Bytes = Annotated[int | None, Range(0)]
 Progress = Callable[[str, float], None]
-"""Called with a stage of loading and how much of it is done, 0 to 1."""
+"""Called with the stage of loading and its completed fraction, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions(SchedulerLimits):
-    """Options of one engine: the limits of its scheduler, its sizes, and what is decided at load where it is None.
+    """Options of one engine: the limits of its scheduler, and its sizes; None: decided at load.
 
-    The flags of `lockstep serve` and the ``engine:`` of a manifest are these fields, and the first paragraphs under
-    them the help.
+    These fields are the flags of `lockstep serve` and the ``engine:`` section of a manifest. The first paragraphs of
+    their docstrings are the help texts.
     """
 
     max_model_len: Annotated[int | None, Range(2, MOST)] = None
-    """Prompt + output in tokens; by default what the model declares."""
+    """Maximum tokens of prompt and output together; by default the model's maximum."""
     max_num_batched_tokens: Annotated[int | None, Range(1, 1 << 20)] = None
-    """Tokens that a step computes; None: 512, or what max-num-seqs needs."""
+    """Maximum tokens per step; None: 512, or what max-num-seqs needs."""
     order: Order | None = None
     """Admission by arrival; by priority, then arrival; or by least served tenant, then arrival; None: fcfs; with
     --manifest by the models' priority."""
     block_size: Annotated[int | None, Range(1, MOST)] = None
     """Tokens per KV block; None: what the executor has.
 
-    It cannot be chosen: another one than the executor's is refused."""
+    Only the executor's block size is accepted."""
     num_blocks: Annotated[int | None, Range(1, MOST)] = None
-    """KV blocks, instead of what follows from memory."""
+    """Number of KV blocks, instead of a number derived from memory."""
     num_host_blocks: Annotated[int | None, Range(0, MOST)] = None
-    """Blocks for the KV of preempted sequences, instead of what is below."""
+    """Number of host blocks for the KV of preempted sequences; overrides host-kv-memory-bytes."""
     kv_cache_memory_bytes: Bytes = None
     """Size of the KV pool in bytes.
 
@@ -62,21 +62,25 @@ class EngineOptions(SchedulerLimits):
     host_kv_memory_bytes: Bytes = None
     """Memory for the KV of preempted sequences; None: half of the KV pool.
 
-    0 turns swapping into recomputing."""
+    With 0, preempted sequences are recomputed."""
 
     def __post_init__(self) -> None:
         check_options(self)
 
     @property
     def batched_tokens(self) -> int:
-        """Tokens that a step computes: as set, or enough for all sequences that may decode in it and a chunk."""
+        """Maximum tokens of a step: the configured number, or enough for all decoding sequences and a chunk."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         num_decode_seqs = self.max_num_decode_seqs or self.max_num_seqs
         return max(DEFAULT_BATCHED_TOKENS, least_batched_tokens(num_decode_seqs, self.max_forced_tokens))
 
     def config(self, *, block_size: int, num_blocks: int, num_host_blocks: int, max_model_len: int) -> SchedulerConfig:
-        """The scheduler's config with what was decided at load; ConfigError for limits that cannot work together."""
+        """The scheduler's configuration with the sizes chosen at load.
+
+        Raises:
+            ConfigError: the limits conflict.
+        """
         return SchedulerConfig(
             block_size=block_size,
             num_blocks=num_blocks,
@@ -95,19 +99,19 @@ class LoadOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
     executor: ExecutorOptions = field(default_factory=ExecutorOptions)
     cache_dir: Path | None = None
-    """Where fingerprints and packed weights are kept; the user's cache directory by default."""
+    """Folder for fingerprints and packed weights; by default the user's cache directory."""
     chat_template: str | None = None
-    """Jinja source in the place of the artifact's chat template."""
+    """Jinja source that replaces the artifact's chat template."""
 
 
 def check_limits(options: EngineOptions, declared_max_model_len: int | None = None) -> None:
-    """Refuse limits that cannot work, as far as that is known before anything is loaded.
+    """Check the limits as far as possible before a model is loaded.
 
     Args:
-        declared_max_model_len: what the model allows; None: not known yet.
+        declared_max_model_len: maximum of the model; None: not known yet.
 
     Raises:
-        ConfigError: an impossible limit.
+        ConfigError: a limit is impossible.
     """
     max_model_len = options.max_model_len
     if max_model_len is not None and declared_max_model_len is not None:
@@ -121,14 +125,14 @@ def check_limits(options: EngineOptions, declared_max_model_len: int | None = No
 
 
 def check_sizes(options: EngineOptions, memory_bytes: int, called: Mapping[str, str] = {}) -> None:
-    """Refuse pools that the machine could never hold, whatever is free now.
+    """Check that the configured pools fit the machine's total memory.
 
     Args:
-        memory_bytes: all that it has.
-        called: what the sizes are called in the message, where they have other names.
+        memory_bytes: total memory of the machine.
+        called: names of the sizes in the message, if they differ from the field names.
 
     Raises:
-        ConfigError: it has less.
+        ConfigError: they do not fit.
     """
     given = {
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
@@ -138,16 +142,16 @@ def check_sizes(options: EngineOptions, memory_bytes: int, called: Mapping[str, 
     if sum(sizes.values()) > memory_bytes:
         parts = " and ".join(f"{name} is {size(value)}" for name, value in sizes.items() if value)
         raise ConfigError(
-            f"{parts}, and this machine has {size(memory_bytes)} of memory for everything, weights included; "
-            f"give less, or leave it out ({KV_SHARE:.0%} of what is free is taken then)"
+            f"{parts}, but this machine has {size(memory_bytes)} of memory in total, including the weights; "
+            f"lower it, or omit it to use {KV_SHARE:.0%} of the free memory"
         )
 
 
 def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int) -> SchedulerConfig:
-    """Blocks from bytes, limits from the model, policy from the user.
+    """Derive the configuration: blocks from memory, limits from the model, policy from the options.
 
     Raises:
-        ConfigError: an impossible limit, or not even one sequence would fit.
+        ConfigError: a limit is impossible, or not even one sequence would fit.
     """
     max_model_len = geometry.max_model_len if options.max_model_len is None else options.max_model_len
     check_model_len(max_model_len, geometry.max_model_len)
@@ -176,8 +180,8 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
     if pool_bytes > available_bytes:
         raise ConfigError(
             f"the KV pool would take {size(pool_bytes)} ({num_blocks} blocks on the device and {num_host_blocks} "
-            f"on the host), and {size(available_bytes)} of memory are free once the model is loaded; lower "
-            "kv_cache_memory_bytes, num_blocks, host_kv_memory_bytes or num_host_blocks, or leave them out"
+            f"on the host), but only {size(available_bytes)} of memory are free once the model is loaded; lower "
+            "kv_cache_memory_bytes, num_blocks, host_kv_memory_bytes or num_host_blocks, or omit them"
         )
     return options.config(
         block_size=geometry.block_size,
@@ -188,6 +192,6 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
 
 
 def check_model_len(given: int, declared: int) -> None:
-    """Refuse a context that the model does not allow."""
+    """Check a context length against the model's maximum."""
     if not 2 <= given <= declared:
         raise ConfigError(f"max_model_len is {given}; the model allows 2 to {declared}")

@@ -1,4 +1,4 @@
-"""Output processing of a step: from a plan to sampled tokens, and from tokens to text and metrics."""
+"""Output processing of a step: samples tokens for a plan, and converts tokens to text and metrics."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lockstep.executors.sampling import Samples, likeliest, sample
 
 log = logging.getLogger(__name__)
 Rows = npt.NDArray[np.int64]
-JUDGED_ROWS = 32
-"""Rows of logits of a prompt that are in memory at once: of 262,144 tokens they take 34 MB."""
+MAX_PROMPT_ROWS = 32
+"""Maximum rows of prompt logits in memory at once. With a vocabulary of 262,144 tokens they take 34 MB."""
 
 
 class OutputProcessor:
@@ -39,16 +39,16 @@ class OutputProcessor:
         self._metrics = metrics
         self._generations = generations
         self._pooled: list[tuple[Pooler, int, range]] = []
-        """Poolers that get the step's hidden states: from which position, and which offsets of the chunk."""
-        self._judged: list[tuple[Generation, int]] = []
-        """Sequences whose prompts are judged, and by how many of the step's prompt rows."""
+        """Poolers that need hidden states of the step: the pooler, the start position, and the offsets in the chunk."""
+        self._with_prompt_logprobs: list[tuple[Generation, int]] = []
+        """Sequences that need prompt log-probabilities, and the number of the step's prompt rows for each."""
         self._sampling: list[Generation] = []
-        """Sequences that sample in the step under way, in plan order."""
+        """Sequences that sample in the current step, in plan order."""
         self.started: list[Started] = []
-        """Requests whose computation has begun, until they are taken."""
+        """Requests whose computation has begun since the last `Engine.take`."""
 
     def batch(self, plan: StepPlan, now_s: float) -> StepBatch:
-        """The plan with its token ids."""
+        """Build the executor's batch: the plan with its token ids."""
         generations = self._generations
         ids: list[int] = []
         rows: list[int] = []
@@ -63,12 +63,13 @@ class OutputProcessor:
                 sampling.append(generation)
                 rows.append(len(ids) - 1)
         self._sampling = sampling
-        self._pooled, self._judged = [], []
-        hidden, judging = self._note_prompts(plan, now_s) if plan.num_prompt_tokens else (None, None)
-        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden, judging)
+        self._pooled, self._with_prompt_logprobs = [], []
+        hidden, logprob_rows = self._collect_prompt_rows(plan, now_s) if plan.num_prompt_tokens else (None, None)
+        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden, logprob_rows)
 
-    def _note_prompts(self, plan: StepPlan, now_s: float) -> tuple[Rows | None, Rows | None]:
-        """Take note of prompts that move on; returns the rows whose hidden states are wanted, and those that judge."""
+    def _collect_prompt_rows(self, plan: StepPlan, now_s: float) -> tuple[Rows | None, Rows | None]:
+        """Record the prompts of the step. Returns the rows whose hidden states are needed, and those whose logits
+        are."""
         hidden_rows: list[int] = []
         rows: list[int] = []
         at = 0
@@ -85,7 +86,7 @@ class OutputProcessor:
                     hidden_rows.extend(at + offset for offset in offsets)
                 if generation.prompt_logprobs is not None:
                     offsets = generation.prompt_logprobs.rows_of(start, length)
-                    self._judged.append((generation, len(offsets)))
+                    self._with_prompt_logprobs.append((generation, len(offsets)))
                     rows.extend(at + offset for offset in offsets)
             at += length
         return (
@@ -94,12 +95,12 @@ class OutputProcessor:
         )
 
     def compute(self, plan: StepPlan, now_s: float) -> Samples:
-        """Execute and sample; raises what the executor raises."""
+        """Execute the step and sample. Raises the executor's errors."""
         logits = self._executor.execute(self.batch(plan, now_s))
         if self._pooled:
             self._pool()
-        if self._judged:
-            self._judge()
+        if self._with_prompt_logprobs:
+            self._add_prompt_logits()
         sampling = self._sampling
         if all(generation.takes_likeliest for generation in sampling):
             return likeliest(logits)
@@ -113,12 +114,12 @@ class OutputProcessor:
         return sample(logits, states, positions, suppressed if any(suppressed) else None, allowed or None)
 
     def accept(self, plan: StepPlan, samples: Samples, now_s: float) -> tuple[StepResult, list[Generation]]:
-        """Append what was sampled; returns the result for the scheduler and the sequences that it touched."""
+        """Append the sampled tokens. Returns the result for the scheduler and the sequences that were changed."""
         touched = self._sampling
         counts: list[int] = []
         finishes: list[FinishReason | None] = []
         num_after: dict[float, int] = {}
-        """Tokens by the time of the one before; those of a batch mostly came together."""
+        """Number of tokens by the time of the previous token, which is mostly the same for a whole batch."""
         num_tokens = 0
         for generation, token, logprobs, finite in zip(
             touched, samples.token_ids, samples.logprobs, samples.finite, strict=True
@@ -137,7 +138,7 @@ class OutputProcessor:
                 last_s = generation.last_token_s
                 num_after[last_s] = num_after.get(last_s, 0) + 1
             if got > 1:
-                num_after[now_s] = num_after.get(now_s, 0) + got - 1  # forced tokens come with the sampled one
+                num_after[now_s] = num_after.get(now_s, 0) + got - 1  # jump-forward tokens come with the sampled one
             generation.last_token_s = now_s
         metrics = self._metrics
         for last_s, count in num_after.items():
@@ -148,7 +149,7 @@ class OutputProcessor:
         return StepResult(tuple(counts), tuple(finishes)), touched
 
     def _end_without_token(self, generation: Generation, finite: bool, now_s: float) -> FinishReason:
-        """End one whose logits are faulty, whose grammar cannot go on, or who only wanted a vector; returns why."""
+        """End a sequence that has invalid logits, a failed grammar, or a complete embedding. Returns the reason."""
         if finite and generation.fault is None:
             generation.end(FinishReason.STOP)
             self._first_token(generation, now_s)
@@ -159,7 +160,8 @@ class OutputProcessor:
         return FinishReason.ERROR
 
     def take_back(self, plan: StepPlan) -> list[int]:
-        """The step failed before its commit, so no request ended with it; returns the requests that it was for."""
+        """Undo the ends of sequences after a step that failed before its commit. Returns the ids of the plan's
+        requests."""
         generations = [self._generations[seq_id] for seq_id in plan.seq_ids]
         for generation in generations:
             generation.finish_reason = generation.stop_reason = None
@@ -167,29 +169,29 @@ class OutputProcessor:
 
     def _pool(self) -> None:
         executor = self._executor
-        assert isinstance(executor, HiddenStates), "a request for hidden states is refused when it is submitted"
+        assert isinstance(executor, HiddenStates), "input processing rejects embedding requests for other executors"
         states, at = executor.hidden_states, 0
         for pooler, start, offsets in self._pooled:
             pooler.add(start, offsets, states[at : at + len(offsets)])
             at += len(offsets)
 
-    def _judge(self) -> None:
-        """Give every prompt its rows, a few at a time."""
+    def _add_prompt_logits(self) -> None:
+        """Add prompt logits to each sequence's log-probabilities, a few rows at a time."""
         begin = 0
-        for generation, count in self._judged:
-            assert generation.prompt_logprobs is not None, "only a request with prompt log-probabilities has such rows"
-            for first in range(begin, begin + count, JUDGED_ROWS):
-                logits = self._executor.prompt_logits(first, min(first + JUDGED_ROWS, begin + count))
-                faulty = generation.prompt_logprobs.add(logits)
-                if faulty is not None:
-                    generation.fault = self._not_finite(faulty + 1)
+        for generation, count in self._with_prompt_logprobs:
+            assert generation.prompt_logprobs is not None, "only a request with prompt_logprobs has such rows"
+            for first in range(begin, begin + count, MAX_PROMPT_ROWS):
+                logits = self._executor.prompt_logits(first, min(first + MAX_PROMPT_ROWS, begin + count))
+                position = generation.prompt_logprobs.add(logits)
+                if position is not None:
+                    generation.fault = self._not_finite(position + 1)
                     break
             begin += count
 
     def _not_finite(self, position: int) -> NumericsError:
         return NumericsError(
             f"model {self._model.name!r} produced NaN or infinity at position {position}; "
-            "its weights or its precision are at fault"
+            "check its weights and precision"
         )
 
     def _first_token(self, generation: Generation, now_s: float) -> None:

@@ -1,6 +1,6 @@
-"""Rules on an answer as it comes: where it stops, which tokens must not follow, which part of it is thoughts, and what
-is collected of its prompt. Each sequence has its own; all of them depend on tokens and text alone, and not on how these
-were cut into steps.
+"""Output rules of a sequence: apply stop strings, banned tokens and reasoning tags, and collect data of the prompt.
+
+Each sequence has its own rules. They depend only on tokens and text, not on how these were divided into steps.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from lockstep.executors.logits import TokenLogprobs, token_logprobs
 
 
 class StopStrings:
-    """Stop strings in a text that arrives in pieces: found across borders, and shown only where that is wanted.
+    """Finds stop strings in a text that arrives in pieces.
 
-    Exactly the longest end of the text that may yet become a stop string is held back. The first one to be complete
-    wins; of two that end together, the longer. That depends on the text alone and not on where it was cut, so a
-    streamed answer is the answer.
+    Exactly the longest suffix of the text that may still become a stop string is held back. The stop string that is
+    completed first wins; of two that end together, the longer one. The result depends only on the text and not on how
+    it was divided, so a streamed answer equals the whole answer.
     """
 
     __slots__ = ("_beginnings", "_firsts", "_held", "_max_held", "_shows_stop", "_stops")
 
     def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
-        assert all(stops), "an empty stop string would stop at once; validation refuses it"
+        assert all(stops), "an empty stop string would stop at once; validation rejects it"
         self._stops = tuple(dict.fromkeys(stops))
         self._firsts = frozenset(stop[0] for stop in stops)
         self._shows_stop = shows_stop
-        """True if the stop string is let through as well."""
+        """True if the stop string itself is part of the output."""
         self._beginnings = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
         self._max_held = max(map(len, stops)) - 1
         self._held = ""
 
     def append(self, text: str) -> tuple[str, str | None]:
-        """Take text; returns what may be shown now, and the stop string that it completed (nothing after it counts)."""
+        """Append text. Returns the text that may be shown now, and the stop string that it completed; later text is
+        dropped."""
         if not self._held and self._firsts.isdisjoint(text):
             return text, None
         whole = self._held + text
@@ -53,7 +54,7 @@ class StopStrings:
         return whole[:cut], None
 
     def flush(self) -> str:
-        """Release what was held back, when no more text comes."""
+        """Release the text that was held back. Called when no more text comes."""
         held, self._held = self._held, ""
         return held
 
@@ -62,10 +63,10 @@ Runs = tuple[tuple[int, ...], ...]
 
 
 class BadWords:
-    """Runs of tokens that one sequence must not complete.
+    """Token sequences that the output must not contain.
 
-    A run's last token may not come where the output ends with all others of it. So it is runs that are banned, not
-    spellings: a word whose tokens are cut otherwise still comes.
+    The last token of a banned sequence is excluded if the output ends with all its other tokens. Only these token
+    sequences are banned: the same word may still appear with another tokenisation.
     """
 
     __slots__ = ("_longer", "_single")
@@ -73,17 +74,17 @@ class BadWords:
     def __init__(self, runs: Runs) -> None:
         self._single = tuple(run[0] for run in runs if len(run) == 1)
         self._longer: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        """By the token before the last: the run without its last token, and that."""
+        """By next-to-last token: the sequence without its last token, and the last token."""
         for run in runs:
             if len(run) > 1:
                 self._longer.setdefault(run[-2], []).append((run[:-1], run[-1]))
 
     def after(self, tokens: Sequence[int], begin: int) -> tuple[int, ...]:
-        """The tokens that may not follow.
+        """The tokens that may not come next.
 
         Args:
-            tokens: of the sequence so far.
-            begin: where its output begins; rules do not apply to what stands before.
+            tokens: all tokens of the sequence so far.
+            begin: start of its output; the rule does not apply to tokens before it.
         """
         if len(tokens) <= begin:
             return self._single
@@ -96,12 +97,12 @@ class BadWords:
 
 
 MAX_HELD_BLANKS = 256
-"""White space before a closing tag that may be waited for; more of it is no formatting, and is shown."""
+"""Maximum white space before a possible closing tag that is held back. More of it is not formatting, and is shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkTags:
-    """Tags by which a family of models marks its thoughts."""
+    """Tags that mark the reasoning of a family of models."""
 
     begin: str
     end: str
@@ -121,21 +122,21 @@ THINK_TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Thoughts of one answer: their tags, and whether they are open at its beginning."""
+    """Reasoning tags of one answer, and whether the prompt has opened them."""
 
     tags: ThinkTags
     is_open: bool = False
-    """The prompt ends inside the tags: the answer begins with thoughts."""
+    """True if the prompt ends inside the tags, so that the answer begins with reasoning."""
 
 
 def tags_of_template(source: str) -> ThinkTags | None:
-    """The tags that a chat template writes or cuts at; None: its model does not think, as far as one can tell."""
+    """The reasoning tags that a chat template writes or splits at; None: the template has none."""
     return next((tags for tags in THINK_TAGS if tags.end in source), None)
 
 
 class _Part(Enum):
     BEFORE = auto()
-    """Blanks, or what may become the opening tag."""
+    """Blanks, or a possible prefix of the opening tag."""
     OPENED = auto()
     """Blanks after the opening tag."""
     THOUGHTS = auto()
@@ -145,11 +146,11 @@ class _Part(Enum):
 
 
 class ReasoningSplitter:
-    """Splits one answer into thoughts and content. `append` and `flush` return what may be shown now of each.
+    """Splits one answer into reasoning and content. `append` and `flush` return the text of each that may be shown now.
 
-    Thoughts stand between tags at the beginning of an answer, or the template has opened them already at the end of the
-    prompt. Only the beginning counts: a tag that a model writes later, say in an explanation of tags, is content. White
-    space that touches a tag belongs to the tag. Nothing is shown that may yet become a tag.
+    Reasoning is enclosed in tags at the beginning of an answer, or the template has already opened it at the end of the
+    prompt. Only the beginning counts: a tag that a model writes later, for example in an explanation of tags, is
+    content. White space next to a tag belongs to the tag. Text that may still become a tag is held back.
     """
 
     __slots__ = ("_held", "_is_open", "_part", "_tags")
@@ -161,7 +162,7 @@ class ReasoningSplitter:
         self._held = ""
 
     def tag(self, special: str) -> str:
-        """The text of a special token if it is one of the tags: of the others, none is text."""
+        """The text of a special token if it is one of the tags; empty for others, which have no text."""
         return special if special in (self._tags.begin, self._tags.end) else ""
 
     def append(self, text: str) -> tuple[str, str]:
@@ -182,14 +183,14 @@ class ReasoningSplitter:
         return thoughts, text
 
     def flush(self) -> tuple[str, str]:
-        """Release what was held back, when no more text comes."""
+        """Release the text that was held back. Called when no more text comes."""
         held, self._held = self._held, ""
         if self._part is _Part.BEFORE and not self._is_open:
             return "", held
         return (held.lstrip() if self._part is _Part.BEFORE else held), ""
 
     def _begin(self, text: str) -> str:
-        """Decide whether the answer begins with thoughts, as soon as its text allows."""
+        """Decide whether the answer begins with reasoning, as soon as its text allows."""
         begin, seen = self._tags.begin, text.lstrip()
         if seen.startswith(begin):
             self._part = _Part.OPENED
@@ -201,7 +202,8 @@ class ReasoningSplitter:
         return text
 
     def _think(self, text: str) -> tuple[str, str]:
-        """Thoughts up to the closing tag, and what follows it; without one, what cannot belong to it."""
+        """Return the reasoning before the closing tag and the text after it; without a tag, the text that cannot be
+        part of one."""
         end = self._tags.end
         at = text.find(end)
         if at >= 0:
@@ -214,7 +216,7 @@ class ReasoningSplitter:
 
 
 def _shown(text: str, cut: int) -> int:
-    """Length of the text up to `cut` that is shown whatever follows: all but its last blanks."""
+    """Length of the text up to `cut` that can be shown now: all but its trailing blanks."""
     return max(len(text[:cut].rstrip()), cut - MAX_HELD_BLANKS)
 
 
@@ -223,13 +225,14 @@ POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 
 
 class Pooler:
-    """One vector from the hidden states of a prompt: the mean over its positions, or the last one.
+    """Pools the hidden states of a prompt into one vector: the mean over its positions, or the last one.
 
-    States come in position order, chunk by chunk, and again where a preempted prompt is recomputed; each position
-    counts once. Sums are float64 in position order, so a vector does not depend on how its prompt was cut into chunks.
+    States come in position order, chunk by chunk. They come again if a preempted prompt is recomputed; each position
+    counts once. Sums are float64 in position order, so a vector does not depend on how its prompt was divided into
+    chunks.
 
     Args:
-        num_prompt_tokens: positions that the vector is made of.
+        num_prompt_tokens: number of positions in the vector.
     """
 
     __slots__ = ("_num_positions", "_pooling", "_seen", "_sum")
@@ -241,23 +244,20 @@ class Pooler:
         self._sum: npt.NDArray[np.float64] | None = None
 
     def rows_of(self, start: int, length: int) -> range:
-        """Offsets in a chunk whose hidden states are still wanted."""
+        """Offsets in a chunk whose hidden states are still needed."""
         end = min(start + length, self._num_positions)
         first = self._seen if self._pooling == "mean" else max(self._seen, self._num_positions - 1)
         return range(max(first, start) - start, max(end, start) - start)
 
     def add(self, start: int, offsets: range, states: npt.NDArray[np.float32]) -> None:
-        """Take the states [len(offsets), hidden_size] that ``rows_of`` requested."""
+        """Add the states [len(offsets), hidden_size] of the offsets that ``rows_of`` returned."""
         for state in states.astype(np.float64):
             self._sum = state if self._sum is None else self._sum + state
         if len(offsets):
             self._seen = start + offsets.stop
 
     def vector(self) -> npt.NDArray[np.float32]:
-        """[hidden_size].
-
-        A pooler that has not seen the whole prompt has no vector; asking is a programming error.
-        """
+        """The pooled vector, [hidden_size]. The whole prompt must have been added."""
         assert self._sum is not None, "no hidden state was collected"
         assert self._seen == self._num_positions, f"{self._seen} of {self._num_positions} positions were collected"
         vector = self._sum / self._num_positions if self._pooling == "mean" else self._sum
@@ -267,12 +267,12 @@ class Pooler:
 class PromptLogprobs:
     """Log-probabilities of a prompt's own tokens, collected while the prompt is computed.
 
-    The logits of a position judge the token after it; the first token has none before it. Rows come in position order,
-    chunk by chunk, and where a preempted prompt is recomputed they are not requested again.
+    The logits of a position give the log-probability of the next token, so the first token has none. Rows come in
+    position order, chunk by chunk. If a preempted prompt is recomputed, they are not requested again.
 
     Args:
         prompt_ids: the whole prompt.
-        count: how many of the most likely tokens are wanted beside each; 0: none.
+        count: number of most likely tokens to report for each position; 0: none.
     """
 
     __slots__ = ("_count", "_entries", "_prompt_ids")
@@ -283,15 +283,15 @@ class PromptLogprobs:
         self._entries: list[TokenLogprobs | None] = [None]
 
     def rows_of(self, start: int, length: int) -> range:
-        """Offsets in a chunk whose logits are still wanted."""
+        """Offsets in a chunk whose logits are still needed."""
         end = min(start + length, len(self._prompt_ids) - 1)
         return range(max(len(self._entries) - 1, start) - start, max(end, start) - start)
 
     def add(self, rows: npt.NDArray[np.float32]) -> int | None:
-        """Take the logits [len(offsets), vocab] that ``rows_of`` requested last.
+        """Add the logits [len(offsets), vocab] of the offsets that ``rows_of`` returned last.
 
         Returns:
-            The position whose logits are not finite, where one is: nothing is known of what follows it. Else None.
+            The first position whose logits are not finite, after which nothing is collected; None: all are finite.
         """
         for row in rows:
             position = len(self._entries) - 1
@@ -301,5 +301,5 @@ class PromptLogprobs:
         return None
 
     def entries(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """One per prompt token; None while the prompt is not computed to its end."""
+        """One entry per prompt token; None until the whole prompt is computed."""
         return tuple(self._entries) if len(self._entries) == len(self._prompt_ids) else None

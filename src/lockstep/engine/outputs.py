@@ -1,7 +1,8 @@
-"""Outputs of an engine, of a step and of a whole request: plain values that may cross threads.
+"""Outputs of an engine: defines the outputs of steps and requests as plain values that may be passed between threads.
 
-Structs rather than dataclasses: one ``TokenOutput`` is made per token, and msgspec makes it in a fifth of the time.
-Array-like, because the same struct is what a device worker sends: names of fields would be most of its bytes.
+They are structs rather than dataclasses because one ``TokenOutput`` is created per token, and msgspec creates it in a
+fifth of the time. They are array-like because a device worker sends the same structs, and field names would be most of
+its bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lockstep.executors.logits import TokenLogprobs
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
-    """One of the ``n`` answers, whole."""
+    """One of the ``n`` answers, complete."""
 
     index: int
     text: str
@@ -28,21 +29,21 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     stop_reason: int | str | None
     logprobs: tuple[TokenLogprobs, ...] | None
     reasoning: str = ""
-    """Thoughts before the text; empty where the request did not ask to keep them apart."""
+    """Reasoning before the text; empty if the request did not separate it."""
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
     """Durations of a request in seconds, measured at engine steps."""
 
     queue_s: float
-    """Submission to the first step that computed one of its tokens."""
+    """Time from submission to the first step that computed one of its tokens."""
     ttft_s: float | None
-    """Submission to the first token; None: there was none."""
+    """Time from submission to the first token; None: there was none."""
     total_s: float
 
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Token counts of an answer, where another server counted them and their ids are not known here."""
+    """Token counts of an answer from another server, whose token ids are not known here."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -60,11 +61,11 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     timings: Timings
     error: LockstepError | None = None
     embedding: npt.NDArray[np.float32] | None = None
-    """[hidden_size], not normalised, of a request with ``pooling``."""
+    """Vector of an embedding request: [hidden_size], not normalised."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """One per prompt token where they were requested; None for the first, which nothing precedes."""
+    """One entry per prompt token if requested. The first token has none."""
     counted: TokenCounts | None = None
-    """Not None: all token ids are empty, and this is how many there were."""
+    """Token counts if all token ids are empty; None: the ids are given."""
 
     @property
     def text(self) -> str:
@@ -73,7 +74,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def reasoning(self) -> str:
-        """Thoughts of the first completion."""
+        """Reasoning of the first completion."""
         return self.completions[0].reasoning if self.completions else ""
 
     @property
@@ -88,37 +89,37 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallPart(msgspec.Struct, frozen=True, array_like=True):
-    """News of one function call, from a server that tells calls from content itself."""
+    """New part of one function call, from a server that separates calls from content itself."""
 
     index: int
     """Number of the call, in order."""
     arguments: str
-    """A fragment; together they are JSON text of an object."""
+    """A fragment. All fragments together are a JSON object."""
     id: str | None = None
-    """On a call's first part, as is `name`."""
+    """Set only in the first part of a call, like `name`."""
     name: str | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens and text of one sequence in one step; the last one of a sequence carries its finish reason."""
+    """New tokens and text of one sequence in one step. The last output of a sequence has its finish reason."""
 
     request_id: int
     index: int
     """Number of the completion, of ``n``."""
     token_ids: tuple[int, ...]
     text: str
-    """New text; may be empty while a character or a possible stop string is incomplete."""
+    """New text. May be empty while a character or a possible stop string is incomplete."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The end token or stop string that ended it."""
+    """The end token or stop string that ended the sequence."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: LockstepError | None = None
     request: RequestOutput | None = None
-    """On a request's very last output: the whole answer."""
+    """The whole answer, only in a request's last output."""
     reasoning: str = ""
-    """New thoughts; never half a tag."""
+    """New reasoning text; never part of a tag."""
     calls: tuple[CallPart, ...] = ()
-    """Never from an engine, whose calls are text."""
+    """Parts of function calls. Always empty from an engine, whose calls are text."""
 
     @property
     def is_final(self) -> bool:
@@ -126,34 +127,34 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
-    """Begin of a request's computation."""
+    """Start of a request's computation."""
 
     request_id: int
     seq_id: int
-    """Its first sequence in the scheduler, and in recordings."""
+    """Id of its first sequence in the scheduler and in recordings."""
     step: int
     queue_s: float
-    """Submission to the begin of that step."""
+    """Time from submission to the start of that step."""
 
 
 class WaitReason(msgspec.Struct, frozen=True, array_like=True):
-    """Reason for which a request was passed over."""
+    """Reason for which a waiting request was passed over."""
 
     request_id: int
     limit: str
-    """Name of a `lockstep.core.step.Limit`, or of a wait that is not the planner's."""
+    """Name of a `lockstep.core.step.Limit`, or of a reason outside of the planner."""
     used: int = 0
     most: int = 0
     needed: int = 0
     num_others: int = 0
-    """Requests that the limit is about; which ones is not for everybody to know."""
+    """Number of other requests that the limit involves. Their ids are not included, since clients may not see them."""
 
 
 class Published(NamedTuple):
-    """Everything that an engine has for its callers, of all their requests, since it was taken last."""
+    """Everything that an engine has published for all of its requests since the last `Engine.take`."""
 
     accepted: list[int]
-    """Requests that got their place in the queue."""
+    """Requests that entered the queue."""
     outputs: list[TokenOutput]
     started: list[Started]
     waits: list[WaitReason]
@@ -165,5 +166,5 @@ class StepOutputs(NamedTuple):
     plan: StepPlan | None
     """None: there was nothing to compute."""
     outputs: list[TokenOutput]
-    """Outputs of every request, with a callback or without; also of those that it aborted, refused or found
-    past their deadline."""
+    """Outputs of every request, with or without a callback, including requests that the step aborted, rejected or ended
+    for their deadline."""

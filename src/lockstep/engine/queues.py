@@ -1,8 +1,7 @@
-"""Queues between an engine's thread and all others: requests and aborts in, answers out, each step's outputs to the
-event loops that wait for them. All are bounded.
+"""Queues between an engine's thread and others: carry requests and aborts in, answers and outputs out; all are bounded.
 
-There is no lock around inbox and results: each operation on a queue is one that Python does whole, so that an interrupt
-of the caller finds nothing half done, and no one waits for the engine but by the bell.
+Inbox and results have no lock. Each operation on a queue is atomic in Python, so that an interrupt of the caller leaves
+no partial state, and no thread waits for the engine except on the wake-up event.
 """
 
 from __future__ import annotations
@@ -21,39 +20,39 @@ if TYPE_CHECKING:
     import asyncio
 
     OutputQueue = asyncio.Queue[TokenOutput]
-    """Bounded by the request itself: at most one output per token of its ``n`` completions."""
+    """Queue of a request's outputs, limited to one output per token of its ``n`` completions."""
 
 
 MAX_COMMANDS = 65_536
-"""That may wait for the next step."""
+"""Maximum number of commands that wait for the next step."""
 
 
 class Abort(NamedTuple):
-    """End a request."""
+    """Command to end a request."""
 
     request_id: int
 
 
 class Inbox:
-    """Requests and aborts in the order in which they came."""
+    """Requests and aborts in order of arrival."""
 
     def __init__(self) -> None:
         self._commands: deque[LiveRequest | Abort] = deque()
-        self._bell = threading.Event()
-        """Set whenever there may be something to do; the waiting thread clears it before it looks."""
+        self._wakeup = threading.Event()
+        """Set when there may be work. The waiting thread clears it before it checks."""
         self._counting = threading.Lock()
         self.num_rejected = 0
-        """Requests for which there was no room, since the start."""
+        """Number of requests that were rejected because the inbox was full, since the start."""
         self._closed_because = ""
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def check_room(self) -> None:
-        """Refuse a request before it is made.
+        """Check that a request may be added.
 
         Raises:
-            QueueFullError: too much waits.
-            UsageError: nothing is taken any more.
+            QueueFullError: too many commands wait.
+            UsageError: the inbox is closed.
         """
         if self._closed_because:
             raise UsageError(self._closed_because)
@@ -63,23 +62,28 @@ class Inbox:
             raise QueueFullError(f"{MAX_COMMANDS} commands already wait for the next step; try again later")
 
     def put(self, live: LiveRequest) -> None:
-        """Leave a request for the next step; UsageError where no step would ever find it."""
+        """Queue a request for the next step.
+
+        Raises:
+            UsageError: the inbox is closed, and no step would take it.
+        """
         self._commands.append(live)
         if self._closed_because:
             try:
                 self._commands.remove(live)
-            except ValueError:  # it was taken before the inbox was closed, and ends as those before it
+            except ValueError:  # already taken, so it ends like the requests before it
                 return
             raise UsageError(self._closed_because)
         self.wake()
 
     def abort(self, request_id: int) -> None:
-        """Have a request ended before the next step."""
+        """Queue the end of a request for the next step."""
         self._commands.append(Abort(request_id))
         self.wake()
 
     def close(self, why: str) -> None:
-        """Refuse requests from now on with this reason; the first one counts. What is in here is still to be taken."""
+        """Reject requests from now on with this reason; the first reason stays. Commands in the inbox are still
+        taken."""
         self._closed_because = self._closed_because or why
         self.wake()
 
@@ -88,9 +92,9 @@ class Inbox:
         return bool(self._closed_because)
 
     def wake(self) -> None:
-        """End a ``wait``, the one under way or the next."""
-        if not self._bell.is_set():
-            self._bell.set()
+        """End the current or the next ``wait``."""
+        if not self._wakeup.is_set():
+            self._wakeup.set()
 
     def __len__(self) -> int:
         return len(self._commands)
@@ -102,25 +106,25 @@ class Inbox:
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
     def take(self) -> Iterator[LiveRequest | Abort]:
-        """Take what is there now, and not what comes meanwhile."""
+        """Take the commands that are here at the time of the call."""
         for _ in range(len(self._commands)):
             try:
                 command = self._commands.popleft()
-            except IndexError:  # whoever put the last one found this closed, and took it back
+            except IndexError:  # `put` has removed its request after a close
                 return
             yield command
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something is left here or the time is up."""
-        self._bell.wait(timeout_s)
-        self._bell.clear()
+        """Sleep until a command arrives or the timeout ends."""
+        self._wakeup.wait(timeout_s)
+        self._wakeup.clear()
 
 
 class Results:
-    """Answers without a callback, until they are read; the oldest are dropped first.
+    """Answers of requests without a callback, until they are read. The oldest are dropped first.
 
     Args:
-        most: that are kept.
+        most: maximum number of answers.
     """
 
     def __init__(self, most: int) -> None:
@@ -131,17 +135,17 @@ class Results:
         return len(self._outputs)
 
     def keep(self, output: RequestOutput) -> None:
-        """Called by the engine's thread alone."""
+        """Add an answer. Only the engine's thread may call this."""
         self._outputs[output.request_id] = output
         if len(self._outputs) > self._most:
             self._take_oldest()
 
     def take(self, request_id: int) -> RequestOutput | None:
-        """One answer, once; None: it is not here."""
+        """Take one answer; None: it is not here."""
         return self._outputs.pop(request_id, None)
 
     def take_all(self) -> tuple[RequestOutput, ...]:
-        """Take what is here now, oldest first."""
+        """Take all answers that are here now, oldest first."""
         taken = [self._take_oldest() for _ in range(len(self._outputs))]
         return tuple(output for output in taken if output is not None)
 
@@ -152,8 +156,8 @@ class Results:
 
 
 class LoopMailboxes:
-    """Outputs of one step, grouped by the event loop that waits for them: one wake-up per loop and step, never one per
-    token. Engine thread only."""
+    """Outputs of one step, grouped by event loop: each loop is woken once per step, not once per token. Engine thread
+    only."""
 
     def __init__(self) -> None:
         self._batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputQueue, TokenOutput]]] = {}
@@ -162,14 +166,14 @@ class LoopMailboxes:
         self._batches.setdefault(loop, []).append((queue, output))
 
     def dispatch(self, on_lost: Callable[[int], None]) -> None:
-        """Hand each loop its batch; ``on_lost`` gets the ids of requests whose loop is closed."""
+        """Send each loop its batch. Calls ``on_lost`` with the ids of requests whose loop is closed."""
         if not self._batches:
             return
         batches, self._batches = self._batches, {}
         for loop, batch in batches.items():
             try:
                 loop.call_soon_threadsafe(_deliver, batch)
-            except RuntimeError:  # the loop is closed: nobody can read these streams any more
+            except RuntimeError:  # the loop is closed, so these streams have no reader
                 for _, output in batch:
                     on_lost(output.request_id)
 

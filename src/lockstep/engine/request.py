@@ -1,7 +1,7 @@
-"""Generation requests: one type from the HTTP server, through the cluster and a worker's messages, to the engine.
+"""Generation requests: define the one type that the HTTP server, the cluster, the worker and the engine pass on.
 
-A station that adds something (the model that answers, the prompt's tokens, the time that is left) passes on a copy with
-that field replaced.
+A layer that adds something (the model, the prompt's tokens, the remaining time) passes on a copy with that field
+replaced.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from lockstep.engine.output_rules import Pooling, Reasoning
 from lockstep.executors.sampling_params import SamplingParams
 
 DEFAULT_MAX_ACTIVE_SESSIONS = 16
-"""Sessions of one owner whose blocks stay on the device."""
+"""Maximum number of sessions per owner whose blocks stay on the device."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A prompt that the model's chat template writes."""
+    """A prompt that is rendered with the model's chat template."""
 
     messages: Sequence[Mapping[str, Any]]
-    """OpenAI's shape, text only."""
+    """Messages in OpenAI's format, text only."""
     template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Further variables of the template: ``tools``, ``enable_thinking`` and the like."""
+    """Additional template variables, such as ``tools`` and ``enable_thinking``."""
     reasoning: str = "auto"
-    """``auto`` keeps thoughts apart where the template has tags for them, ``off`` never does."""
+    """``auto`` separates reasoning from content if the template has tags for it; ``off`` never does."""
     add_generation_prompt: bool = True
-    """The prompt ends with the beginning of an assistant's message."""
+    """True to end the prompt with the start of an assistant message."""
     continue_final: bool = False
-    """It ends with the content of the last message, and the answer goes on with that."""
+    """True to end the prompt with the content of the last message, which the answer continues."""
 
 
 Prompt = str | Sequence[int] | Conversation
@@ -41,46 +41,49 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request to an engine, or to a cluster of models."""
 
     prompt: Prompt
-    """Text, tokenised with the model's special tokens, token ids that are taken as they are, or a conversation."""
+    """A text, which is tokenised with the model's special tokens; token ids, which are used unchanged; or a
+    conversation."""
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = Priority.NORMAL
     """Lower is served first."""
     tenant: str = ""
-    """Whose share this counts against under ``order="fair"``."""
+    """Tenant whose share the request counts against with ``order="fair"``."""
     cache_salt: str = ""
     """Requests share prefix-cache blocks only with requests of the same salt."""
     deadline_s: float | None = None
     """Seconds from submission after which the request ends with ``deadline``."""
     queue_deadline_s: float | None = None
-    """Seconds from submission after which it ends with ``deadline`` if none of its tokens was ever computed."""
+    """Seconds from submission after which it ends with ``deadline`` if none of its tokens was computed."""
     reasoning: Reasoning | None = None
-    """How thoughts are told from content; None: everything is content, but for a conversation, which says it itself.
-    Stop strings look at content only."""
+    """How reasoning is separated from content; None: everything is content, except in a conversation, which has its own
+    setting. Stop strings apply only to content."""
     pooling: Pooling | None = None
-    """Not None: the answer is one vector made of the prompt's hidden states, and no text; ``params`` is unused."""
+    """Not None: an embedding request, whose answer is one vector of the prompt's hidden states and no text; ``params``
+    is unused."""
     shown_specials: tuple[str, ...] = ()
-    """Special tokens whose text is part of the answer's text; others are skipped. Tool calls are written with some."""
+    """Special tokens whose text is part of the answer, e.g. those of tool calls. Other special tokens are skipped."""
     prompt_logprobs: int | None = None
-    """Not None: log-probabilities of the prompt's tokens and of so many most likely ones; the cache is not read."""
+    """Number of most likely tokens whose log-probabilities are returned for each prompt token, in addition to its own.
+    With a number, the prefix cache is not read; None: no log-probabilities."""
     session_id: str | None = None
-    """Not None: the prompt's full blocks stay on the device for the session's next request; see `engine.sessions`."""
+    """Session id. The prompt's full blocks stay on the device for the session's next request; see `engine.sessions`.
+    None: no session."""
     session_owner: str = ""
-    """Whose session it is, where several share an engine: sessions of different owners are apart, and counted apart. A
-    cluster takes its caller here, and tells the engine the model."""
+    """Owner of the session, if several owners share an engine. Sessions of different owners are separate and are
+    counted separately. In a request to a cluster this is the caller; the cluster passes the model to the engine."""
     max_active_sessions: int = DEFAULT_MAX_ACTIVE_SESSIONS
-    """Sessions of its owner that the device keeps, this one included."""
+    """Maximum number of its owner's sessions on the device, including this one."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last so many tokens of the prompt; -1: as many as the context holds beside the tokens of output."""
+    """Number of last prompt tokens to keep; -1: as many as the context holds besides the output tokens."""
     cuts_to_context: bool = False
-    """True: a ``max_tokens`` that the context cannot hold beside the prompt is cut to what the context leaves. False:
-    such a request is refused."""
+    """True: reduce ``max_tokens`` to what the context leaves after the prompt. False: reject a request that does not
+    fit."""
     external_id: str = ""
-    """The caller's name for it, as ``x-request-id`` has it; decides nothing, and recordings have it."""
+    """The caller's id of the request, from ``x-request-id``. It affects no decision and is recorded."""
     segment: str = ""
-    """The caller's label for the part of the traffic that it belongs to; decides nothing, and recordings have it."""
+    """The caller's label for a part of the traffic. It affects no decision and is recorded."""
     model: str | None = None
-    """The requested model name; None: the model that takes requests without a name. An engine has
-    one model."""
+    """The requested model name; None: the default model for requests without a name. An engine has one model."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

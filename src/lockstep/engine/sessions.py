@@ -1,9 +1,9 @@
-"""The sessions of one engine: whose blocks stay on the device when a request has ended. Engine thread only.
+"""Sessions of one engine: keep blocks on the device after their requests have ended. Engine thread only.
 
-A session keeps the full blocks of the last prompt that was computed for it, and of its answer where decoding gives the
-bits of a prompt; the rest is computed again with the next prompt, so that a session changes no bit. What is kept is
-pinned: other content is evicted first, but no request waits for room that only idle sessions take. The number of
-sessions is bounded, as each request sets it for its owner: the least recently used idle one is swept for a new one, and
+A session keeps the full blocks of its last computed prompt, and of the answer if decoding gives the same bits as
+prefill. The rest is computed again with the next prompt, so that a session does not change any bit. Kept blocks are
+pinned: other content is evicted first, but a request never waits for room that only idle sessions occupy. Each request
+sets the maximum number of sessions of its owner. A new session evicts the owner's least recently used idle session;
 while all are busy, the new one waits.
 """
 
@@ -24,26 +24,29 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import QueueFullError
 
 MAX_SESSIONS = 4096
-"""Of all owners together; beyond, the least recently used idle one is evicted, as within its owner."""
+"""Maximum number of sessions of all owners. Beyond it, the least recently used idle one is evicted, as within an
+owner."""
 
+_EVICTED: Literal["swept"] = "swept"  # plain: wire value
 SweepReason = Literal["idle", "room", "ended", "unloaded"]
-"""It was swept by command; another session took its place; it was ended; its replica was unloaded."""
+"""The reason for an eviction: by command; to make room for another session; the session ended; the replica was
+unloaded."""
 
 
 class SessionChange(msgspec.Struct, frozen=True, array_like=True):
-    """Change of a session: admitted, kept or swept."""
+    """Change of a session: admitted, kept or evicted."""
 
     owner: str
     session_id: str
-    what: Literal["admitted", "kept", "swept"]
-    """Its first request has come; a request has ended and left blocks; it is gone from the device."""
+    what: Literal["admitted", "kept", "swept"]  # plain: wire value
+    """Its first request was admitted; a request has ended and its blocks are kept; it was evicted from the device."""
     num_blocks: int = 0
-    """Full blocks that it holds now, or, swept, that became free."""
+    """Number of full blocks that it holds now, or, after an eviction, that became free."""
     num_tokens: int = 0
     reason: SweepReason | None = None
-    """Why it was swept."""
+    """The reason for an eviction."""
     num_stored_tokens: int = 0
-    """Swept: those of its tokens that the store keeps."""
+    """After an eviction: number of its tokens in the KV store."""
 
 
 class SessionReport(msgspec.Struct, frozen=True, array_like=True):
@@ -52,21 +55,21 @@ class SessionReport(msgspec.Struct, frozen=True, array_like=True):
     owner: str
     session_id: str
     num_busy: int
-    """Its requests that have not ended."""
+    """Number of its requests that have not ended."""
     num_blocks: int
-    """Full blocks on the device that its next request finds; blocks that sessions share count for each."""
+    """Number of full blocks on the device that its next request can reuse. Shared blocks count for each session."""
     num_tokens: int
     idle_s: float
-    """Since its last request came or ended; 0 while it is busy."""
+    """Seconds since its last request arrived or ended; 0 while it is busy."""
     age_s: float
 
 
-class Swept(NamedTuple):
-    """Result of a sweep."""
+class SweepResult(NamedTuple):
+    """Result of an eviction."""
 
     num_sessions: int
     num_blocks: int
-    """That became free; what others share or use stays."""
+    """Number of blocks that became free. Blocks that others share or use stay."""
 
 
 class _Key(NamedTuple):
@@ -81,42 +84,42 @@ class _Session:
     last_used_s: float
     num_busy: int = 0
     hashes: tuple[bytes, ...] = ()
-    """Of what is pinned for it."""
+    """Hashes of the blocks that are pinned for it."""
     is_ended: bool = False
-    """It goes with its last request, and keeps nothing."""
+    """True if it is removed, and keeps no blocks, when its last request ends."""
 
 
 class Sessions:
-    """Pins and sweeps between the steps of one scheduler.
+    """Admits requests to sessions, and pins and evicts blocks, between the steps of one scheduler.
 
     Args:
-        scheduler: of the engine, with no step under way whenever this is called.
-        tell: called with every change.
-        kv: keeps what leaves the device; None: it is lost.
+        scheduler: the engine's scheduler; no step may be under way when methods are called.
+        notify: called with every change.
+        kv: stores blocks that leave the device; None: they are lost.
     """
 
     def __init__(
-        self, scheduler: Scheduler, tell: Callable[[SessionChange], None], kv: KVTransfer | None = None
+        self, scheduler: Scheduler, notify: Callable[[SessionChange], None], kv: KVTransfer | None = None
     ) -> None:
         self.kv = kv
         self.on_return: Callable[[LiveRequest], None] = lambda live: None
-        """Called with requests that got a slot after a wait, and now wait for their blocks."""
+        """Called with requests that were admitted after a wait and now wait for their blocks."""
         self._scheduler = scheduler
-        self._tell = tell
+        self._notify = notify
         self._sessions: OrderedDict[_Key, _Session] = OrderedDict()
-        """Least recently used first."""
+        """Sessions, least recently used first."""
         self._num_of: Counter[str] = Counter()
-        """Sessions by owner."""
+        """Number of sessions by owner."""
         self._waiting: deque[LiveRequest] = deque()
-        """Requests of sessions for which there is no place yet; as many as may wait in the scheduler's queue."""
+        """Requests that wait for a session, at most as many as may wait in the scheduler's queue."""
         self._has_changed = False
-        """Whether one that waits may have a place now."""
+        """True if a waiting request may be admitted now."""
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait until a session is idle, or until their blocks are back."""
+        """Number of requests that wait for an idle session or for their blocks."""
         return len(self._waiting) + (0 if self.kv is None else self.kv.num_waiting)
 
     @property
@@ -125,10 +128,10 @@ class Sessions:
         return bool(self._waiting) or (self.kv is not None and self.kv.has_work)
 
     def enter(self, live: LiveRequest, now_s: float) -> bool:
-        """A request has come; False: it waits here, since all sessions of its owner are busy, or for its blocks.
+        """Admit a new request; False: it waits here, since all sessions of its owner are busy, or for its blocks.
 
         Raises:
-            QueueFullError: as many wait as may.
+            QueueFullError: too many requests wait already.
         """
         if live.request.session_id is None or self._open(live, now_s):
             return self.kv is None or not self.kv.enter(live)
@@ -139,7 +142,7 @@ class Sessions:
         return False
 
     def ready(self, now_s: float) -> Iterator[LiveRequest]:
-        """Those that waited and have a place and their blocks now, in the order in which they came. Moves blocks."""
+        """Move blocks, and yield the waiting requests that now have a session and their blocks, in order of arrival."""
         if self.kv is not None and self.kv.has_work:
             yield from self.kv.move(now_s)
         if not self._has_changed:
@@ -156,7 +159,7 @@ class Sessions:
                 self._waiting.append(live)
 
     def leave(self, live: LiveRequest, now_s: float) -> None:
-        """A request has ended, wherever it was; one whose prompt was never computed leaves its session as it was."""
+        """Remove a request that has ended. If its prompt was never computed, its session keeps its previous blocks."""
         if self.kv is not None:
             self.kv.leave(live)
         if live.request.session_id is None:
@@ -178,38 +181,41 @@ class Sessions:
 
     # -- commands -------------------------------------------------------------------------------------------------
 
-    def sweep(self, session_id: str | None = None, owner: str | None = None) -> Swept:
-        """Free what idle sessions keep: that of one id, of one owner, or of all; busy ones stay as they are."""
-        return self._forget_all([s for s in self._named(session_id, owner) if not s.num_busy], "idle")
+    def sweep(self, session_id: str | None = None, owner: str | None = None) -> SweepResult:
+        """Free the blocks of idle sessions: of one id, of one owner, or of all. Busy sessions are left unchanged."""
+        return self._forget_all([s for s in self._matching(session_id, owner) if not s.num_busy], "idle")
 
-    def end(self, session_id: str | None = None, owner: str | None = None, reason: SweepReason = "ended") -> Swept:
-        """As `sweep`, and busy sessions keep nothing from now on, unless a new request comes for them."""
-        named = list(self._named(session_id, owner))
+    def end(
+        self, session_id: str | None = None, owner: str | None = None, reason: SweepReason = "ended"
+    ) -> SweepResult:
+        """Evict as `sweep` does. In addition, busy sessions keep no blocks from now on, unless they get a new
+        request."""
+        matching = list(self._matching(session_id, owner))
         num_blocks = 0
-        for session in named:
+        for session in matching:
             if session.num_busy:
                 session.is_ended = True
                 num_blocks += self._unpin(session)
-        swept = self._forget_all([session for session in named if not session.num_busy], reason)
-        return Swept(len(named), swept.num_blocks + num_blocks)
+        evicted = self._forget_all([session for session in matching if not session.num_busy], reason)
+        return SweepResult(len(matching), evicted.num_blocks + num_blocks)
 
     def reports(self, now_s: float) -> tuple[SessionReport, ...]:
         """All sessions, least recently used first."""
         return tuple(self._report(session, now_s) for session in self._sessions.values())
 
     def stored(self) -> tuple[SessionChange, ...]:
-        """Those that are known from before, as what their last change has left and the store still has."""
+        """Sessions of earlier processes, as changes with the number of tokens that the store still has."""
         size, kv = self._scheduler.config.block_size, self.kv
         if kv is None:
             return ()
         found = [(each, kv.store.find(kv.environment, each.hashes)) for each in kv.store.records(kv.environment)]
         return tuple(
-            SessionChange(record.owner, record.session_id, "swept", num_stored_tokens=count * size)
+            SessionChange(record.owner, record.session_id, _EVICTED, num_stored_tokens=count * size)
             for record, count in found
         )
 
     def abandon(self) -> None:
-        """The scheduler cannot be trusted any more: forget everything, and say nothing to it."""
+        """Remove all sessions without calling the scheduler, whose state may be inconsistent after a failure."""
         if self.kv is not None:
             self.kv.abandon()
         self._sessions.clear()
@@ -227,7 +233,7 @@ class Sessions:
                 return False
             session = self._sessions[key] = _Session(key, now_s, now_s)
             self._num_of[key.owner] += 1
-            self._tell(SessionChange(*key, "admitted"))
+            self._notify(SessionChange(*key, "admitted"))
         session.num_busy += 1
         session.is_ended = False
         live.is_in_session = True
@@ -235,14 +241,14 @@ class Sessions:
         return True
 
     def _make_room(self, owner: str, most: int) -> bool:
-        """Sweep until one more session fits; False: those that remain are busy."""
+        """Evict sessions until one more fits; False: the remaining ones are busy."""
         while self._num_of[owner] >= most:
-            if not self._sweep_oldest(owner):
+            if not self._evict_oldest(owner):
                 return False
-        return len(self._sessions) < MAX_SESSIONS or self._sweep_oldest(None)
+        return len(self._sessions) < MAX_SESSIONS or self._evict_oldest(None)
 
-    def _sweep_oldest(self, owner: str | None) -> bool:
-        oldest = next((session for session in self._named(None, owner) if not session.num_busy), None)
+    def _evict_oldest(self, owner: str | None) -> bool:
+        oldest = next((session for session in self._matching(None, owner) if not session.num_busy), None)
         if oldest is not None:
             self._forget(oldest, "room")
         return oldest is not None
@@ -252,7 +258,7 @@ class Sessions:
         self._sessions.move_to_end(session.key)
 
     def _keep(self, session: _Session, hashes: tuple[bytes, ...]) -> None:
-        """Pin first, so that what both prompts share is never without a pin."""
+        """Pin the new blocks before the old ones are unpinned, so that shared blocks always have a pin."""
         self._scheduler.pin(hashes)
         self._unpin(session)
         session.hashes = hashes
@@ -260,7 +266,7 @@ class Sessions:
             self.kv.keep(*session.key, hashes)
         num_blocks = self._num_blocks(session)
         num_tokens = num_blocks * self._scheduler.config.block_size
-        self._tell(SessionChange(*session.key, "kept", num_blocks, num_tokens))
+        self._notify(SessionChange(*session.key, "kept", num_blocks, num_tokens))
 
     def _unpin(self, session: _Session) -> int:
         hashes, session.hashes = session.hashes, ()
@@ -273,11 +279,11 @@ class Sessions:
         num_stored = self._store(session, reason)
         num_blocks = self._unpin(session)
         size = self._scheduler.config.block_size
-        self._tell(SessionChange(*session.key, "swept", num_blocks, num_blocks * size, reason, num_stored * size))
+        self._notify(SessionChange(*session.key, _EVICTED, num_blocks, num_blocks * size, reason, num_stored * size))
         return num_blocks
 
     def _store(self, session: _Session, reason: SweepReason) -> int:
-        """Have kept what a session will come back for; returns how many blocks that are."""
+        """Store the session's blocks outside of the device. Returns the number of stored blocks."""
         if self.kv is None:
             return 0
         if reason == "ended":
@@ -285,11 +291,11 @@ class Sessions:
             return 0
         return self.kv.keep_now(session.hashes)
 
-    def _forget_all(self, sessions: list[_Session], reason: SweepReason) -> Swept:
-        return Swept(len(sessions), sum(self._forget(session, reason) for session in sessions))
+    def _forget_all(self, sessions: list[_Session], reason: SweepReason) -> SweepResult:
+        return SweepResult(len(sessions), sum(self._forget(session, reason) for session in sessions))
 
-    def _named(self, session_id: str | None, owner: str | None) -> Iterator[_Session]:
-        """Least recently used first."""
+    def _matching(self, session_id: str | None, owner: str | None) -> Iterator[_Session]:
+        """Yield the matching sessions, least recently used first."""
         for key, session in self._sessions.items():
             if session_id in (None, key.session_id) and owner in (None, key.owner):
                 yield session

@@ -1,14 +1,16 @@
-"""Guard of special tokens: in a prompt they come from the template, never from a message, which could forge a role.
+"""Special token guard: ensures that special tokens in a prompt come from the template, not from messages that forge
+roles.
 
-The idea: a private character (of Unicode's private use area, the first that occurs nowhere in the request or template)
-is put inside every special token that a caller wrote, after its first character. The template sees the rest unchanged,
-so its trims, splits and tests work; what is still whole after rendering is the template's own. The text is then cut at
-those tokens, the private character is taken out, and the sections between are tokenised with special tokens disabled.
+The method: a private character (the first of Unicode's private use area that occurs nowhere in the request or the
+template) is inserted into every special token that a caller wrote, after its first character. The template sees the
+rest unchanged, so its trims, splits and tests work. Special tokens that are still whole after rendering come from the
+template. The text is then split at those tokens, the private character is removed, and the sections between them are
+tokenised with special tokens disabled.
 
-A template may also join harmless pieces to a token. So a second rendering puts the character after *every* character
-that could begin a token (and first of all, where the template writes beginnings of tokens); its tokens are the
-template's for certain. If both renderings agree on the tokens, the first is used, else the second. Ordinary messages
-hold no such token, and their prompt is tokenised as one text.
+A template may also join harmless pieces to a token. So a second rendering inserts the character after *every* character
+that could begin a token, and also at the start of each text if the template writes prefixes of tokens. Its tokens
+certainly come from the template. If both renderings have the same tokens, the first is used, else the second. Ordinary
+messages contain no special token, and their prompt is tokenised as one text.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ _PRIVATE = range(0xE000, 0xF900)
 _MORE_PRIVATE = range(0xF0000, 0xFFFFE)
 
 Transform = Callable[[str, bool], str]
-"""(text, whether it is of the assistant) to text."""
+"""Function of (text, whether it is the assistant's) that returns the new text."""
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that makes tokens of a rendered conversation."""
+    """The part of a tokenizer that tokenises a rendered conversation."""
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]: ...
 
@@ -45,13 +47,13 @@ class Encoder(Protocol):
 
 
 class SpecialTokenGuard:
-    """Knows which tokens are borders and how to keep callers from writing them.
+    """Finds the special tokens of a template and prevents callers from forging them.
 
     Guarded in every message: special tokens, the tokens that end a sequence, and added tokens that occur in the
-    template (e.g. ``<tool_response>``). What the assistant said may hold the latter, and words that the template
-    itself looks for, e.g. ``</think>``: they are the model's own, and no borders. So are the tokens around calls where
-    the template does not write calls, and the content of the assistant's message has them. A token of one character
-    cannot be guarded.
+    template (e.g. ``<tool_response>``). Messages of the assistant may contain the latter, and words that the template
+    itself searches for, e.g. ``</think>``: the model wrote them, and they separate no messages. The same holds for the
+    tokens around tool calls if the template does not write calls and they are part of the assistant's content. A token
+    of one character cannot be guarded.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, end_token_ids: Sequence[int]) -> None:
@@ -62,7 +64,7 @@ class SpecialTokenGuard:
         self._template = template
         self._tokens: dict[str, AddedToken] = {t.content: t for t in chain(strong.values(), weak.values())}
         self._literal = frozenset(token.content for token in chain(strong.values(), weak.values()) if not token.special)
-        """Disabling special tokens does not disable these."""
+        """Tokens that remain active when special tokens are disabled."""
         ends = {token.content for i, token in strong.items() if i in end_token_ids}
         calls = set() if "tool_calls" in template.source else {text for text in self._tokens if "tool_call" in text}
         spoken = {token.content for token in weak.values()} | ((template.cut_words | calls) - ends)
@@ -71,7 +73,8 @@ class SpecialTokenGuard:
         self._begins = _pattern({text[0] for text in self._tokens})
         heads = tuple({text[:length] for text in self._tokens for length in range(1, len(text))})
         self._may_be_completed = any(literal.endswith(heads) for literal in template.literals)
-        """The template writes beginnings of tokens, as in ``'<|' + message.role``: no message may go on one."""
+        """True if the template writes prefixes of tokens, as in ``'<|' + message.role``, which a message must not
+        complete."""
         self._used = frozenset(template.source)
         self._normalizer = tokenizer.normalizer if any(token.normalized for token in strong.values()) else None
 
@@ -84,18 +87,18 @@ class SpecialTokenGuard:
         continue_final: bool = False,
         most: int | None = None,
     ) -> list[int]:
-        """Tokens of a rendered conversation.
+        """Render and tokenise a conversation.
 
         Args:
             context: the template's checked variables.
-            now: what ``strftime_now`` tells the template.
+            now: time for ``strftime_now``.
             continue_final: end with the content of the last message.
-            most: tokens that there may be; None: any number.
+            most: maximum number of tokens; None: no limit.
 
         Raises:
-            ChatTemplateError: the template failed or does not show that content, or the vocabulary makes a special
-                token of plain text, whatever is done.
-            PromptTooLongError: there are more than ``most``, as far as that is known.
+            ChatTemplateError: the template failed or does not show that content, or the vocabulary always makes a
+                special token of a plain text.
+            PromptTooLongError: there are more than ``most`` tokens, as far as this is checked.
         """
         end = self._mark_end(context) if continue_final else ""
         text, private = self._rendered(context, now)
@@ -103,7 +106,7 @@ class SpecialTokenGuard:
             text, mark, _ = text.rpartition(end)
             if not mark:
                 raise ChatTemplateError(
-                    "the chat template does not show the last message's content, so that nothing can go on with it",
+                    "the chat template does not show the last message's content, so the answer cannot continue it",
                     param="continue_final_message",
                 )
             text = text.replace(end, "")
@@ -123,16 +126,17 @@ class SpecialTokenGuard:
         return ids + self._section(_trimmed(text[cut:], skip_space, False), private, encoder)
 
     def _mark_end(self, context: dict[str, object]) -> str:
-        """Put a private character behind the content of the last message of a template's variables; returns it."""
+        """Append a private character to the content of the last message in a template's variables. Returns the
+        character."""
         end = self._private(_strings(context))
         messages = context["messages"]
-        assert isinstance(messages, list), "checked messages are one at least"
+        assert isinstance(messages, list), "there is at least one checked message"
         context["messages"] = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{end}"}]
         return end
 
     def _rendered(self, context: Mapping[str, object], now: datetime | None) -> tuple[str, str | None]:
-        """The text, and the private character that stands where a caller wrote a special token; None: every special
-        token in it is the template's."""
+        """Render the text. Also returns the private character that marks the callers' special tokens; None: every
+        special token in the text comes from the template."""
         texts = _strings(context)
         hazardous = self._begins.search("".join(self._as_seen(texts))) is not None
         if not hazardous and not self._may_be_completed:
@@ -155,7 +159,7 @@ class SpecialTokenGuard:
         return text, private if private in text or hidden else None
 
     def _section(self, section: str, private: str, encoder: Encoder) -> list[int]:
-        """Tokens of a text without borders; where the whole gives one all the same, of its pieces."""
+        """Tokenise a text without special tokens. If the whole text still gives one, tokenise pieces of it instead."""
         whole = section.replace(private, "") if private else section
         if not whole:
             return []
@@ -166,13 +170,13 @@ class SpecialTokenGuard:
             ids = list(chain.from_iterable(encoder.encode_plain(pieces)))
             if not self._forged(ids):
                 return ids
-        raise ChatTemplateError("a message writes a special token that this vocabulary cannot write as plain text")
+        raise ChatTemplateError("a message contains a special token that this vocabulary cannot encode as plain text")
 
     def _forged(self, ids: Sequence[int]) -> bool:
         return not set(self._ids.values()).isdisjoint(ids)
 
     def _as_seen(self, texts: Sequence[str]) -> Sequence[str]:
-        """The texts as token matching sees them."""
+        """The texts in the form in which tokens are matched."""
         if self._normalizer is None:
             return texts
         return [seen for text in texts for seen in (text, self._normalizer.normalize_str(text))]
@@ -186,19 +190,19 @@ class SpecialTokenGuard:
 
 
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Any of the texts, the longest first; with none, what never matches."""
+    """A pattern for any of the texts, longest first. Without texts, it never matches."""
     ordered = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
 def _trimmed(section: str, left: bool, right: bool) -> str:
-    """A token may absorb the white space beside it."""
+    """Remove the white space that a neighbouring token absorbs."""
     section = section.lstrip() if left else section
     return section.rstrip() if right else section
 
 
 def _strings(value: object) -> list[str]:
-    """Every string of a context, names of roles and keys included."""
+    """Every string of a context, including roles and keys."""
     found: list[str] = []
     level = [value]
     for _ in range(MAX_NESTING + 2):
@@ -219,7 +223,7 @@ def _strings(value: object) -> list[str]:
 
 
 def _mapped(value: Mapping[str, object], transform: Transform) -> dict[str, object]:
-    """A copy of a context with its strings transformed; roles and names of variables are ours and stay."""
+    """Copy a context with its strings transformed. Roles and names of variables do not change."""
     copy: dict[str, object] = {}
     for name, item in value.items():
         if name == "messages" and isinstance(item, list):

@@ -1,11 +1,11 @@
-"""Budget of work for a foreign chat template: counted per rendering, and not timed.
+"""Work budget for third-party chat templates: counts and limits the work of each rendering.
 
-Jinja's sandbox keeps a template from touching anything, not from running for ever. A clock would refuse on a busy
-machine what it allows on an idle one, and cannot interrupt one long operation. So every operation whose cost depends on
-its operands is made to pass a gate first: loops, calls, filters, tests, comparisons, concatenations, arithmetic, slices
-and output. A gate charges the size of the operand *as a tree* (a list that holds the same list twice counts it twice,
-as printing it would), and what can make much of little (padding, replacing, joining, repeating, powers) is refused
-beyond bounds before it starts. What is left is linear in what was charged.
+Jinja's sandbox restricts what a template can access, but not how long it runs. A time limit would depend on the load of
+the machine, and could not interrupt a single long operation. So every operation whose cost depends on its operands
+passes through a gate first: loops, calls, filters, tests, comparisons, concatenations, arithmetic, slices and output. A
+gate charges the size of the operand *as a tree*: a list that contains the same list twice counts it twice, as printing
+it would. Operations that can make a large result from small operands (padding, replacing, joining, repeating,
+exponents) are rejected beyond limits before they start. The remaining work is linear in what was charged.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ if TYPE_CHECKING:
     from jinja2.nodes import Template
 
 MAX_WORK = 1_000_000
-"""Units per rendering; a unit is about a microsecond: an operation, an element, or CHARS_PER_UNIT characters."""
+"""Units per rendering. A unit takes about a microsecond: an operation, an element, or CHARS_PER_UNIT characters."""
 CHARS_PER_UNIT = 256
 MAX_RENDERED_CHARS = 16_000_000
-"""Bound of the prompt and of any text on the way; no context is as long."""
+"""Maximum length of the prompt and of any intermediate text. No context is as long."""
 MAX_REPEATED = 100_000
-"""The largest factor of ``*``, exponent of ``**`` and padding, as Jinja's own bound of ``range``."""
+"""The largest factor of ``*``, exponent of ``**`` and padding; the same as Jinja's own limit of ``range``."""
 MAX_INTEGER_BITS = 4_096
 MAX_SOURCE_CHARS = 1_000_000
-"""Bound of a template; the longest known ones are a fiftieth of it."""
+"""Maximum length of a template. The longest known ones have a fiftieth of it."""
 
 GATE, LOOP, CONCAT = "lockstep gate", "lockstep loop", "lockstep concat"
-"""Names that no template can write."""
+"""Names that a template cannot contain."""
 _CALL_UNITS, _MACRO_UNITS = 1, 3
-"""Price of a call beside its arguments and the unit of the gate."""
+"""Price of a call, in addition to its arguments and the unit of the gate."""
 _CONSTANT_TIME = (
     "attr", "boolean", "callable", "count", "d", "default", "defined", "false", "first", "float", "integer",
     "iterable", "last", "length", "mapping", "none", "number", "sameas", "sequence", "string", "true",
     "undefined",
 )  # fmt: skip
-"""Filters and tests that look at no more than one element; as a filter, ``string`` looks at all."""
+"""Filters and tests that read at most one element. As a filter, ``string`` reads all."""
 _NEVER_NEEDED_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
 _REFUSED_METHODS = frozenset(["expandtabs", "format_map", "maketrans", "translate"])
 _PADDING = frozenset(["center", "ljust", "rjust", "zfill", "batch", "slice", "indent", "tojson"])
 _INDENTED_FACTOR = 64
-"""JSON with line breaks is charged so many times: its lines begin with as many blanks as it is deep."""
+"""Factor for JSON with line breaks, since each line begins with as many blanks as its depth."""
 _MAX_INDENT = 16
 _NEVER_LAZY = frozenset([str, int, bool, type(None), list, tuple, dict])
 _WIDTH = re.compile(r"[0-9]{6}|\*")
 
 
-class TooMuchWork(Exception):  # noqa: N818 - a message for the one place that catches it
-    """The template wants more than a prompt can need."""
+class TooMuchWork(Exception):  # noqa: N818 - it is caught in one place, which reports the message
+    """The template exceeds its budget."""
 
 
 class _Local(threading.local):
@@ -62,7 +62,7 @@ class _Local(threading.local):
 
 
 class Budget:
-    """The work that renderings have left, one per thread. It is open within its ``with`` block."""
+    """Remaining work of renderings, one per thread. It is active within its ``with`` block."""
 
     def __init__(self) -> None:
         self._local = _Local()
@@ -74,9 +74,13 @@ class Budget:
         self._local.left = None
 
     def charge(self, *values: object, units: int = 1) -> None:
-        """Pay for an operation on these values; TooMuchWork where the budget, or the bound of one text, is exceeded."""
+        """Charge for an operation on these values.
+
+        Raises:
+            TooMuchWork: the budget, or the limit of one text, is exceeded.
+        """
         open_left = self._local.left
-        left = (MAX_WORK if open_left is None else open_left) - units  # constants are folded before any rendering
+        left = (MAX_WORK if open_left is None else open_left) - units  # Jinja folds constants outside of renderings
         for value in values:
             kind = type(value)
             if isinstance(value, str):
@@ -86,19 +90,19 @@ class Budget:
             if left < 0:
                 break
         if left < 0:
-            raise TooMuchWork("it does more work than a prompt can need (an endless loop or recursion?)")
+            raise TooMuchWork("it exceeds the work limit (an endless loop or recursion?)")
         if open_left is not None:
             self._local.left = left
 
     def materialise(self, value: Any) -> Any:
-        """Charge a value; a lazy sequence becomes a list first, so that its length is known."""
+        """Charge a value. A lazy sequence is first converted to a list, so that its length is known."""
         value = _known_length(value)
         self.charge(value)
         return value
 
 
 def _known_length(value: Any) -> Any:
-    """A lazy sequence as a list; Jinja's own objects stay what they are."""
+    """Convert a lazy sequence to a list. Jinja's own objects are left unchanged."""
     kind = type(value)
     if kind not in _NEVER_LAZY and isinstance(value, Iterator) and not kind.__module__.startswith("jinja2"):
         return list(islice(value, MAX_WORK))
@@ -107,12 +111,12 @@ def _known_length(value: Any) -> Any:
 
 def _units(text: str) -> int:
     if len(text) > MAX_RENDERED_CHARS:
-        raise TooMuchWork(f"it makes a text of more than {MAX_RENDERED_CHARS} characters")
+        raise TooMuchWork(f"it creates a text of more than {MAX_RENDERED_CHARS} characters")
     return len(text) // CHARS_PER_UNIT
 
 
 def _weight(value: object, limit: int) -> int:
-    """Elements and text of a container as a tree; more than `limit` is not counted out."""
+    """Number of elements and text units of a container as a tree. Counting stops above `limit`."""
     weight = 0
     open_values = [value]
     while open_values and weight <= limit:
@@ -135,7 +139,7 @@ def _weight(value: object, limit: int) -> int:
 
 
 def limit_environment(environment: Environment, budget: Budget) -> None:
-    """Put gates around the filters and tests of an environment and take away what no prompt needs."""
+    """Put gates around the filters and tests of an environment, and remove those that prompts do not need."""
     from jinja2 import pass_context
 
     for name in _NEVER_NEEDED_FILTERS:
@@ -148,7 +152,7 @@ def limit_environment(environment: Environment, budget: Budget) -> None:
     }
     tests |= {name: _gated(name, tests[name], budget) for name in tests if name not in _CONSTANT_TIME}
 
-    @pass_context  # whatever needs a context is not folded at compile time
+    @pass_context  # a filter that needs a context is not folded at compile time
     def gate(context: object, value: Any) -> Any:
         return budget.materialise(value)
 
@@ -170,32 +174,33 @@ def limit_environment(environment: Environment, budget: Budget) -> None:
 def checked_arguments(
     function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget: Budget
 ) -> tuple[Any, ...]:
-    """The positional arguments of a call that was charged; refuses one that makes much of little."""
+    """Charge a call and return its positional arguments. Calls that make a large result from small arguments are
+    rejected."""
     args = tuple(map(_known_length, args))
     receiver = getattr(function, "__self__", None)
     receiver = receiver if isinstance(receiver, (str, list, tuple, dict)) else None
-    if type(function).__name__ == "Macro":  # which copies nothing; what its body does is charged there
+    if type(function).__name__ == "Macro":  # it copies nothing, and its body is charged separately
         budget.charge(units=1 + _MACRO_UNITS + len(args))
         return args
     budget.charge(receiver, *args, *kwargs.values(), units=1 + _CALL_UNITS)
     name = getattr(function, "__name__", "")
     if isinstance(receiver, str):
         if name in _REFUSED_METHODS:
-            raise TooMuchWork(f"it calls {name}, which no prompt needs")
+            raise TooMuchWork(f"it calls {name}, which is not allowed")
         _check_growth(name, (receiver, *args), kwargs)
     return args
 
 
 def check_format(text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse `str.format` and `%` where they make much of little."""
+    """Reject `str.format` and `%` if they make a large result from small arguments."""
     _check_growth("format", (text, *args), kwargs)
 
 
 def check_operation(operator: str, left: Any, right: Any, budget: Budget) -> None:
-    """Charge arithmetic, and refuse results that are out of bounds."""
+    """Charge an arithmetic operation, and reject results beyond the limits."""
     budget.charge(left, right)
     if any(isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS for value in (left, right)):
-        raise TooMuchWork(f"it calculates with a number of more than {MAX_INTEGER_BITS} bits")
+        raise TooMuchWork(f"it uses a number of more than {MAX_INTEGER_BITS} bits")
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() + right.bit_length() if operator == "*" else 0
         bits = left.bit_length() * abs(right) if operator == "**" else bits
@@ -214,7 +219,7 @@ def check_operation(operator: str, left: Any, right: Any, budget: Budget) -> Non
 
 
 def add_gates(tree: Template) -> Template:
-    """The template with gates before whatever Jinja compiles to plain Python: loops, comparisons, `~` and long text."""
+    """Add gates where Jinja compiles to plain Python: loops, comparisons, `~` and long text."""
     from jinja2 import nodes
     from jinja2.visitor import NodeTransformer
 
@@ -252,7 +257,7 @@ def add_gates(tree: Template) -> Template:
 
 
 def _gated(name: str, function: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
-    """A filter or test that pays for its arguments first; `wraps` keeps Jinja's marks on it."""
+    """Wrap a filter or test so that it charges its arguments first. `wraps` keeps Jinja's attributes."""
     passed = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -268,7 +273,7 @@ def _gated(name: str, function: Callable[..., Any], budget: Budget) -> Callable[
 
 
 def _check_growth(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse what makes a long result of short arguments."""
+    """Reject operations that make a long result from short arguments."""
     text, rest = (values[0] if values else ""), (*values[1:], *kwargs.values())
     if name in _PADDING or name == "format":
         if any(isinstance(value, int) and value > MAX_REPEATED for value in rest):
@@ -285,11 +290,11 @@ def _check_growth(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any])
             raise TooMuchWork(f"it indents JSON by more than {_MAX_INDENT}")
         if name == "format" and isinstance(text, str):
             if _WIDTH.search(text):
-                raise TooMuchWork("it formats with a width that no prompt needs")
+                raise TooMuchWork("it formats with too large a width")
             longest = max((_weight(value, MAX_WORK) for value in rest), default=0)
             _bounded(len(text) + max(text.count("{"), text.count("%")) * longest * CHARS_PER_UNIT)
     elif name == "sum" and any(isinstance(value, (list, tuple)) for value in rest):
-        raise TooMuchWork("it adds up lists with sum")
+        raise TooMuchWork("it concatenates lists with sum")
     elif name == "replace" and len(rest) >= 2 and isinstance(text, str):
         old, new = str(rest[0]), str(rest[1])
         if len(new) > len(old):
@@ -304,4 +309,4 @@ def _check_growth(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def _bounded(num_chars: int) -> None:
     if num_chars > MAX_RENDERED_CHARS:
-        raise TooMuchWork(f"it makes a text of more than {MAX_RENDERED_CHARS} characters")
+        raise TooMuchWork(f"it creates a text of more than {MAX_RENDERED_CHARS} characters")

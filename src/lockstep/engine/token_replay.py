@@ -1,7 +1,7 @@
-"""Token replay: recorded tokens as an engine's outputs, by the rules of the request that repeats a recorded one.
+"""Token replay: replays recorded tokens as an engine's outputs, by the rules of the repeated request.
 
-The same `Generation` as in an engine makes text and applies stop strings, reasoning, special tokens and limits. A
-request equal to the recorded one has the same output.
+The same `Generation` as in an engine converts tokens to text and applies stop strings, reasoning, special tokens and
+limits. A request equal to the recorded one has the same output.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lockstep.executors.sampling_params import SamplingParams
 
 
 class TokenReplay:
-    """One request's answer in the making, of tokens that are known already.
+    """The answer of one request, built from recorded tokens.
 
     Args:
-        request: its prompt is token ids.
-        max_model_len: tokens of prompt and answer together.
-        arrival_s, queue_s: as its timings have them.
-        num_cached_tokens, num_preemptions: as its answer has them.
+        request: a request whose prompt is token ids.
+        max_model_len: maximum tokens of prompt and answer together.
+        arrival_s, queue_s: times for its timings.
+        num_cached_tokens, num_preemptions: counts for its answer.
 
     Raises:
         InvalidParameterError: a parameter is out of range.
@@ -56,7 +56,7 @@ class TokenReplay:
             prompt_ids=prompt_ids,
             core_request=Request(len(prompt_ids), params.max_tokens),
             max_output_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-            sampling=SamplingParams(temperature=0.0).resolve({}),  # nothing is drawn
+            sampling=SamplingParams(temperature=0.0).resolve({}),  # nothing is sampled
             seed=0,
             end_ids=end_ids,
             ignored_end_ids=ignored_end_ids,
@@ -78,17 +78,18 @@ class TokenReplay:
         """True if every sequence has ended."""
         return self._live.num_open == 0
 
-    def tell(self, index: int, token_ids: Sequence[int], end: FinishReason | None, now_s: float) -> list[TokenOutput]:
-        """Outputs of a sequence's next tokens; none once it has ended, which its own rules may want before they do.
+    def append(self, index: int, token_ids: Sequence[int], end: FinishReason | None, now_s: float) -> list[TokenOutput]:
+        """Append a sequence's next tokens and return the outputs. A sequence that has ended, perhaps early by its own
+        rules, has no outputs.
 
         Args:
-            index: of the sequence.
-            end: how it ends with them, where its rules have not ended it before; None: it goes on.
+            index: number of the sequence.
+            end: reason with which these tokens end it, unless its rules have ended it before; None: it continues.
         """
         live, generation = self._live, self._live.generations[index]
         outputs: list[TokenOutput] = []
         last = len(token_ids) - 1
-        for place, token in enumerate(token_ids):
+        for position, token in enumerate(token_ids):
             if generation.finish_reason is not None:
                 break
             generation.accept(token, None)
@@ -96,7 +97,7 @@ class TokenReplay:
                 live.first_token_s = now_s
             if generation.is_full:
                 generation.end(FinishReason.LENGTH)
-            if place == last and end is not None:
+            if position == last and end is not None:
                 generation.end(end)
             outputs.append(self._output(generation, now_s))
         if not token_ids and end is not None and generation.finish_reason is None:

@@ -1,4 +1,4 @@
-"""Tokenizer of a model: text to tokens, conversations to prompts, and tokens to text."""
+"""Tokenizer of a model: converts text to tokens, conversations to prompts, and tokens to text."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
 
 
 _TAIL_TOKENS = 32
-"""Enough for a tag, spelled letter by letter, and the blanks after it."""
+"""Enough tokens for a tag that is spelled letter by letter, and the blanks after it."""
 _LONG_CHARS = 4_096
-"""A longer text is tokenised by a call that lets other threads run meanwhile."""
+"""Texts longer than this are tokenised with a call that releases the interpreter lock."""
 MAX_COMPOSED = 4
-"""Characters that a composing normal form of Unicode makes one of, at most: none decomposes into more."""
+"""Maximum number of characters that a composing normal form of Unicode turns into one: none decomposes into more."""
 _GROWING = frozenset({"Prepend", "NFD", "NFKD", "Lowercase", "ByteLevel"})
 _COMPOSING = frozenset({"NFC", "NFKC"})
 _SPLITTING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
-"""Steps that cut a text and drop nothing of it."""
+"""Steps that split a text and drop no part of it."""
 _BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""Unicode's white space, which an added token may take in beside it."""
+"""Unicode's white space, which an added token may absorb on its sides."""
 
 
 class Tokenizer:
-    """Text to tokens and back, and conversations to prompts, as an artifact states. May be shared by threads."""
+    """Text to tokens and back, and conversations to prompts, as the artifact defines. Threads may share it."""
 
     def __init__(self, parts: TokenizerParts) -> None:
         self.parts = parts
-        """The artifact's parts that it was made of."""
+        """Parts of the artifact that the tokenizer was created from."""
         self._tokenizer = parts.tokenizer
         added = parts.tokenizer.get_added_tokens_decoder()
         self.special_token_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self.end_token_ids: tuple[int, ...] = parts.end_token_ids
         self.vocab_size: int = parts.tokenizer.get_vocab_size()
-        """Tokens with a text; a model may have more rows."""
+        """Number of tokens that have a text. A model may have more rows."""
         rules = decoder_rules(parts.tokenizer)
         self.token_bytes: TokenBytes | None = (
             None if rules is None else TokenBytes(parts.tokenizer, rules, self.special_token_ids)
         )
-        """None: the decoder works on whole lists only."""
+        """None: the decoder works only on whole token lists."""
         self._template: ChatTemplate | None = None
         self._guard: SpecialTokenGuard | None = None
 
@@ -59,21 +59,26 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source, to find out which variables it reads."""
+        """The template's source, from which callers derive the variables that it reads."""
         return self.parts.chat_template
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names that the chat template looks up; ChatTemplateError where there is none or it cannot be read."""
+        """Names that the chat template reads.
+
+        Raises:
+            ChatTemplateError: the model has no template, or it cannot be read.
+        """
         return self._chat_template().variables
 
     @property
     def takes_grammars(self) -> bool:
-        """True where `vocabulary` can be expected to give one; it is not made for that."""
+        """True if `vocabulary` is expected to succeed. The vocabulary is not built for this."""
         return self.token_bytes is not None and bool(self.end_token_ids)
 
     def marker_id(self, text: str) -> int | None:
-        """The token that is exactly this text and no text to grammars: a special one, or one like ``<tool_call>``."""
+        """Id of the token with exactly this text, if grammars treat it as a marker: a special token, or one like
+        ``<tool_call>``."""
         token_id: int | None = self._tokenizer.token_to_id(text)
         return token_id if token_id is not None and token_id in self._markers() else None
 
@@ -82,7 +87,7 @@ class Tokenizer:
         return {i: token.content for i, token in added.items() if token.special or _is_marker(token.content)}
 
     def vocabulary(self) -> Vocabulary | None:
-        """All tokens, for grammars; None: they cannot spell every text byte by byte, or nothing ends a text."""
+        """All tokens, for grammars; None: the tokens do not cover every byte, or there is no end token."""
         table = self.token_bytes
         if table is None or not self.takes_grammars:
             return None
@@ -98,39 +103,40 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Tokens of a text. Special tokens that are written in it are recognised: not for a stranger's message.
+        """Tokenise a text and recognise special tokens in it. Do not use this for untrusted text.
 
         Args:
-            add_special_tokens: begin and end the text as the artifact states, usually with BOS.
-            most: how many there may be; None: any number.
+            add_special_tokens: add the tokens with which the artifact begins and ends a text, usually BOS.
+            most: maximum number of tokens; None: no limit.
 
         Raises:
-            InvalidParameterError: the text is not one: it holds halves of characters.
-            PromptTooLongError: there are more than ``most``; told without tokenising where the length tells it.
+            InvalidParameterError: the text contains half of a character.
+            PromptTooLongError: there are more than ``most`` tokens. If the text's length suffices to show this, the
+                text is not tokenised.
         """
         return self._ids(self._tokenizer, text, add_special_tokens, most)
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of texts in which a special token is only its characters."""
+        """Tokenise texts without special tokens: one that is written in a text is treated as ordinary characters."""
         return [self._ids(self._plain, text, add_special_tokens=False) for text in texts]
 
     def check_length(self, texts: Sequence[str], most: int) -> None:
-        """Refuse texts whose length alone tells that together they have too many tokens.
+        """Check that the texts are not certain to exceed a number of tokens, judging by their length alone.
 
         Raises:
-            PromptTooLongError: it has more than ``most``, whatever they are.
+            PromptTooLongError: the texts have more than ``most`` tokens, whatever they contain.
         """
         num_chars = sum(map(len, texts))
         if num_chars > max(most, _LONG_CHARS) and self._reach.exceeds(texts, most):
             raise PromptTooLongError(
-                f"the prompt has {num_chars} characters, but the context holds {most + 1} tokens (prompt and output), "
-                "and so many characters are more, whatever they are",
+                f"the prompt has {num_chars} characters, but the context holds {most + 1} tokens "
+                "(prompt and output), too few for a prompt of this length",
                 param="prompt",
             )
 
     @cached_property
     def _plain(self) -> Library:
-        """Another tokenizer, since the setting is the object's and others tokenise meanwhile."""
+        """A separate tokenizer, since the setting belongs to the object and other threads use it meanwhile."""
         return _without_special(self._tokenizer)
 
     @cached_property
@@ -146,9 +152,9 @@ class Tokenizer:
                 [encoding] = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             else:
                 encoding = library.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # what the library says to a string that no UTF-8 can hold
+        except TypeError as error:  # raised by the library for a string that UTF-8 cannot encode
             raise InvalidParameterError(
-                "the prompt holds half of a character (a surrogate, or a byte that was not UTF-8); send it in UTF-8",
+                "the prompt contains half of a character (a surrogate, or a byte that was not UTF-8); send UTF-8",
                 param="prompt",
             ) from error
         if most is not None and len(encoding) > most:
@@ -157,7 +163,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens; what is not UTF-8 becomes U+FFFD, ids outside the vocabulary nothing."""
+        """Convert tokens to text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are skipped."""
         table = self.token_bytes
         if table is None:
             text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -176,17 +182,17 @@ class Tokenizer:
         template_kwargs: Mapping[str, object] | None = None,
         now: datetime | None = None,
     ) -> str:
-        """The prompt as text, for people to read; `encode_chat` makes tokens of it without trusting the contents.
+        """Render the prompt as text for people to read. `encode_chat` tokenises it without trusting the contents.
 
         Args:
-            messages: OpenAI's shape, text only.
-            add_generation_prompt: end with the beginning of an assistant message.
-            template_kwargs: further variables of the template, e.g. ``enable_thinking``, ``tools``.
-            now: what ``strftime_now`` tells the template; None: the template has no clock, so that the same messages
-                give the same prompt tomorrow.
+            messages: messages in OpenAI's format, text only.
+            add_generation_prompt: end with the start of an assistant message.
+            template_kwargs: additional template variables, e.g. ``enable_thinking``, ``tools``.
+            now: time for ``strftime_now``; None: the template has no clock, so that the same messages always give the
+                same prompt.
 
         Raises:
-            InvalidParameterError: a message or variable is not what it should be; `param` names it.
+            InvalidParameterError: a message or variable is invalid; `param` names it.
             ChatTemplateError: the model has no template, or it failed on these messages.
         """
         template = self._chat_template()
@@ -202,26 +208,27 @@ class Tokenizer:
         now: datetime | None = None,
         most: int | None = None,
     ) -> list[int]:
-        """The prompt as tokens; arguments and errors as `render_chat`, ``most`` as `encode`.
+        """Render and tokenise the prompt. Arguments and errors are those of `render_chat`, ``most`` that of `encode`.
 
-        Special tokens come from the template alone: written in a message they are only characters. Where no message
-        holds one, the tokens are those of the rendered text.
+        Special tokens come only from the template; in a message they are ordinary characters. If no message contains
+        one, the tokens are those of the rendered text.
 
         Args:
-            continue_final: end with the content of the last message, so that the answer goes on with it.
+            continue_final: end with the content of the last message, so that the answer continues it.
 
         Raises:
-            ChatTemplateError: also where the template does not show that content.
+            ChatTemplateError: as above, or the template does not show that content.
         """
         template = self._chat_template()
         assert self._guard is not None
         context = template.context(messages, add_generation_prompt and not continue_final, template_kwargs)
-        if most is not None:  # told before a template is written in vain
+        if most is not None:  # checked before the template is rendered in vain
             self.check_length([str(message["content"]) for message in context["messages"]], most)  # type: ignore[attr-defined]  # checked messages
         return self._guard.encode(context, now, self, continue_final=continue_final, most=most)
 
     def reasoning_after(self, prompt: Sequence[int]) -> Reasoning | None:
-        """Find how the answer to a prompt of `encode_chat` tells its thoughts from its content; None: it has none."""
+        """Find how the answer to a prompt of `encode_chat` separates reasoning from content; None: it has no
+        reasoning."""
         tags = None if self.parts.chat_template is None else tags_of_template(self.parts.chat_template)
         if tags is None:
             return None
@@ -229,16 +236,20 @@ class Tokenizer:
         return Reasoning(tags, is_open=tail.endswith(tags.begin))
 
     def special_text(self, token_id: int) -> str:
-        """Text of a special token, which `decode` may skip; empty for any other."""
+        """Text of a special token, which `decode` may skip; empty for other tokens."""
         return (self._tokenizer.id_to_token(token_id) or "") if token_id in self.special_token_ids else ""
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """The special tokens that are written as one of these texts."""
+        """Ids of the special tokens whose text is one of these."""
         ids = (self._tokenizer.token_to_id(text) for text in texts)
         return frozenset(i for i in ids if i in self.special_token_ids)
 
     def check_chat_template(self) -> None:
-        """Compile and try the template; ChatTemplateError where it cannot be read or fails on every conversation."""
+        """Compile and try the template.
+
+        Raises:
+            ChatTemplateError: it cannot be read, or fails on every conversation.
+        """
         self._chat_template().check()
 
     def _chat_template(self) -> ChatTemplate:
@@ -256,7 +267,7 @@ class Tokenizer:
 
 
 def too_many_tokens(num_tokens: int, most: int) -> PromptTooLongError:
-    """The error for a prompt that was counted."""
+    """The error for a prompt whose tokens were counted."""
     return PromptTooLongError(
         f"the prompt has {num_tokens} tokens, but the context holds {most + 1} (prompt and output); at most {most} "
         "are possible",
@@ -265,8 +276,8 @@ def too_many_tokens(num_tokens: int, most: int) -> PromptTooLongError:
 
 
 def _without_special(tokenizer: Library) -> Library:
-    """A tokenizer of the same vocabulary to which special tokens are only characters. It shares the model, which may
-    be large; added tokens are its own."""
+    """A tokenizer of the same vocabulary that treats special tokens as ordinary characters. It shares the model, which
+    may be large, and has its own added tokens."""
     from tokenizers import Tokenizer as Library
 
     plain = Library(tokenizer.model)
@@ -277,36 +288,38 @@ def _without_special(tokenizer: Library) -> Library:
     added = tokenizer.get_added_tokens_decoder()
     for _, token in sorted(added.items()):
         (plain.add_special_tokens if token.special else plain.add_tokens)([token])
-    assert plain.get_added_tokens_decoder().keys() == added.keys(), "ids are given in the order of adding"
+    assert plain.get_added_tokens_decoder().keys() == added.keys(), "ids are assigned in the order of adding"
     plain.encode_special_tokens = True
     return plain
 
 
 def _is_marker(content: str) -> bool:
-    """True for an added token that is not special and a marker all the same, like ``<think>``."""
+    """True for an added token that is not special but acts as a marker, like ``<think>``."""
     return content.startswith("<") and content.endswith(">")
 
 
 class TokenReach:
-    """Bound of the text that a token can stand for: tells from a text's length alone that no context holds it.
+    """Lower bound for the number of tokens of a text, from its length alone: rejects texts that cannot fit the context.
 
-    A tokenizer is a chain of steps, each of which says how many characters it may make one of. Where a step may swallow
-    text without a bound (blanks that are dropped, unknown characters that become one token together) nothing follows
-    from a length, and nothing is claimed. Making one reads the whole vocabulary, for some tenths of a second.
+    A tokenizer is a chain of steps, and for each step there is a maximum number of characters that it turns into one.
+    If a step can absorb any amount of text (dropped blanks, or unknown characters merged into one token), there is no
+    bound, and no text is rejected. Creating this reads the whole vocabulary, which takes some tenths of a second.
     """
 
     def __init__(self, tokenizer: Library) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
         self._absorbs_blanks = any(token.lstrip or token.rstrip for token in added)
         composed = _composed(steps_of(tokenizer.normalizer, "normalizers"))
-        is_lossless = _cuts_only(steps_of(tokenizer.pre_tokenizer, "pretokenizers")) and _knows_all(tokenizer)
+        is_lossless = _cuts_only(steps_of(tokenizer.pre_tokenizer, "pretokenizers")) and _covers_all_characters(
+            tokenizer
+        )
         self._chars_per_token = 0
         if composed and is_lossless:
             longest = max(map(len, (*tokenizer.get_vocab(), *(token.content for token in added))), default=1)
             self._chars_per_token = composed * longest
 
     def exceeds(self, texts: Sequence[str], num_tokens: int) -> bool:
-        """True where texts have more than so many tokens together for certain."""
+        """True if the texts together certainly have more than this many tokens."""
         num_chars, most = sum(map(len, texts)), num_tokens * self._chars_per_token
         if not self._chars_per_token or num_chars <= most:
             return False
@@ -316,7 +329,8 @@ class TokenReach:
 
 
 def _composed(steps: list[dict[str, Any]]) -> int:
-    """Characters of the text that may become one of the normal text; 0: there is no bound."""
+    """Maximum number of characters of the text that become one character of the normalised text; 0: there is no
+    bound."""
     factor = 1
     for step in steps:
         if step["type"] in _COMPOSING:
@@ -336,8 +350,8 @@ def _cuts_only(steps: list[dict[str, Any]]) -> bool:
     )
 
 
-def _knows_all(tokenizer: Library) -> bool:
-    """True where every character becomes at least a token of its own, known or not."""
+def _covers_all_characters(tokenizer: Library) -> bool:
+    """True if every character becomes at least one token of its own, known or unknown."""
     from tokenizers import models
 
     model = tokenizer.model

@@ -1,7 +1,7 @@
-"""Wait reasons: why each waiting request is passed over, as the planner finds while it decides. Engine thread only.
+"""Wait reasons: records why waiting requests are passed over, as the planner decides. Engine thread only.
 
-Without waiting requests no clock is read. With some, the planner is sampled a few times a second, and less often the
-more of them there are, so that reasons take a small part of the time however long the queue is.
+Without waiting requests, the clock is not read. Otherwise the planner is sampled a few times a second, and less often
+the more requests wait, so that reasons take a small part of the time for any length of the queue.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from lockstep.engine.generation import Generation, LiveRequest
 from lockstep.engine.outputs import WaitReason
 
 MIN_INTERVAL_S = 0.1
-"""From one step that is explained to the next."""
+"""Minimum interval between two steps that are explained."""
 REQUEST_INTERVAL_S = 2e-4
-"""More for each that waits: a reason takes some microseconds."""
+"""Additional interval for each waiting request, as a reason takes some microseconds."""
 PRIORITY, SESSION, RETURNING = "PRIORITY", "SESSION", "RETURNING"
-"""Limits that are not the planner's: requests of a higher priority, a place for its session, blocks that are brought
-back."""
+"""Reasons outside of the planner: requests of higher priority, an idle session, blocks that are being loaded."""
 _CUTS = frozenset({Limit.CHUNK})
-"""Limits that only cut a chunk."""
+"""Limits that only shorten a chunk."""
 _DECODE_LIMITS = frozenset({Limit.PLACES, Limit.TOKENS})
-"""Limits that, once a request has its first token, keep it from the next: then ``decode_order`` decides."""
+"""Limits that keep a request with a first token from the next one; then ``decode_order`` decides."""
 
 
 class WaitSampler:
-    """Asks the planner why requests wait, now and then.
+    """Samples the planner's reasons why requests wait.
 
     Args:
         generations: the unfinished sequences by id.
@@ -41,12 +40,12 @@ class WaitSampler:
         self._now_s = now_s
         self._next_s = -math.inf
         self._num_left = 0
-        """Sequences that waited after the last decision."""
+        """Number of sequences that waited after the last decision."""
         self._found: list[WaitReason] = []
-        """At most one for each limit of each request that is open."""
+        """Sampled reasons, at most one for each limit of each open request."""
 
     def schedule(self) -> StepPlan:
-        """Decide the next step; if the last one left requests waiting and it is time, sample why."""
+        """Decide the next step. If the last one left requests waiting and a sample is due, record the reasons."""
         scheduler, num_left = self._scheduler, self._num_left
         if not num_left or (now_s := self._now_s()) < self._next_s:
             plan = scheduler.schedule()
@@ -59,20 +58,20 @@ class WaitSampler:
         return plan
 
     def entered(self, live: LiveRequest) -> None:
-        """A request has come, or has got its session's place; one that no scheduler has waits for that, or for its
-        blocks."""
+        """Record the reason of a request that has arrived or was admitted to its session, if it is not in the
+        scheduler: it waits for its session, or for its blocks."""
         if live.generations:
             return
         is_out = live.request.session_id is not None and not live.is_in_session
         self._found.append(WaitReason(live.request_id, SESSION if is_out else RETURNING))
 
     def take(self) -> list[WaitReason]:
-        """Take what was found since the last call."""
+        """Take the reasons recorded since the last call."""
         found, self._found = self._found, []
         return found
 
     def _take_over(self, plan: StepPlan, reasons: list[Reason]) -> None:
-        """Keep the reasons of requests that have no part in the step."""
+        """Add the reasons of requests that have no part in the step."""
         busy = {*plan.seq_ids, *plan.admitted, *plan.resumed}
         found: dict[tuple[int, str], WaitReason] = {}
         ranked: dict[int, None] = {}
@@ -90,14 +89,14 @@ class WaitSampler:
         self._found += found.values()
 
     def _is_by_priority(self, generation: Generation, limit: Limit) -> bool:
-        """True if higher priorities come strictly first where this limit was reached."""
+        """True if requests of higher priority come strictly first at this limit."""
         config = self._scheduler.config
         has_token = generation.first_token_s is not None
         decodes = limit is Limit.WIDTH or (has_token and limit in _DECODE_LIMITS)
         return config.order == "priority" and (not decodes or config.decode_order == "priority")
 
     def _add_priorities(self, found: dict[tuple[int, str], WaitReason], ranked: Iterable[int]) -> None:
-        """Add how many requests of a higher priority come before each of ``ranked``."""
+        """Add the number of requests with higher priority for each of ``ranked``."""
         priorities = {each.live.request_id: each.live.request.priority for each in self._generations.values()}
         counts: dict[int, int] = {}
         for priority in priorities.values():

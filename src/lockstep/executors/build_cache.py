@@ -1,8 +1,8 @@
-"""Files that loading builds of artifacts: a bounded folder of entries, each with a manifest of what it must be.
+"""Build cache: stores files that loading builds from artifacts, as entries with manifests in a folder of limited size.
 
-An entry appears whole or not at all (written beside, flushed, renamed) and is used only if its manifest matches;
-anything else is removed and built again. Entries in use by another process may be removed: their mappings keep them
-alive. What the files hold is their builders' business.
+An entry is published atomically (written to a temporary folder, flushed, renamed) and used only if it matches its
+manifest. Any other entry is removed and built again. Entries that another process uses may be removed, since its
+mappings keep the files alive. The builders define the content of the files.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lockstep.executors.base import environment_digest
 MANIFEST = "manifest.json"
 _TEMPORARY = ".tmp-"
 _ABANDONED_S = 3600.0
-"""A temporary directory of this age belongs to a process that died."""
+"""Age in seconds at which a temporary directory counts as left by a process that died."""
 
 
 class BuildCache:
-    """Folder ``root`` with one folder per key, at most ``max_bytes`` in all.
+    """Folder ``root`` with one subfolder per key, at most ``max_bytes`` in total.
 
     Args:
-        files: names of the files of an entry. The first one is small, and its digest is checked when it is found; the
-            others have the size that they had.
+        files: names of the files of an entry. The first one is small, and `find` checks its digest; of the others,
+            `find` checks the size.
     """
 
     def __init__(self, root: Path, max_bytes: int, files: tuple[str, ...]) -> None:
@@ -39,19 +39,20 @@ class BuildCache:
         self._files = files
 
     def find(self, key: Mapping[str, str]) -> Path | None:
-        """Path of the first file for ``key``, or None; an entry that is not what its manifest states is removed."""
+        """Path of the first file for ``key``, or None. An entry that does not match its manifest is removed."""
         entry = self._entry(key)
         if not entry.exists():
             return None
         if not self._is_intact(entry, key):
             self.remove(key)
             return None
-        with suppress(OSError):  # a cache that others own can be read all the same
+        with suppress(OSError):  # a cache of another user can still be read
             os.utime(entry / MANIFEST)
         return entry / self._files[0]
 
     def store(self, key: Mapping[str, str], save: Callable[[Path], None]) -> Path:
-        """Let ``save`` write the first file and the others beside it, publish them, and drop what is too much.
+        """Have ``save`` write the first file and the others next to it, publish them, and evict entries beyond the
+        limit.
 
         Returns:
             Path of the first file.
@@ -79,14 +80,14 @@ class BuildCache:
         return entry / self._files[0]
 
     def remove(self, key: Mapping[str, str]) -> None:
-        """Forget an entry; nothing happens when there is none."""
+        """Remove an entry, if there is one."""
         shutil.rmtree(self._entry(key), ignore_errors=True)
 
     def _entry(self, key: Mapping[str, str]) -> Path:
         return self._root / environment_digest(key)
 
     def _is_intact(self, entry: Path, key: Mapping[str, str]) -> bool:
-        """True if the manifest names this key, the files have its sizes, and the first one has its digest."""
+        """True if the manifest has this key, the files have its sizes, and the first one has its digest."""
         try:
             manifest = json.loads((entry / MANIFEST).read_text())
             return (
@@ -138,7 +139,7 @@ def _size_of(directory: Path) -> int:
 
 
 def _flush(path: Path) -> None:
-    """Have the file system write what it holds of a file or directory, so that a rename never outlives its content."""
+    """Flush a file or directory to disk, so that a rename never outlives its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""A constraint on an answer's text: a frozen value that a request carries.
+"""Constraint on an answer's text: defines the frozen value that a request carries.
 
-It depends on no grammar engine and no tokenizer; `grammar_compiler.py` compiles it. It is hashable, and so the key of
-the cache of checked grammars. `schema_text` returns the JSON schema that is enforced in place of the given one.
+It depends on no grammar engine and no tokenizer; `grammar_compiler.py` compiles it. It is hashable, so that it is the
+key of the cache of checked grammars. `schema_text` returns the JSON schema that is enforced in place of the given one.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from lockstep.errors import InvalidParameterError
 
 PARAM = "constraint"
 MAX_SOURCE_BYTES = 65_536
-"""Bound of a schema, pattern or grammar, and of all choices together, in UTF-8."""
+"""Maximum size in UTF-8 of a schema, pattern or grammar, and of all choices together."""
 MAX_CHOICES = 1_000
 JsonSchema = Mapping[str, object] | bool | str
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
-"""What it has not finished it would keep, to the next full collection, for that check; a circle is deep as well."""
+"""Encoder without the check for circular references, which would keep an unfinished value until the next full garbage
+collection. A circular value exceeds the size limit anyway."""
 COMPACT: dict[str, bool] = {"whitespace_flexible": False}
-"""Documents on one line: a small model loses itself in white space, and what is fixed between values can be forced."""
+"""Documents on one line. A small model may write white space without end, and fixed text between values can be
+forced."""
 _JOINING = frozenset(["allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"])
-"""Keywords by which one object obeys several schemas."""
+"""Keywords that apply several schemas to one object."""
 _CHOOSING = frozenset(["anyOf", "oneOf", "$ref"])
-"""Also these, beside `properties`."""
+"""Keywords that do so if the schema also has `properties`."""
 _OPENING = frozenset(["additionalProperties", "patternProperties", "propertyNames", "minProperties"])
-"""Keywords that say something of properties which are not declared."""
+"""Keywords that define rules for undeclared properties."""
 _MAPS, _LISTS, _ONES = ("properties", "$defs", "definitions"), ("anyOf", "oneOf", "prefixItems"), ("items",)
-"""Keywords under which schemas stand in a schema: by name, in a list, alone."""
+"""Keywords that contain schemas: by name, in a list, or a single one."""
 
 
 class ConstraintKind(StrEnum):
-    """In which language the constraint is written."""
+    """Language of a constraint."""
 
     CHOICE = "choice"
     REGEX = "regex"
@@ -44,35 +46,36 @@ class ConstraintKind(StrEnum):
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """The language that an answer is a word of. Make one with `choice`, `regex`, `json_schema` and the others."""
+    """The language of valid answers. Create it with `choice`, `regex`, `json_schema` and the others."""
 
     kind: ConstraintKind
     source: str | tuple[str, ...] = ""
-    """The texts of a choice; the pattern, schema or grammar; empty for ``json_object``."""
+    """The texts of a choice, or the pattern, schema or grammar; empty for ``json_object``."""
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Constraint:
-        """Exactly one of these texts."""
+        """Require exactly one of these texts."""
         return cls(ConstraintKind.CHOICE, (texts,) if isinstance(texts, str) else tuple(texts))
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """A text that the whole pattern matches; Rust's syntax, without look-around and back-references."""
+        """Require a text that the whole pattern matches, in Rust's syntax, without look-around and back-references."""
         return cls(ConstraintKind.REGEX, pattern)
 
     @classmethod
     def json_schema(cls, schema: JsonSchema) -> Constraint:
-        """A JSON document that a schema (draft 2020-12) accepts, on one line and without spaces between its parts.
+        """Require a JSON document that matches a schema (draft 2020-12), on one line and without spaces between its
+        parts.
 
-        Properties come in the schema's order. ``{"x-guidance": {"whitespace_flexible": true}}`` in the schema lets the
-        model lay it out.
+        Properties come in the schema's order. ``{"x-guidance": {"whitespace_flexible": true}}`` in the schema allows
+        white space.
 
         Args:
             schema: a mapping, true, or JSON text.
 
         Raises:
-            InvalidParameterError: the mapping holds what JSON cannot say, or more than a constraint may have; what is
-                beyond that is not written.
+            InvalidParameterError: the mapping contains a value that is not JSON, or exceeds the maximum size. Encoding
+                stops at the maximum.
         """
         if isinstance(schema, str):
             return cls(ConstraintKind.JSON_SCHEMA, schema)
@@ -84,7 +87,7 @@ class Constraint(msgspec.Struct, frozen=True):
                 num_chars += len(piece)
                 if num_chars > MAX_SOURCE_BYTES:
                     raise InvalidParameterError(
-                        f"the json_schema constraint has more than {MAX_SOURCE_BYTES} bytes, and may not", param=PARAM
+                        f"the json_schema constraint has more than {MAX_SOURCE_BYTES} bytes, the maximum", param=PARAM
                     )
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidParameterError(f"the JSON schema is not JSON: {error}", param=PARAM) from None
@@ -92,16 +95,16 @@ class Constraint(msgspec.Struct, frozen=True):
 
     @classmethod
     def json_object(cls) -> Constraint:
-        """Any JSON object."""
+        """Require any JSON object."""
         return cls(ConstraintKind.JSON_OBJECT)
 
     @classmethod
     def lark(cls, grammar: str) -> Constraint:
-        """A word of a context-free grammar in llguidance's dialect of Lark; its rule ``start`` begins."""
+        """Require a text of a context-free grammar in llguidance's dialect of Lark, whose start rule is ``start``."""
         return cls(ConstraintKind.LARK, grammar)
 
     def validate(self) -> None:
-        """Check the shape and size; the grammar itself is checked when it is built for a model.
+        """Check the type and size. The grammar itself is checked when it is built for a model.
 
         Raises:
             InvalidParameterError: ``param`` is ``constraint``.
@@ -118,7 +121,7 @@ class Constraint(msgspec.Struct, frozen=True):
                 param=PARAM,
             )
         elif not self.source and self.kind is not ConstraintKind.JSON_OBJECT:
-            raise InvalidParameterError(f"the {self.kind} constraint is empty; it must say something", param=PARAM)
+            raise InvalidParameterError(f"the {self.kind} constraint is empty", param=PARAM)
         texts = (self.source,) if isinstance(self.source, str) else self.source
         try:
             num_bytes = len("".join(texts).encode())
@@ -148,29 +151,29 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 def schema_text(constraint: Constraint) -> str:
-    """The schema of a JSON constraint, its objects closed."""
+    """The schema of a JSON constraint, with closed objects."""
     source = constraint.source
     if constraint.kind is ConstraintKind.JSON_OBJECT:
         return '{"type":"object"}'
-    assert isinstance(source, str), "validation lets only a choice have several texts"
+    assert isinstance(source, str), "validation allows several texts only in a choice"
     try:
         return json.dumps(closed(json.loads(source)), ensure_ascii=False, separators=(",", ":"))
-    except (ValueError, RecursionError):  # the compiler reports what is wrong
+    except (ValueError, RecursionError):  # the compiler reports the error
         return source
 
 
 def closed(schema: object) -> object:
-    """A narrower schema: an object that declares its properties has no others.
+    """Narrow a schema: an object that declares properties may have no others.
 
     With open objects a model may add properties without end. The grammars of vLLM and llama.cpp close them as well.
-    OpenAI's strict schemas have to close them explicitly, but some clients remove that for other servers. A schema with
-    a rule for undeclared properties keeps it, and one that joins schemas to one object stays as it is.
+    OpenAI's strict schemas must close them explicitly, but some clients remove that for other servers. A schema with a
+    rule for undeclared properties keeps it, and one that applies several schemas to one object is not changed.
     """
     return _closed(schema) if not _joins(schema) else schema
 
 
 def _joins(schema: object) -> bool:
-    """True if an object may have to obey several schemas at once."""
+    """True if several schemas may apply to one object."""
     if not isinstance(schema, dict):
         return False
     keys = schema.keys()
@@ -209,7 +212,7 @@ def _closed(schema: object) -> object:
 
 
 def _declares_required(schema: dict[str, object]) -> bool:
-    """True if every required property is declared; closed, the object could not have the others."""
+    """True if every required property is declared. Otherwise the closed object could not have the others."""
     declared, required = schema.get("properties"), schema.get("required")
     return not (isinstance(declared, dict) and isinstance(required, list)) or all(
         name in [*declared] for name in required

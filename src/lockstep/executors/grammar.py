@@ -1,8 +1,8 @@
-"""A sequence's place in its grammar: which tokens may come next, and which must.
+"""Grammar state of a sequence: computes which tokens may come next, and which must.
 
-The parser is llguidance's: its masks are a pure function of the grammar and the tokens so far. So the masks of a short
-choice are cached by the tokens so far (`ChoiceGrammar`), and a choice that is requested again needs no parser: only
-for tokens that are not in the cache a copy of its matcher is moved to them.
+The parser is llguidance's, whose masks are a pure function of the grammar and the tokens so far. The masks of a short
+choice are cached by the tokens so far (`ChoiceGrammar`), so that a repeated choice needs no parser: a copy of its
+matcher is advanced only for tokens that are not in the cache.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 TokenBits = npt.NDArray[np.uint8]
-"""[at least vocab / 8] one bit per token, the lowest bit of a byte first; 1: it may come."""
+"""[at least vocab / 8] one bit per token, the lowest bit of a byte first; 1: the token may come."""
 MAX_MESSAGE_CHARS, MAX_WORD_CHARS = 400, 60
 MAX_CHOICE_STATES = 1_024
-"""Bound for all choices of a model: with the largest vocabularies 20 MB."""
+"""Limit for all choices of a model; with the largest vocabularies the states take 20 MB."""
 
 
 class Grammar:
-    """One sequence's place in its grammar. `allowed` before a token is chosen, `accept` after; engine thread only."""
+    """Grammar state of one sequence. Call `allowed` before a token is chosen and `accept` after. Engine thread only."""
 
     __slots__ = ("_bits", "_forced", "_mask", "_matcher", "is_complete")
 
@@ -40,21 +40,21 @@ class Grammar:
         self._matcher = matcher
         self._mask = ctypes.create_string_buffer(_mask_bytes(vocab_size))
         self._bits: TokenBits = np.frombuffer(memoryview(self._mask), np.uint8)
-        """The same memory; reading the address of an array costs ten times as much."""
+        """View of the same memory, since reading the address of an array costs ten times as much."""
         self.is_complete = False
-        """True once no text can follow: the sequence needs no end token."""
+        """True once no text can follow, so that the sequence needs no end token."""
         self._forced: int | None = None
-        """The token that must come next, when there is one."""
+        """The token that must come next, if there is one."""
         self._look_ahead(0)
 
     def allowed(self, avoided: Sequence[int] = ()) -> TokenBits:
-        """The tokens that may come next; valid until the next call.
+        """The tokens that may come next. Valid until the next call.
 
         Args:
-            avoided: tokens that may not come as long as anything else may.
+            avoided: tokens that are excluded as long as any other token is allowed.
 
         Raises:
-            RequestFailedError: the grammar cannot go on; the message is llguidance's.
+            RequestFailedError: the grammar cannot continue; the message is llguidance's.
         """
         if self._forced is not None:
             return _only(self._bits, self._forced)
@@ -67,13 +67,13 @@ class Grammar:
         return _without(self._bits, avoided)
 
     def accept(self, token: int, room: int) -> list[int]:
-        """Move on by a token that was allowed, and by those that it forces.
+        """Advance by an allowed token, and by the tokens that it forces.
 
         Returns:
-            The tokens that must follow, at most ``room`` of them; the grammar has moved on by them as well.
+            The tokens that must follow, at most ``room`` of them; the grammar has advanced by them as well.
 
         Raises:
-            RequestFailedError: the token does not fit, or the grammar cannot go on.
+            RequestFailedError: the token does not fit, or the grammar cannot continue.
         """
         try:
             taken = self._matcher.consume_token(token)
@@ -105,14 +105,14 @@ class Grammar:
 
 
 class ChoiceGrammar:
-    """One sequence's place in a choice, which mostly remembers what it allows; otherwise as `Grammar`.
+    """State of one sequence in a choice, mostly read from a cache; otherwise like `Grammar`.
 
     Args:
-        pristine: the choice's matcher at its beginning; only copies of it are moved.
-        on_broken: called where a copy fails in a way of its own: it may have broken all that it shares with the others.
+        pristine: the choice's matcher in its initial state; only copies of it are advanced.
+        on_broken: called if a copy fails unexpectedly, since it may have corrupted the data that it shares with others.
 
     Raises:
-        RequestFailedError: the choice cannot even begin.
+        RequestFailedError: the choice cannot begin.
     """
 
     __slots__ = ("_bits", "_on_broken", "_pristine", "_state", "_states", "_taken")
@@ -129,7 +129,7 @@ class ChoiceGrammar:
 
     @property
     def is_complete(self) -> bool:
-        """True once no text can follow: the sequence needs no end token."""
+        """True once no text can follow, so that the sequence needs no end token."""
         return self._state.is_stopped
 
     def allowed(self, avoided: Sequence[int] = ()) -> TokenBits:
@@ -175,7 +175,11 @@ class ChoiceGrammar:
 
     @contextmanager
     def _copied(self, taken: tuple[int, ...]) -> Iterator[LLMatcher]:
-        """Lend a matcher that has taken some tokens; RequestFailedError where they do not fit, or it fails then."""
+        """Yield a copy of the matcher that has consumed these tokens.
+
+        Raises:
+            RequestFailedError: the tokens do not fit, or the copy fails afterwards.
+        """
         try:
             copy = self._pristine.deep_copy()
             fits = copy.try_consume_tokens([*taken]) == len(taken)
@@ -192,14 +196,14 @@ AnyGrammar = Grammar | ChoiceGrammar
 
 
 class ChoiceStates:
-    """States of a model's choices by the tokens taken, the most lately used ones. May be shared by threads."""
+    """Cache of the states of a model's choices by the tokens taken, least recently used first. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[LLMatcher, tuple[int, ...]], _ChoiceState] = OrderedDict()
 
     def find(self, pristine: LLMatcher, taken: tuple[int, ...]) -> _ChoiceState | None:
-        """State of a choice after some tokens; None: it is not remembered."""
+        """State of a choice after some tokens; None: it is not cached."""
         key = pristine, taken
         with self._lock:
             state = self._known.get(key)
@@ -216,7 +220,7 @@ class ChoiceStates:
 
 @dataclass(slots=True)
 class _ChoiceState:
-    """Everything known of a choice after some tokens."""
+    """Cached state of a choice after some tokens."""
 
     is_stopped: bool
     forced: tuple[int, ...]
@@ -225,7 +229,7 @@ class _ChoiceState:
 
 
 def _mask_bytes(vocab_size: int) -> int:
-    """Whole words of 32 bits, as llguidance writes them."""
+    """Size of the mask in bytes: whole words of 32 bits, as llguidance writes them."""
     return (vocab_size + 31) // 32 * 4
 
 
@@ -236,7 +240,7 @@ def _only(bits: TokenBits, token: int) -> TokenBits:
 
 
 def _without(bits: TokenBits, avoided: Sequence[int]) -> TokenBits:
-    """Take out tokens, unless nothing else would be left."""
+    """Remove tokens, unless no other would be left."""
     if avoided:
         before = bits.copy()
         for token in avoided:
@@ -247,23 +251,23 @@ def _without(bits: TokenBits, avoided: Sequence[int]) -> TokenBits:
 
 
 def is_panic(error: BaseException) -> bool:
-    """True if Rust code gave up. Its exception has no importable type and is no `Exception`."""
+    """True if the error is a Rust panic. Its exception has no importable type and is no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 def short_message(message: Any) -> str:
-    """Messages may quote the whole source."""
+    """Shorten a message, since it may quote the whole source."""
     words = str(message).replace("<non-verbose/>", "").split()
     text = " ".join(word if len(word) <= MAX_WORD_CHARS else f"{word[:MAX_WORD_CHARS]}..." for word in words)
     if text == "NoExtensionBias":
-        return "nothing that this model can write satisfies it (NoExtensionBias)"
+        return "this model's tokens cannot satisfy it (NoExtensionBias)"
     return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."
 
 
 def _failure(error: BaseException) -> BaseException:
-    """Error to raise for one that a matcher raised."""
+    """The error to raise for one that a matcher raised."""
     return _failed(str(error)) if is_panic(error) else error
 
 
 def _failed(message: str) -> RequestFailedError:
-    return RequestFailedError(f"the constraint cannot go on: {short_message(message)}", param=PARAM)
+    return RequestFailedError(f"the constraint cannot continue: {short_message(message)}", param=PARAM)

@@ -1,14 +1,15 @@
-"""Compiles constraints for a model: a grammar per sequence, its compilation bounded in size, work and time.
+"""Grammar compiler: compiles constraints for a model into one grammar per sequence, within limits of size, work and
+time.
 
 `GrammarCompiler` belongs to a model and builds a `Grammar` per sequence with llguidance's parser. Copies of an
-llguidance matcher share a lexer whose budgets they use up together, so one sequence's fate could hang on the others'.
-What is remembered of a constraint is therefore its checked source, and each sequence gets a matcher of its own. Only of
-a short choice, whose whole lexer is far smaller than its budgets, the matcher is remembered, and all that its copies
-have found out.
+llguidance matcher share a lexer and its budgets, so that one sequence could exhaust the budgets of others. Therefore
+the cache holds the checked source of a constraint, and each sequence gets a matcher of its own. The exception is a
+short choice, whose whole lexer is far smaller than its budgets: the cache holds its matcher, and all results of its
+copies.
 
-Sizes, lexer work, parser items and compile time are bounded; what exceeds them is refused at submission, or ends the
-one request that it belongs to. A native compiler that recurses over its input ends the process when the stack does; a
-stack in proportion to the largest input that is let in cannot end first, so it runs on a `DeepStack`.
+Sizes, lexer work, parser items and compile time are limited. What exceeds the limits is rejected at submission, or ends
+only its own request. A native compiler that recurses over its input crashes the process if the stack overflows. It runs
+on a `DeepStack`, whose size is in proportion to the largest accepted input, so that it cannot overflow.
 """
 
 from __future__ import annotations
@@ -31,30 +32,32 @@ if TYPE_CHECKING:
 
 MAX_CACHED_GRAMMARS = 256
 MAX_COMPILE_S = 5.0
-"""The last resort: the limits below end a compilation well before."""
+"""A last resort, since the limits below end a compilation much earlier."""
 MAX_BUILDERS = 2
 STACK_BYTES = 128 << 20
-"""16 KB per level of nesting were seen, and a level takes no fewer than 10 bytes of the source."""
+"""Measured: 16 KB per level of nesting. A level takes at least 10 bytes of the source."""
 INITIAL_LEXER_FUEL = 100_000
 STEP_LEXER_FUEL = 100_000
 MAX_LEXER_STATES = 20_000
 MAX_COPIED_BYTES = 8_192
-"""Bound of the texts of a choice whose matcher is copied. Its lexer has about one state per byte, and making all of
-them takes about two units of fuel per byte: less than half of `MAX_LEXER_STATES`, and a sixth of the fuel of a step."""
-NUM_REHEARSED_TOKENS = 16
-"""Tokens for which a new constraint is tried, so that one that explodes is refused instead of stopping the engine."""
+"""Maximum size of the texts of a choice whose matcher is copied. Its lexer has about one state per byte, and creating
+all of them takes about two units of fuel per byte: less than half of `MAX_LEXER_STATES`, and a sixth of the fuel of a
+step."""
+NUM_TRIAL_TOKENS = 16
+"""Number of tokens for which a new constraint is tried, so that one that explodes is rejected instead of blocking the
+engine."""
 SENTINEL = "\x02"
-"""A character that no merge crosses, before texts whose tokenizer puts a space in front."""
+"""A character that no merge crosses, put before texts if the tokenizer adds a space in front."""
 Result = TypeVar("Result")
 
 
 class GrammarCompiler:
-    """Builds grammars for one model's vocabulary. May be shared by threads.
+    """Builds grammars for one model's vocabulary. Threads may share it.
 
     Args:
-        load_vocabulary: gives the model's tokens; called once, when the first constraint comes. None: it has no table.
-        vocab_size: rows of the model's output, at least as many as the tokenizer has tokens.
-        end_token_ids: tokens that may come exactly where a grammar lets the text end.
+        load_vocabulary: returns the model's tokens; called once, for the first constraint. None: they cannot be used.
+        vocab_size: rows of the model's output, at least the number of the tokenizer's tokens.
+        end_token_ids: tokens that are allowed exactly where the grammar lets the text end.
     """
 
     def __init__(
@@ -70,12 +73,14 @@ class GrammarCompiler:
         self._deep_stack = DeepStack(STACK_BYTES, MAX_BUILDERS)
 
     def build(self, constraint: Constraint, count: int = 1) -> tuple[AnyGrammar, ...]:
-        """Grammars for ``count`` sequences, each at its beginning. Unless `is_ready` is true, the call blocks for about
-        a millisecond, at most `MAX_COMPILE_S`; the GIL is free meanwhile.
+        """Build grammars for ``count`` sequences, each in its initial state.
+
+        Unless `is_ready` is true, the call blocks for about a millisecond, at most `MAX_COMPILE_S`, without holding the
+        GIL.
 
         Raises:
-            InvalidParameterError: the constraint is wrong, too large, or cannot be used with this model.
-            QueueFullError: too many are being compiled.
+            InvalidParameterError: the constraint is invalid, too large, or cannot be used with this model.
+            QueueFullError: too many grammars are being compiled.
         """
         try:
             if (pristine := self._pristine(constraint)) is not None:
@@ -83,19 +88,19 @@ class GrammarCompiler:
             tokenizer = self._ready_tokenizer(constraint)
             return self._deep_stack.run(lambda: self._build(tokenizer, constraint, count), MAX_COMPILE_S)
         except TimeoutError:
-            raise _refused(constraint, f"compiling it takes longer than {MAX_COMPILE_S:g} s; make it simpler") from None
+            raise _refused(constraint, f"compiling it takes longer than {MAX_COMPILE_S:g} s; simplify it") from None
         except LockstepError:
             raise
         except BaseException as error:
             if not is_panic(error):
                 raise
-            raise _refused(constraint, f"the compiler broke on it: {error}") from None
+            raise _refused(constraint, f"the compiler crashed: {error}") from None
 
     def is_ready(self, constraint: Constraint) -> bool:
         """True if `build` has nothing to compile, so that any thread may call it at any time."""
         try:
             return self._pristine(constraint) is not None
-        except TypeError:  # it was not validated yet, and holds what has no hash
+        except TypeError:  # not validated yet, and contains a value without a hash
             return False
 
     def _pristine(self, constraint: Constraint) -> LLMatcher | None:
@@ -124,14 +129,14 @@ class GrammarCompiler:
         return tuple(Grammar(self._matcher(tokenizer, checked.source), self._vocab_size) for _ in range(count))
 
     def _copies(self, constraint: Constraint, pristine: LLMatcher, count: int) -> tuple[AnyGrammar, ...]:
-        def forget() -> None:  # what one copy broke may be shared by all
+        def forget() -> None:  # copies may share the broken state
             with self._lock:
                 self._checked.pop(constraint, None)
 
         return tuple(ChoiceGrammar(pristine, self._vocab_size, self._states, forget) for _ in range(count))
 
     def _check(self, constraint: Constraint, tokenizer: LLTokenizer) -> _Checked:
-        """Compile it and try it on a few tokens."""
+        """Compile a constraint and try it on a few tokens."""
         try:
             source = grammar_source(constraint)
         except ValueError as error:
@@ -141,7 +146,7 @@ class GrammarCompiler:
             return _Checked("", matcher.get_error())
         pristine = matcher.deep_copy() if _may_be_copied(constraint) else None
         try:
-            rehearse(Grammar(matcher, self._vocab_size), self._vocab_size)
+            try_grammar(Grammar(matcher, self._vocab_size), self._vocab_size)
         except RequestFailedError as error:
             return _Checked("", matcher.get_error() or str(error))
         return _Checked(source, None, pristine)
@@ -157,13 +162,13 @@ class GrammarCompiler:
         with self._lock:
             if self._tokenizer is None:
                 if not self._end_token_ids:
-                    raise _refused(constraint, "this model has no end token, so that no grammar could end")
+                    raise _refused(constraint, "this model has no end token, so no grammar could end")
                 vocabulary = self._load_vocabulary()
                 if vocabulary is None:
-                    raise _refused(constraint, "this model's tokens cannot spell every text byte by byte")
+                    raise _refused(constraint, "this model's tokens do not cover every byte")
                 try:
                     vocabulary = vocabulary.padded(self._vocab_size)
-                    self._tokenizer = LLTokenizer(vocabulary, self._vocab_size, self._end_token_ids)  # type: ignore[arg-type]  # as good as its wrapper
+                    self._tokenizer = LLTokenizer(vocabulary, self._vocab_size, self._end_token_ids)  # type: ignore[arg-type]  # has what its wrapper has
                 except ValueError as error:
                     raise _refused(constraint, f"this model's tokenizer cannot be used: {error}") from None
             return self._tokenizer
@@ -171,34 +176,35 @@ class GrammarCompiler:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokens as `LLTokenizer` takes them in place of a tokenizer; it reads these names.
+    """A model's tokens in the form that `LLTokenizer` accepts in place of a tokenizer. It reads these names.
 
-    Given by us and not read by it from a ``tokenizer.json``, so that the bytes are those of the answer's text, and so
-    that text that spells a special token stays text: read from there, it becomes that token, which no grammar accepts.
+    We pass the tokens instead of a ``tokenizer.json`` for two reasons. The bytes are then those of the answer's text.
+    And a text that spells a special token stays text; read from the file, it would become that token, which no grammar
+    accepts.
     """
 
     tokens: Sequence[bytes]
-    """The bytes of each token, the spelling of a special one."""
+    """Bytes of each token; for a special token, its spelling."""
     special_token_ids: Sequence[int]
     eos_token_id: int
     encode: Callable[[str], list[int]]
-    """Tokens of a text in which a special token is only its characters."""
+    """Tokenises a text and treats special tokens in it as ordinary characters."""
     bos_token_id: int | None = None
     is_tokenizer_wrapper: bool = True
 
     def padded(self, vocab_size: int) -> Vocabulary:
-        """With a token of no bytes for each row of the model that has no text: such a token never comes.
+        """Add an empty token for each row of the model that has no text. Such a token is never generated.
 
         Raises:
             ValueError: the model has fewer rows than there are tokens.
         """
         surplus = vocab_size - len(self.tokens)
         if surplus < 0:
-            raise ValueError(f"it has {len(self.tokens)} tokens, the model only {vocab_size} rows")
+            raise ValueError(f"it has {len(self.tokens)} tokens, but the model has only {vocab_size} rows")
         return replace(self, tokens=[*self.tokens, *([b""] * surplus)])
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens whose bytes are exactly the text's; none where the tokenizer cannot write it."""
+        """Tokens whose bytes are exactly the text's; empty if the tokenizer cannot encode it."""
         text = text if isinstance(text, str) else text.decode()
         ids = self.encode(text)
         if self._spelled(ids) == text.encode():
@@ -211,13 +217,13 @@ class Vocabulary:
         return b"".join([self.tokens[token] for token in ids])
 
 
-def rehearse(grammar: Grammar, vocab_size: int) -> None:
-    """Walk a grammar for a few tokens, the same ones every time.
+def try_grammar(grammar: Grammar, vocab_size: int) -> None:
+    """Advance a grammar by a few tokens, the same ones every time.
 
     Raises:
-        RequestFailedError: it cannot go on.
+        RequestFailedError: it cannot continue.
     """
-    for step in range(1, NUM_REHEARSED_TOKENS + 1):
+    for step in range(1, NUM_TRIAL_TOKENS + 1):
         ids = np.flatnonzero(np.unpackbits(grammar.allowed(), count=vocab_size, bitorder="little"))
         if grammar.is_complete or not len(ids):
             return
@@ -225,9 +231,9 @@ def rehearse(grammar: Grammar, vocab_size: int) -> None:
 
 
 def schema_fault(schema: object) -> str:
-    """The reason for which no grammar can be made of a JSON schema, whatever the model; empty: one can.
+    """The reason why no grammar can be made from a JSON schema for any model; empty: one can.
 
-    Its depth is for the caller to bound.
+    The caller must limit its depth.
     """
     from llguidance import LLMatcher
 
@@ -242,7 +248,7 @@ def schema_fault(schema: object) -> str:
 
 
 def grammar_source(constraint: Constraint) -> str:
-    """The source in one of llguidance's own languages; whether it can be compiled is not known yet.
+    """The source in one of llguidance's own languages, which may still fail to compile.
 
     Raises:
         ValueError: the schema is not JSON.
@@ -252,39 +258,39 @@ def grammar_source(constraint: Constraint) -> str:
     kind, source = constraint.kind, constraint.source
     if kind is ConstraintKind.CHOICE:
         return f"start: {' | '.join(map(_literal, source))}"
-    assert isinstance(source, str), "validation lets only a choice have several texts"
+    assert isinstance(source, str), "validation allows several texts only in a choice"
     if kind is ConstraintKind.REGEX:
         return LLMatcher.grammar_from_regex(source)
     if kind is ConstraintKind.LARK:
         return LLMatcher.grammar_from_lark(source)
     schema = schema_text(constraint)
-    if schema.strip() == "false":  # options need an object
+    if schema.strip() == "false":  # options require an object
         return LLMatcher.grammar_from_json_schema(schema)
     schema = "{}" if schema.strip() == "true" else schema
     return LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT)  # type: ignore[arg-type]  # total=False
 
 
 class DeepStack:
-    """Runs work whose recursion depth the caller's input decides, each call on a new thread with a large stack.
+    """Runs work whose recursion depth depends on the caller's input. Each call gets a new thread with a large stack.
 
     Only touched pages cost memory.
 
     Args:
-        stack_bytes: of each thread.
-        max_threads: how many may run at once; others wait for a slot.
+        stack_bytes: stack size of each thread.
+        max_threads: maximum number of threads; further calls wait for a slot.
     """
 
     _starting: ClassVar[threading.Lock] = threading.Lock()
-    """The stack size of new threads is a setting of the whole process."""
+    """Guards the stack size of new threads, which is a setting of the whole process."""
 
     def __init__(self, stack_bytes: int, max_threads: int) -> None:
         self._stack_bytes = stack_bytes
         self._slots = threading.BoundedSemaphore(max_threads)
 
     def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
-        """The function's result, or what it raised.
+        """Return the function's result, or raise its error.
 
-        A function that is not done in time is left to end on its own and keeps its slot until then.
+        A function that exceeds the time limit runs on in its thread and keeps its slot until it ends.
 
         Raises:
             TimeoutError: it ran too long.
@@ -298,7 +304,7 @@ class DeepStack:
         def body() -> None:
             try:
                 results.append(work())
-            except BaseException as error:  # handed to the caller, native panics included
+            except BaseException as error:  # raised in the caller, including native panics
                 errors.append(error)
             finally:
                 self._slots.release()
@@ -323,14 +329,14 @@ class DeepStack:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """Result of checking a constraint, which is remembered."""
+    """Cached result of checking a constraint."""
 
     source: str
-    """For llguidance."""
+    """Source for llguidance."""
     error: str | None
-    """Reason for which it cannot be used with this model."""
+    """The reason why it cannot be used with this model."""
     pristine: LLMatcher | None = None
-    """At its beginning, only ever copied; None: it must be built anew."""
+    """Matcher in its initial state, which is only copied; None: each sequence needs a new matcher."""
 
 
 def _may_be_copied(constraint: Constraint) -> bool:
@@ -356,5 +362,5 @@ def _refused(constraint: Constraint, message: str) -> InvalidParameterError:
 
 
 def _literal(text: str) -> str:
-    """A Lark string; DEL, alone of the control characters, is not escaped by JSON and not taken by the lexer."""
+    """A Lark string. DEL is the only control character that JSON does not escape and the lexer does not accept."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,6 +1,7 @@
-"""The KV pool of a loaded model: blocks in memory that is taken as it is used, and host blocks to swap to.
+"""KV pool of a loaded model: holds device blocks in memory that is allocated on first use, and host blocks for
+swapping.
 
-Blocks are moved as bytes, so a block comes back bit for bit whatever its precision.
+Blocks are moved as bytes, so a block is restored bit for bit at any precision.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ from lockstep.executors.base import Blocks
 
 
 class KVPool:
-    """Blocks 0..num_blocks (0 is the null block), and host blocks 0..num_host_blocks - 1; all are zero at first.
+    """Blocks 0..num_blocks (0 is the null block), and host blocks 0..num_host_blocks - 1, initially zero.
 
-    All layers of a block lie together: a few sequences then touch a few huge pages, and not some of each layer.
+    All layers of a block are adjacent, so that a few sequences use a few huge pages, instead of some in each layer.
     """
 
     def __init__(self, block_bytes: int, num_blocks: int, num_host_blocks: int) -> None:
-        """Allocate.
+        """Allocate the pool.
 
         Args:
-            block_bytes: of a block with all layers.
+            block_bytes: size of a block with all layers.
 
         Raises:
-            ExecutorError: no such pool, or not on this machine.
+            ExecutorError: the sizes are invalid, or this machine cannot allocate the pool.
         """
         if num_blocks < 1 or num_host_blocks < 0:
-            raise ExecutorError(f"a pool of {num_blocks} blocks and {num_host_blocks} host blocks; at least 1 and 0")
+            raise ExecutorError(
+                f"the pool has {num_blocks} blocks and {num_host_blocks} host blocks; the minimum is 1 and 0"
+            )
         self.num_blocks = num_blocks
         try:
             self.blocks: Blocks = _zeros(num_blocks + 1, block_bytes)
@@ -43,26 +46,30 @@ class KVPool:
             raise ExecutorError(f"a KV pool of {gigabytes:.1f} GB cannot be allocated: {error}") from error
 
     def move(self, plan: StepPlan) -> None:
-        """Swap out, swap in and copy, as a plan that was checked asks for."""
+        """Swap out, swap in and copy as a checked plan requires."""
         if plan.swap_out:
             device, host = _columns(plan.swap_out)
             self._host[host] = self.blocks[device]
         if plan.swap_in:
             host, device = _columns(plan.swap_in)
             self.blocks[device] = self._host[host]
-        for source, destination in plan.copies:  # a later pair sees what an earlier one did
+        for source, destination in plan.copies:  # a later pair reads the result of an earlier one
             self.blocks[destination] = self.blocks[source]
 
     def read(self, blocks: Sequence[int]) -> Blocks:
-        """Copy blocks, one a row; InvalidPlanError where one is not of this pool."""
+        """Copy blocks, one per row.
+
+        Raises:
+            InvalidPlanError: a block is not in this pool.
+        """
         self._check(blocks)
         return self.blocks[list(blocks)]
 
     def write(self, blocks: Sequence[int], content: Blocks) -> None:
-        """Overwrite blocks, one a row.
+        """Overwrite blocks, one per row.
 
         Raises:
-            InvalidPlanError: blocks or shape are not of this pool; nothing was written.
+            InvalidPlanError: blocks or shape do not fit this pool; nothing was written.
         """
         self._check(blocks)
         expected = (len(blocks), self.blocks.shape[1])
@@ -73,18 +80,18 @@ class KVPool:
     def _check(self, blocks: Sequence[int]) -> None:
         outside = [block for block in blocks if not 1 <= block <= self.num_blocks]
         if outside:
-            raise InvalidPlanError(f"block {outside[0]} is not of this pool, which has 1 to {self.num_blocks}")
+            raise InvalidPlanError(f"block {outside[0]} is not in this pool of blocks 1 to {self.num_blocks}")
 
 
 def _zeros(num_rows: int, size: int) -> Blocks:
-    """Memory of ``num_rows`` times ``size`` bytes, in huge pages where the system has them; it is taken as it is used.
+    """Memory of ``num_rows`` times ``size`` bytes, in huge pages if the system has them, allocated on first use.
 
-    A step reads blocks all over it, and with small pages each access would miss the processor's table of pages.
+    A step reads blocks all over the pool, and with small pages each access would miss the processor's TLB.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.zeros((num_rows, size), np.uint8)
     memory = mmap.mmap(-1, num_rows * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # not every kernel supports it
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8).reshape(num_rows, size)
 

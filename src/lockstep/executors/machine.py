@@ -1,6 +1,6 @@
-"""The machine that computes: usable cores and memory, processor, instruction set.
+"""Machine of this process: measures usable cores and memory, and names the processor and its instruction set.
 
-Imports no executor, so that it is cheap to use.
+It imports no executor, so that it is cheap to use.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _FLAGS = ("avx2", "fma", "f16c", "avx_", "avx512", "amx", "asimd", "fphp", "bf16
 
 
 def available_cores(cgroup: Path = CGROUP) -> int:
-    """Whole cores that this process may use: the affinity mask, cut by the cgroup's CPU quota (v2, then v1)."""
+    """Whole cores that this process may use: the affinity mask, limited by the cgroup's CPU quota (v2, then v1)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota(cgroup)
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
 def machine_memory_bytes(cgroup: Path = CGROUP) -> int:
-    """All memory that this process could ever have: the machine's, cut by the cgroup's limit (v2)."""
+    """Total memory that this process could ever use: the machine's, limited by the cgroup's limit (v2)."""
     import psutil
 
     total, limit = psutil.virtual_memory().total, _number(cgroup / "memory.max")
@@ -31,8 +31,8 @@ def machine_memory_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def available_memory_bytes(cgroup: Path = CGROUP) -> int:
-    """Memory that this process may still take: what the machine has, cut by the cgroup's limit (v2), which counts
-    files that were read once and may be forgotten as used."""
+    """Memory that this process may still allocate: the machine's available memory, limited by the cgroup's limit (v2).
+    The cgroup counts cached files as used, although the system may drop them; inactive ones are subtracted here."""
     import psutil
 
     available = psutil.virtual_memory().available
@@ -45,26 +45,26 @@ def available_memory_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def processor_name(cpuinfo: Path = CPUINFO) -> str | None:
-    """The maker's name of the processor; None: it is not available on this machine."""
+    """The vendor's name of the processor; None: it is not available on this machine."""
     text = _text(cpuinfo)
     return platform.processor() or None if text is None else _field(text, "model name", "Model")
 
 
 def machine_name(cpuinfo: Path = CPUINFO) -> str:
-    """Name of the machine that a measurement was made on: processor and cores."""
+    """Description of the machine for measurements: processor and cores."""
     usable, all_cores = available_cores(), os.cpu_count() or 1
     cores = f"{usable} of {all_cores}" if usable < all_cores else f"{all_cores}"
     return f"{processor_name(cpuinfo) or 'unknown processor'}, {cores} logical cores"
 
 
 def instruction_set(cpuinfo: Path = CPUINFO) -> str:
-    """The architecture and the vector extensions that kernels are chosen by, e.g. ``x86_64 avx2 f16c fma``."""
+    """The architecture and the vector extensions that affect the choice of kernels, e.g. ``x86_64 avx2 f16c fma``."""
     flags = (_field(_text(cpuinfo) or "", "flags", "Features") or "").split()
     return " ".join((platform.machine(), *sorted(flag for flag in set(flags) if flag.startswith(_FLAGS))))
 
 
 def _cgroup_quota(cgroup: Path) -> float | None:
-    """Cores allowed by the quota, or None without one."""
+    """Cores allowed by the quota; None: there is no quota."""
     both = (_text(cgroup / "cpu.max") or "").split()
     if len(both) != 2:
         both = [(_text(cgroup / "cpu" / f"cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]
@@ -79,7 +79,7 @@ def _field(cpuinfo: str, *names: str) -> str | None:
 
 
 def _text(path: Path) -> str | None:
-    """Content of one of the system's small files; None: it is not there."""
+    """Content of one of the system's small files; None: it does not exist."""
     try:
         return path.read_text()
     except (OSError, ValueError):
@@ -87,6 +87,6 @@ def _text(path: Path) -> str | None:
 
 
 def _number(path: Path) -> int | None:
-    """The number in one of the cgroup's files; None: there is none, or it is ``max``."""
+    """The number in one of the cgroup's files; None: there is no file, or its content is ``max``."""
     text = (_text(path) or "").strip()
     return int(text) if text.isdecimal() else None

@@ -1,6 +1,6 @@
-"""A digest of what a model computes: of logits after fixed prompts, and of what is sampled from them.
+"""Model digest: hashes a model's logits after fixed prompts, and the tokens sampled from them.
 
-Two machines with the same digest compute the same bytes, as far as these prompts show it.
+Two machines with the same digest compute the same bytes, as far as these prompts show.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.executors.sampling import SamplerState, sample
 from lockstep.executors.sampling_params import ResolvedSampling
 
 _PROMPTS = (1, 33, 300)
-"""Tokens of the prompts: one, more than a block, and more than a segment of attention."""
+"""Lengths of the prompts: one token, more than a block, and more than a segment of attention."""
 _DECODES = 6
 _SEED = 20
 _SAMPLINGS = (
@@ -24,15 +24,15 @@ _SAMPLINGS = (
     ResolvedSampling(temperature=1.3, top_p=0.95, logprobs=0),
     ResolvedSampling(temperature=1.0, logprobs=0),
 )
-"""Each way in which a token is drawn."""
+"""Each kind of sampling."""
 
 
 def model_digest(executor: Executor, num_blocks: int) -> str:
-    """32 hex digits, the same wherever a model gives the same logits, tokens and log-probabilities.
+    """32 hex digits that are equal wherever a model gives the same logits, tokens and log-probabilities.
 
     Args:
-        executor: allocated; its pool is overwritten.
-        num_blocks: what it was allocated with, without the null block.
+        executor: an allocated executor; its pool is overwritten.
+        num_blocks: number of allocated blocks, without the null block.
     """
     state = hashlib.blake2b(digest_size=16)
     geometry = executor.geometry
@@ -46,12 +46,12 @@ def model_digest(executor: Executor, num_blocks: int) -> str:
 
 
 def _drawn(logits: Logits) -> Iterator[str]:
-    """Tokens and log-probabilities by each way of sampling, a line each."""
+    """Yield one line with token and log-probabilities for each position and kind of sampling."""
     positions = range(len(logits))
     for sampling in _SAMPLINGS:
         states = [SamplerState(sampling, _SEED + position, (), logits.shape[1]) for position in positions]
         samples = sample(logits, states, positions)
         for token, entry in zip(samples.token_ids, samples.logprobs, strict=True):
-            assert entry is not None, "each sampling asks for them"
+            assert entry is not None, "each sampling requests them"
             top = " ".join(f"{other}:{value.hex()}" for other, value in entry.top)
             yield f"{token} {entry.logprob.hex()} {top}\n"

@@ -1,4 +1,6 @@
-"""Options of executors: what a user may choose. Imports no executor, so that reading options stays cheap."""
+"""Executor options: defines the values that a user may choose. Imports no executor, so that reading options stays
+cheap.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from lockstep.errors import UsageError
 from lockstep.option_fields import OneOf, Range, check_options
 
 ISAS = ("avx512", "avx2", "portable")
-"""Instruction sets of the native library, the fastest first. ``avx512`` needs VNNI."""
+"""Instruction sets of the native library, fastest first. ``avx512`` requires VNNI."""
 QUANTIZE = ("int8", "int4")
-"""What float weights can be made of at load."""
+"""Types to which float weights can be rounded at load."""
 KV_CACHE_PRECISIONS = ("f16", "f32", "int8")
 MAX_THREADS = 1024
-"""More than any machine has cores for."""
+"""More than the number of cores of any machine."""
 DEFAULT_MAX_CACHE_BYTES = 32 << 30
 
 
@@ -41,9 +43,9 @@ class ExecutorOptions:
     ``int8`` has one scale per row, ``int4`` one per 32 values (embedding and head int8). Weights in block encodings
     stay what they are."""
     cache_dir: Path | None = None
-    """Where packed weights are kept; None: every load packs them in memory."""
+    """Folder for packed weights; None: every load packs them in memory."""
     max_cache_bytes: Annotated[int, Range(0)] = DEFAULT_MAX_CACHE_BYTES
-    """Bound on what is kept there; the least recently used goes first."""
+    """Maximum size of that folder. The least recently used entries are removed first."""
 
     def __post_init__(self) -> None:
         check_options(self, UsageError)

@@ -1,9 +1,10 @@
-"""The determinism probe: is a sequence bitwise the same alone, in a batch, in chunks, elsewhere in memory?
+"""Determinism probe: checks that a sequence's logits are bitwise the same alone, in a batch, in chunks and in other
+blocks.
 
-One subject, a fixed prompt and then fixed tokens one by one, is played under circumstances (`Scenario`). A case
-compares the logits of every row that would be sampled with those of the same subject alone. What was not played is not
-in the report, and nothing is claimed of it. Works on the Executor protocol and depends on no implementation.
-The probe overwrites the KV pool: run it before anything is served from it, or on an executor of its own.
+One subject, a fixed prompt and then fixed tokens one by one, is run in several scenarios (`Scenario`). A case compares
+the logits of every row that would be sampled with those of the same subject alone. A scenario that was not run is not
+in the report, and no claim is made about it. The probe uses the Executor protocol and depends on no implementation. It
+overwrites the KV pool: run it before the executor serves requests, or on a separate executor.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ MAX_COMPANIONS = 31
 _QUICK_TOKENS = 45
 _THOROUGH_TOKENS = 75
 _LONG_TOKENS = 600
-"""A prompt of several chunks of the scheduler's default size."""
+"""Length of a prompt that needs several chunks of the scheduler's default size."""
 BESIDE_TOKENS = 64
-"""A companion that only prefills begins anew after this many tokens."""
+"""A companion that only prefills restarts after this many tokens."""
 _NUM_DECODES = 4
 _MOVE_AFTER_DECODES = 2
 Tokens = npt.NDArray[np.int64]
@@ -34,12 +35,12 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ProbeCase:
-    """One circumstance that was tried, and whether the bits held."""
+    """One scenario that was tried, and whether the bits were the same."""
 
     name: str
     passed: bool
     detail: str
-    """Difference that was found, or how much was compared."""
+    """The difference that was found, or how much was compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class ProbeReport:
     """Cases that were tried, and the verdict over all of them."""
 
     deterministic: bool
-    """Every case passed, and there was at least one."""
+    """True if every case passed, and there was at least one."""
     cases: tuple[ProbeCase, ...]
 
     @classmethod
@@ -56,11 +57,11 @@ class ProbeReport:
 
 
 def quick_probe(executor: Executor, num_blocks: int) -> ProbeReport:
-    """A handful of cases: about a second for a model of a hundred million parameters.
+    """Run a few cases. Takes about a second for a model of a hundred million parameters.
 
     Args:
-        executor: allocated; its pool is overwritten.
-        num_blocks: what it was allocated with, without the null block.
+        executor: an allocated executor; its pool is overwritten.
+        num_blocks: number of allocated blocks, without the null block.
     """
     alone = Scenario((_prompt_length(executor, num_blocks, _QUICK_TOKENS),), decodes=2)
     prompt = alone.chunks[0]
@@ -73,11 +74,11 @@ def quick_probe(executor: Executor, num_blocks: int) -> ProbeReport:
 def thorough_probe(
     executor: Executor, num_blocks: int, num_host_blocks: int = 0, reload: Callable[[], Executor] | None = None
 ) -> ProbeReport:
-    """Every circumstance that the promise names, as far as the pool allows; tens of seconds.
+    """Run every scenario of the guarantee that fits the pool. Takes tens of seconds.
 
     Args:
-        executor: allocated; its pool is overwritten.
-        reload: gives another executor of the same model, allocated alike; it is closed here.
+        executor: an allocated executor; its pool is overwritten.
+        reload: returns another executor of the same model with the same allocation; it is closed here.
     """
     alone = Scenario((_prompt_length(executor, num_blocks, _THOROUGH_TOKENS),))
     scenarios = list(_circumstances(alone, executor.geometry, num_blocks, num_host_blocks))
@@ -95,38 +96,39 @@ def thorough_probe(
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Circumstances under which the subject is played."""
+    """Conditions under which the subject runs."""
 
     chunks: tuple[int, ...]
-    """Lengths in which the prompt is computed."""
+    """Chunk lengths of the prompt."""
     decodes: int = _NUM_DECODES
-    company: tuple[int, ...] = ()
-    """Prompt lengths of sequences that are prefilled with the subject's first chunk and then decode beside it."""
+    companions: tuple[int, ...] = ()
+    """Prompt lengths of sequences that are prefilled with the subject's first chunk and then decode with it."""
     beside: tuple[int, ...] = ()
-    """Chunk lengths of sequences that prefill in every step, beside prompt and decodes alike."""
+    """Chunk lengths of sequences that prefill in every step, during both prompt and decodes."""
     blocks: str = "ascending"
     """Order in which blocks are taken from the pool: ``ascending``, ``descending`` or ``scattered``."""
     move: str = ""
-    """While it decodes, ``swap``: out to the host, over its old blocks, into others; ``copy``: to others directly."""
+    """Move of the subject's blocks during decoding. ``swap``: to the host and back into other blocks, while the old
+    ones are overwritten; ``copy``: directly to other blocks."""
     all_rows: bool = False
-    """True if logits of every token are requested, not only of the sampled ones."""
+    """True if the logits of every token are requested, not only of the sampled ones."""
 
 
 def play(executor: Executor, num_blocks: int, scenario: Scenario) -> Logits:
-    """Play a scenario on an allocated executor.
+    """Run a scenario on an allocated executor.
 
     Returns:
         Logits [1 + decodes, vocab]: after the prompt, and after each token fed.
 
     Raises:
-        ConfigError: the pool is too small for it.
+        ConfigError: the pool is too small.
         ExecutorError: a step failed.
     """
-    return _Play(executor, num_blocks, scenario).run()
+    return _ScenarioRun(executor, num_blocks, scenario).run()
 
 
 def split_prompt(length: int, size: int) -> tuple[int, ...]:
-    """Chunks of ``size``, and of the rest."""
+    """Chunks of ``size``, and one for the remainder."""
     return (size,) * (length // size) + (length % size,) * (length % size > 0)
 
 
@@ -135,7 +137,7 @@ def num_blocks_for(num_tokens: int, geometry: Geometry) -> int:
 
 
 def _long_cases(executor: Executor, num_blocks: int) -> tuple[ProbeCase, ...]:
-    """The same of a long prompt, where other blockings of the matrix products begin; none when it does not fit."""
+    """Cases of a long prompt, for which the matrix products use other block sizes. None if it does not fit the pool."""
     if _prompt_length(executor, num_blocks, _LONG_TOKENS) < _LONG_TOKENS:
         return ()
     alone = Scenario((_LONG_TOKENS,))
@@ -178,7 +180,7 @@ def _circumstances(
 def _batched(
     alone: Scenario, counts: Sequence[int], geometry: Geometry, num_blocks: int
 ) -> Iterator[tuple[str, Scenario]]:
-    """Batches with that many others of ragged lengths, as many as fit the pool."""
+    """Batches with this many companions of varying lengths, as far as they fit the pool."""
     num_steps = 1 + alone.decodes
     room = num_blocks - num_blocks_for(alone.chunks[0] + alone.decodes, geometry)
     lengths = tuple(5 + 11 * i % 31 for i in range(MAX_COMPANIONS))
@@ -186,14 +188,14 @@ def _batched(
     longest = max(lengths) + num_steps
     for count in counts:
         if edges[count - 1] <= room and longest <= geometry.max_model_len:
-            yield f"batched with {count}", replace(alone, company=lengths[:count])
+            yield f"batched with {count}", replace(alone, companions=lengths[:count])
 
 
 def _report(
     executor: Executor, num_blocks: int, alone: Scenario, scenarios: Sequence[tuple[str, Scenario]]
 ) -> ProbeReport:
     if alone.chunks[0] < 2:
-        return ProbeReport.of([ProbeCase("alone", False, "the pool or the context is too small to try anything")])
+        return ProbeReport.of([ProbeCase("alone", False, "the pool or the context is too small for any test")])
     try:
         expected = play(executor, num_blocks, alone)
     except ExecutorError as error:
@@ -230,7 +232,7 @@ def _prompt_length(executor: Executor, num_blocks: int, most: int) -> int:
 
 @dataclass(slots=True)
 class _Row:
-    """One sequence while a scenario is played."""
+    """One sequence of a scenario."""
 
     tokens: Tokens
     table: tuple[int, ...]
@@ -242,8 +244,8 @@ class _Row:
 
 
 @dataclass(slots=True)
-class _Play:
-    """A pool from which blocks are dealt."""
+class _ScenarioRun:
+    """One run of a scenario, with the pool of free blocks."""
 
     executor: Executor
     num_blocks: int
@@ -271,14 +273,14 @@ class _Play:
         steps = (*scenario.chunks, *(1,) * scenario.decodes)
         length = sum(steps)
         subject = _Row(_tokens(0, length, vocab), self.deal(length))
-        company = [
+        companions = [
             _Row(_tokens(1 + i, n + len(steps), vocab), self.deal(n + len(steps)))
-            for i, n in enumerate(scenario.company)
+            for i, n in enumerate(scenario.companions)
         ]
         beside = [_Row(_tokens(99 + i, 2048, vocab), self.deal(BESIDE_TOKENS)) for i in range(len(scenario.beside))]
         kept: list[Logits] = []
         for index, step in enumerate(steps):
-            items = [row.chunk(n if index == 0 else 1) for row, n in zip(company, scenario.company, strict=True)]
+            items = [row.chunk(n if index == 0 else 1) for row, n in zip(companions, scenario.companions, strict=True)]
             for row, n in zip(beside, scenario.beside, strict=True):
                 row.position = 0 if row.position + n > BESIDE_TOKENS else row.position
                 items.append(row.chunk(n))
@@ -295,19 +297,19 @@ class _Play:
         return np.stack(kept)
 
     def _move(self, table: tuple[int, ...]) -> tuple[int, ...]:
-        """Take the subject's blocks elsewhere and let another one write where they were."""
+        """Move the subject's blocks to others, and overwrite the old ones."""
         geometry = self.executor.geometry
         target = self.deal(len(table) * geometry.block_size)
-        vandal = (_tokens(55, len(table) * geometry.block_size, geometry.vocab_size), 0, table)
+        overwriting = (_tokens(55, len(table) * geometry.block_size, geometry.vocab_size), 0, table)
         if self.scenario.move == "swap":
             out = tuple(zip(table, range(len(table)), strict=True))
             back = tuple(zip(range(len(table)), target, strict=True))
             self.executor.execute(step_of([], swap_out=out))
-            self.executor.execute(step_of([vandal]))
+            self.executor.execute(step_of([overwriting]))
             self.executor.execute(step_of([], swap_in=back))
         else:
             self.executor.execute(step_of([], copies=tuple(zip(table, target, strict=True))))
-            self.executor.execute(step_of([vandal]))
+            self.executor.execute(step_of([overwriting]))
         return target
 
 
@@ -324,7 +326,8 @@ def step_of(
     swap_in: tuple[tuple[int, int], ...] = (),
     copies: tuple[tuple[int, int], ...] = (),
 ) -> StepBatch:
-    """A step of chunks, each tokens, first position and table, that samples the last row of all but ``unsampled``."""
+    """Build a step of chunks, each given as tokens, first position and table. It samples the last row of all but
+    ``unsampled``."""
     lengths = tuple(len(tokens) for tokens, _, _ in items)
     samples = tuple(index not in (unsampled or {}) for index in range(len(items)))
     plan = StepPlan(

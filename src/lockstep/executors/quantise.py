@@ -1,6 +1,7 @@
-"""Stored tensors checked, and float weights rounded to int8 and int4. Pure numpy.
+"""Quantisation of weights: checks stored tensors, and rounds float weights to int8 and int4. Pure numpy.
 
-Scales are float16, and integers are chosen for the scale as it is stored, so its own rounding costs nothing.
+Scales are float16, and integers are chosen for the scale as it is stored, so that the rounding of the scale adds no
+error.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
 INT4_ZERO_POINT = 8
 _REFITS = 2
-"""Rounds of scale refitting for int4; the second gains a tenth of what the first does, a third nothing."""
+"""Rounds of scale refitting for int4. The second gains a tenth of the first one's gain, and a third gains nothing."""
 _MAX_CHUNK_VALUES = 1 << 22
-"""Rows are dequantised this many values at a time, so that a large matrix is never whole in float32."""
+"""Number of values that are dequantised at a time, so that a large matrix is never completely in float32."""
 
 
 def check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor whose shape, buffer or element type is not what the model needs.
+    """Check that a tensor has the shape, buffer and element type that the model needs.
 
     Raises:
-        CorruptArtifactError: naming the tensor, what it is and what it should be.
+        CorruptArtifactError: it does not; the message names the tensor, the actual and the expected value.
     """
     if tensor.shape != shape:
         raise CorruptArtifactError(f"tensor {tensor.name} has shape {list(tensor.shape)}; it should be {list(shape)}")
@@ -47,7 +48,7 @@ def check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def vector(tensor: Tensor, size: int) -> npt.NDArray[np.float32]:
-    """A norm weight or a bias as f32 [size]; these are stored as plain floats in every format."""
+    """A norm weight or a bias as f32 [size]. Every format stores these as plain floats."""
     check_tensor(tensor, (size,))
     if tensor.encoding not in FLOAT_TYPES:
         raise CorruptArtifactError(
@@ -59,33 +60,38 @@ def vector(tensor: Tensor, size: int) -> npt.NDArray[np.float32]:
 
 
 def int8_channels(tensor: Tensor) -> tuple[npt.NDArray[np.int8], Halves]:
-    """Symmetric, one scale per row: values ``[rows, columns]``, scales ``[rows, 1]``."""
+    """Quantise symmetrically with one scale per row: values ``[rows, columns]``, scales ``[rows, 1]``."""
     values, scales = np.empty(tensor.shape, np.int8), np.empty((tensor.shape[0], 1), np.float16)
     for rows, weights in _chunks(tensor):
         largest = np.abs(weights).max(axis=-1, keepdims=True)
-        with np.errstate(over="ignore", invalid="ignore"):  # a scale that is not finite shows the fault
-            scales[rows] = np.maximum((largest / 127).astype(np.float16), np.float16(2**-24))  # of zeros, any but 0
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller rejects scales that are not finite
+            scales[rows] = np.maximum((largest / 127).astype(np.float16), np.float16(2**-24))  # never 0
             values[rows] = np.rint(weights / scales[rows].astype(np.float32)).clip(-127, 127).astype(np.int8)
     return values, scales
 
 
 def int4_groups(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], Halves]:
-    """Zero point 8, one scale per 32 values: values 0..15 ``[rows, groups, 32]``, scales ``[rows, groups, 1]``.
+    """Quantise with zero point 8 and one scale per 32 values: values 0..15 ``[rows, groups, 32]``, scales ``[rows,
+    groups, 1]``.
 
-    The scale begins where the largest number (with its sign) becomes -8 and is then refitted to the integers by least
-    squares, which are rounded again; of all of these each group keeps the one with the smallest squared error.
+    The initial scale maps the largest number (with its sign) to -8. Then the scale is refitted to the integers by least
+    squares, and the integers are rounded again. Each group keeps the result with the smallest squared error.
     """
     shape = (tensor.shape[0], tensor.shape[-1] // GROUP_SIZE, GROUP_SIZE)
     values, scales = np.empty(shape, np.uint8), np.empty((*shape[:-1], 1), np.float16)
     for rows, weights in _chunks(tensor):
         grouped = weights.reshape(len(weights), *shape[1:])
-        with np.errstate(over="ignore", invalid="ignore"):  # the scale tells: it is not finite either
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller rejects scales that are not finite
             values[rows], scales[rows] = _round_int4(grouped)
     return values, scales
 
 
 def refuse_non_finite(tensor: Tensor, finite: bool) -> None:
-    """CorruptArtifactError where not all numbers of a tensor are finite."""
+    """Check the result of a finiteness test.
+
+    Raises:
+        CorruptArtifactError: not all numbers of the tensor are finite.
+    """
     if not finite:
         raise CorruptArtifactError(f"tensor {tensor.name} ({tensor.encoding.value}) holds NaN or infinity")
 
@@ -113,7 +119,7 @@ def _nearest(weights: Floats, scale: Halves) -> tuple[Floats, Floats]:
 
 
 def _sums(groups: Floats) -> Floats:
-    """Sums [..., 1] over groups [..., 32] in a fixed order, lower half to upper half, which is no matter of NumPy's."""
+    """Sums [..., 1] over groups [..., 32] in a fixed order, lower half to upper half, independent of NumPy's order."""
     while groups.shape[-1] > 1:
         half = groups.shape[-1] // 2
         groups = groups[..., :half] + groups[..., half:]
@@ -121,12 +127,12 @@ def _sums(groups: Floats) -> Floats:
 
 
 def _signed_tiny(scale: Halves) -> Halves:
-    """A group of zeros has a scale too: any but zero, by which nothing can be divided."""
+    """Replace scales of zero, which groups of zeros would have, since zero cannot be divided by."""
     return np.where(scale == 0, np.float16(2**-24), scale)
 
 
 def _chunks(tensor: Tensor) -> Iterator[tuple[slice, Floats]]:
-    """Rows and their weights in float32, some at a time."""
+    """Yield rows and their weights in float32, some at a time."""
     step = max(1, _MAX_CHUNK_VALUES // tensor.shape[-1])
     for start in range(0, tensor.shape[0], step):
         rows = slice(start, min(start + step, tensor.shape[0]))

@@ -1,21 +1,21 @@
-"""Exact draws from many tokens without sorting them, or even weighing them all: rejection sampling.
+"""Rejection sampling: draws exactly from many tokens without sorting them, or even weighing them all.
 
-**Under an envelope** (`RejectionSampler`): over every token of a column stands a bar as high as the weight of the
-column's maximum. A point thrown evenly at the bars hits the part that is the token's own weight with a probability in
-proportion to that weight; one above it is thrown again (J. von Neumann, "Various techniques used in connection with
-random digits", 1951). Nothing is approximate: the envelope decides how many points are needed, never what they hit. Of
-a column of 64 at least one point in 64 counts.
+**Under an envelope** (`RejectionSampler`): above every token of a column is a bar as high as the weight of the column's
+maximum. A point that is uniform over the bars lies within a token's own weight with a probability in proportion to that
+weight; a point above it is rejected and drawn again (J. von Neumann, "Various techniques used in connection with random
+digits", 1951). The method is exact: the envelope affects how many points are needed, but not the distribution. With a
+column of 64, at least one point in 64 is accepted.
 
 **From a nucleus** (top-p) too wide to sort (`draw_from_nucleus`): draw from all tokens until one is in the nucleus.
-That a token is in it needs no sorting: the tokens before it in rank must weigh less than top_p of all. Where the weight
-is at the top, the head alone mostly decides that (`Head`): the columns with the greatest maxima are weighed element by
-element, over the others stand bars, and the weight of all tokens is at least what is seen of it. Otherwise everything
-is weighed. Weights and sums are taken in float32 first; where its error could matter, in float64.
+Testing a token needs no sorting: the tokens before it in rank must weigh less than top_p of all. If most of the weight
+is at the top, the head alone usually decides this (`Head`): the columns with the greatest maxima are weighed element by
+element, the others are bounded by bars, and the weight of all tokens is at least the part that was weighed. Otherwise
+everything is weighed. Weights and sums are computed in float32 first, and in float64 where the error could matter.
 
-**Randomness** (`TokenRandom`) is counter-based: a pure function of a seed and a position, so that there is nothing to
-carry or to lose. The generator is Philox4x64-10 (J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
-2011) as numpy has it; numpy promises its raw words for good (NEP 19). The key is the seed, the counter is (block,
-position, 0, 0).
+**Randomness** (`TokenRandom`) is counter-based: a pure function of a seed and a position, so that there is no state to
+keep. The generator is Philox4x64-10 (J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in
+numpy's implementation; numpy guarantees that its raw words never change (NEP 19). The key is the seed, the counter is
+(block, position, 0, 0).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from lockstep.executors.sampling_params import ResolvedSampling
 
 Number = TypeVar("Number", np.float32, np.float64)
 EXP_MARGIN = 2.0**-15
-"""Bound of the relative error of a sum of float32 weights. A float32 argument of exp is off by at most two roundings
-of a number below 64, 2**-24 * 64 * 2 (smaller weights do not count in a sum of at least 1), the function by a few
+"""Bound of the relative error of a sum of float32 weights. A float32 argument of exp is off by at most two roundings of
+a number below 64, 2**-24 * 64 * 2 (smaller weights are negligible in a sum of at least 1), the function by a few
 2**-24, and the sum of 64 terms by 2**-18: together below 2**-16."""
 _FIRST_POINTS = 128
 _MAX_POINTS = 4_096
@@ -43,20 +43,21 @@ Words = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 _NUM_COLUMNS = 32
 _HOPELESS = 4.0
-"""Height of the bars relative to what surely lies below the head's, from which on throws would mostly miss."""
+"""Ratio of the bars' total height to the certain weight of the head, above which most throws would miss."""
 _MAX_THROWS = 32
 _SMALL_TOP_P = 0.5
-"""Below it what is surely outside of the nucleus is taken out before drawing, else 1 / top_p draws were needed."""
+"""With a smaller top_p, tokens that are certainly outside of the nucleus are removed before drawing. Otherwise 1 /
+top_p draws would be needed."""
 _MAX_DRAWS = 4_096
-"""At least one draw in 1 / _SMALL_TOP_P is in the nucleus, or about one in GRID_ROWS: so many never fail."""
+"""At least one draw in 1 / _SMALL_TOP_P is in the nucleus, or about one in GRID_ROWS, so that this many never fail."""
 Rank = tuple[float, int]
-"""(-logit, id): ascending is most likely first."""
+"""(-logit, id): in ascending order, the most likely token is first."""
 
 
 class TokenRandom:
-    """Random words for the tokens of one sequence; `at` must be called before each token.
+    """Random words for the tokens of one sequence. `at` must be called before each token.
 
-    Holds numpy's generator only because setting its counter is ten times cheaper than making a new one.
+    Keeps numpy's generator only because setting its counter is ten times cheaper than creating a new one.
     """
 
     __slots__ = ("_counter", "_generator", "_state")
@@ -67,7 +68,7 @@ class TokenRandom:
         self._counter = self._state["state"]["counter"]
 
     def at(self, position: int) -> None:
-        """Begin the words of the token at this position."""
+        """Start the words of the token at this position."""
         self._counter[1] = position
         self._generator.state = self._state
 
@@ -76,12 +77,12 @@ class TokenRandom:
         return self._generator.random_raw(count)
 
     def uniform(self) -> float:
-        """The next number of [0, 1): 52 bits, so that for a positive finite `total`, uniform * total < total."""
+        """The next number in [0, 1). It has 52 bits, so that for a positive finite `total`, uniform * total < total."""
         return (self._generator.random_raw() >> 12) * 2.0**-52
 
 
 class RejectionSampler:
-    """Draws from the tokens of the columns whose maximum reaches `bound`; at least those of that logit may be hit."""
+    """Draws from the tokens of the columns whose maximum reaches `bound`; at least those with that logit may be hit."""
 
     __slots__ = ("_bars", "_cols", "_masses", "_random", "_temperature")
 
@@ -103,9 +104,10 @@ class RejectionSampler:
         return int(self._cols.row.argmax())
 
     def hits(self) -> Iterator[tuple[Floats, Ids]]:
-        """Batches of hits in the order of the throws, each distributed as the weights; ends after many empty rounds.
+        """Yield batches of hits in the order of the throws, each distributed as the weights. Ends after many empty
+        rounds.
 
-        Every round counts with a probability of at least 1 - (63 / 64) ** 128, later ones of nearly 1.
+        Every round has a hit with a probability of at least 1 - (63 / 64) ** 128, later ones of nearly 1.
         """
         count = _FIRST_POINTS
         for _ in range(_MAX_ROUNDS):
@@ -133,7 +135,7 @@ class RejectionSampler:
 
 
 def draw_from_nucleus(cols: Columns, sampling: ResolvedSampling, support: Support, random: TokenRandom) -> int:
-    """A token of the nucleus of those in the support."""
+    """Draw a token of the nucleus of those in the support."""
     row = cols.row
     uncertain: int | None = None
     if support.bound == -np.inf:
@@ -161,7 +163,7 @@ def draw_from_nucleus(cols: Columns, sampling: ResolvedSampling, support: Suppor
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The tokens before some rank: logits above the bound, and those at the bound up to an id."""
+    """The tokens up to some rank: logits above the bound, and those at the bound up to an id."""
 
     bound: np.float32
     last_id: int
@@ -200,12 +202,13 @@ class Head:
         bars[self._places[:num_grid]] = sums
         bars[self._places[num_grid:]] = singles
         self.bars = bars
-        """Per column: what its tokens weigh, or a bound of it."""
+        """Weight of each column's tokens, or a bound of it."""
 
     def draw(self, random: TokenRandom) -> tuple[int | None, bool]:
-        """A token of the nucleus and True; or a token of which that is not certain and False; or None: nothing was hit.
+        """Draw a token. Returns a token of the nucleus and True; a token that may be in it and False; or None if
+        nothing was hit.
 
-        After the second, the token must be taken if and only if it is in the nucleus; otherwise a new draw is due.
+        In the second case, the token must be taken if and only if it is in the nucleus; otherwise a new draw is needed.
         """
         if not self._is_near:
             return None, False
@@ -222,7 +225,7 @@ class Head:
         return None, False
 
     def _weight_before(self, token: int) -> tuple[float, float]:
-        """Bounds of the weight of all tokens before it in rank; equal tokens count in the upper bound only."""
+        """Bounds of the weight of all tokens before it in rank. Equal tokens count only in the upper bound."""
         cols = self._cols
         value = cols.row[token]
         least = row_math().total(self._weights[self._block > value])
@@ -237,7 +240,7 @@ class Head:
         return least, least + (num_equal - 1) * self._weight(token)
 
     def throw(self, masses: Weights, random: TokenRandom) -> int | None:
-        """A token in proportion to its weight, or None: the throw went above the weights."""
+        """Draw a token in proportion to its weight; None: the throw was above the weights."""
         cols = self._cols
         place = int(masses.searchsorted(random.uniform() * masses[-1], side="right"))
         chosen = int(self._places.searchsorted(place))
@@ -283,7 +286,7 @@ class _Shares:
 
 @dataclass(slots=True)
 class _Nucleus:
-    """Test of tokens for the nucleus, which keeps the ranks that earlier results decide."""
+    """Tests tokens for the nucleus, and stores the ranks that earlier results decide."""
 
     row: Floats
     peak: float
@@ -292,9 +295,9 @@ class _Nucleus:
     """[V] light weights, 0 for tokens that do not count."""
     total: float
     in_until: Rank = (-np.inf, -1)
-    """Ranks up to it are in."""
+    """Ranks up to this one are in the nucleus."""
     out_from: Rank = (np.inf, 0)
-    """Ranks from it are out."""
+    """Ranks from this one are outside."""
 
     def holds(self, token: int) -> bool:
         rank = (-float(self.row[token]), token)
@@ -324,10 +327,10 @@ class _Nucleus:
         return above + num_ties * float(exact[token]) < self.sampling.top_p * math.total(exact)
 
     def _weight_above(self, token: int) -> tuple[float, float]:
-        """Total weight of the tokens that weigh more than this one, and the error of that.
+        """Total weight of the tokens that weigh more than this one, and its error.
 
-        The sum of max(weight, w) less w for each that is no heavier: cheaper than picking the heavier ones. Equal light
-        weights of unequal logits are in the error: their number times a rounding.
+        Computed as the sum of max(weight, w) minus w for each token that is no heavier, which is cheaper than selecting
+        the heavier ones. Equal light weights of unequal logits are part of the error: their number times a rounding.
         """
         own = self.weights[token]
         total = row_math().total(np.maximum(self.weights, own))
@@ -336,7 +339,8 @@ class _Nucleus:
 
 
 def _surely_out_below(cols: Columns, sampling: ResolvedSampling, total: float) -> np.float32:
-    """A logit below which nothing is in the nucleus: the column maxima above weigh enough. -inf: none is known."""
+    """A logit below which no token is in the nucleus, since the column maxima above it weigh enough. -inf: none is
+    known."""
     maxima = np.sort(cols.maxima)[::-1]
     masses = np.cumsum(row_math().weigh(maxima, cols.peak, sampling.temperature))
     needed = int(masses.searchsorted(sampling.top_p * total * (1.0 + 2.0 * EXP_MARGIN)))

@@ -1,7 +1,8 @@
-"""Rotary frequencies of a model from its configuration. Pure numpy.
+"""Rotary frequencies: derives them from a model's configuration. Pure numpy.
 
-Unscaled ones need a power, and one scaling a logarithm, whose bits differ by processor where numpy or the C library
-computes them: both are arguments. All other steps are basic arithmetic, which is the same everywhere.
+Unscaled frequencies need a power, and one scaling needs a logarithm. Their bits differ by processor if numpy or the C
+library computes them, so both functions are arguments. All other steps are basic arithmetic, which is the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ PlainFrequencies = Callable[[int, float], npt.NDArray[np.float32]]
 
 
 def plain_frequencies(rotary_dim: int, theta: float) -> npt.NDArray[np.float32]:
-    """[rotary_dim / 2]: unscaled frequencies theta ** -(2 i / rotary_dim), by numpy, whose bits differ by processor."""
+    """[rotary_dim / 2]: unscaled frequencies theta ** -(2 i / rotary_dim), computed by numpy, whose bits differ by
+    processor."""
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     return (np.float32(1.0) / np.float32(theta) ** exponents).astype(np.float32)
 
@@ -31,12 +33,12 @@ def inverse_frequencies(
     """[rotary_dim / 2]: angle per position of each pair (i, i + rotary_dim / 2).
 
     Args:
-        plain: unscaled frequencies of a number of dimensions and a base.
+        plain: function that computes the unscaled frequencies for a number of dimensions and a base.
         log: the natural logarithm. All other steps are basic arithmetic, which is the same everywhere.
 
     Raises:
-        UnsupportedArtifactError: a scaling that is not known.
-        CorruptArtifactError: explicit factors that are too few, too many, or not positive numbers.
+        UnsupportedArtifactError: the scaling is unknown.
+        CorruptArtifactError: there are too few or too many explicit factors, or they are not positive numbers.
     """
     frequencies = plain(rotary_dim(config), config.rope_theta)
     scaling = config.rope_scaling
@@ -51,22 +53,22 @@ def inverse_frequencies(
     if scaling.kind == "factors":
         return _divided(frequencies, scaling)
     known = ", ".join(KNOWN_SCALINGS)
-    raise UnsupportedArtifactError(f"rope scaling {scaling.kind!r} is not known; known are: {known}")
+    raise UnsupportedArtifactError(f"rope scaling {scaling.kind!r} is not supported; supported: {known}")
 
 
 def local_frequencies(config: ModelConfig, plain: PlainFrequencies = plain_frequencies) -> npt.NDArray[np.float32]:
-    """As `inverse_frequencies`, in layers with a window of a model that rotates those apart."""
-    assert config.local_rope_theta is not None, "all layers are rotated alike"
+    """Like `inverse_frequencies`, for layers with a window of a model that rotates them differently."""
+    assert config.local_rope_theta is not None, "all layers have the same rotation"
     return plain(rotary_dim(config), config.local_rope_theta)
 
 
 def rotary_dim(config: ModelConfig) -> int:
-    """Leading dimensions of each head that are rotated."""
+    """Number of leading dimensions of each head that are rotated."""
     return config.head_dim if config.rotary_dim is None else config.rotary_dim
 
 
 def _llama3(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray[np.float32]:
-    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between interpolated.
+    """Llama 3.1 scaling: long wavelengths are stretched by ``factor``, short ones kept, those between interpolated.
 
     Source of the formula: transformers, modeling_rope_utils.py, ``_compute_llama3_parameters``.
     """
@@ -84,13 +86,14 @@ def _llama3(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.N
 def _yarn(
     frequencies: npt.NDArray[np.float32], scaling: RopeScaling, theta: float, log: Callable[[float], float]
 ) -> npt.NDArray[np.float32]:
-    """YaRN (arXiv 2309.00071): pairs that turn often within the trained context are kept, slow ones are stretched.
+    """YaRN scaling (arXiv 2309.00071): pairs that rotate often within the trained context are kept, slow ones are
+    stretched.
 
-    Between ``beta_fast`` and ``beta_slow`` turns the share rises linearly with the index of the pair. Source of the
-    details: transformers, modeling_rope_utils.py, ``_compute_yarn_parameters``.
+    Between ``beta_fast`` and ``beta_slow`` rotations, the share rises linearly with the index of the pair. Source of
+    the details: transformers, modeling_rope_utils.py, ``_compute_yarn_parameters``.
     """
     if theta <= 1:
-        raise CorruptArtifactError(f"rope theta is {theta}; yarn needs one above 1")
+        raise CorruptArtifactError(f"rope theta is {theta}; yarn requires a value above 1")
     trained, num_pairs = scaling.parameters["original_max_position_embeddings"], len(frequencies)
 
     def pair_that_turns(times: float) -> float:
@@ -108,10 +111,10 @@ def _yarn(
 
 
 def _divided(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray[np.float32]:
-    """Explicit divisors, one per frequency: how llama.cpp's converter writes llama3 scaling."""
+    """Explicit divisors, one per frequency, in which llama.cpp's converter stores llama3 scaling."""
     factors = np.array(scaling.factors, np.float32)
     if factors.shape != frequencies.shape:
-        raise CorruptArtifactError(f"{len(factors)} rope factors; there should be {len(frequencies)}")
+        raise CorruptArtifactError(f"there are {len(factors)} rope factors; there must be {len(frequencies)}")
     if not (np.isfinite(factors) & (factors > 0)).all():
         raise CorruptArtifactError("a rope factor is not a positive number")
     return (frequencies / factors).astype(np.float32)

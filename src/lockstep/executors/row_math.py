@@ -1,11 +1,11 @@
-"""Functions on rows of numbers whose bits are the same on every processor.
+"""Row math: computes functions on rows of numbers with the same bits on every processor.
 
 NumPy's exponentials, logarithms and matrix products, and those of the C library, choose code by processor and round
-differently. On the way to a token, a log-probability or a vector the native library computes instead, in the order that
-its bit contract fixes (docs/native.md). Comparisons, basic arithmetic element by element and `np.cumsum`, which adds
-in order, are the same everywhere.
+differently. For tokens, log-probabilities and vectors, the native library computes them instead, in the order that its
+bit contract defines (docs/native.md). Comparisons, basic element-wise arithmetic and `np.cumsum`, which adds in order,
+are the same everywhere.
 
-Where the library could not be built, NumPy computes: the same answers on one machine, but perhaps not on another.
+If the library could not be built, NumPy computes: with the same results on one machine, but perhaps not on another.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log_of_module = logging.getLogger(__name__)
 
 
 class RowMath(Protocol):
-    """The functions. Rows are contiguous; arrays of several dimensions are taken number by number."""
+    """The functions. Rows are contiguous. Arrays of several dimensions are processed element by element."""
 
     def weigh(self, values: Floats, peak: float, temperature: float) -> Weights:
         """e^((x - peak) / temperature), in doubles."""
         ...
 
     def weigh_lightly(self, values: Floats, peak: float, temperature: float) -> Floats:
-        """As `weigh` in floats, with a rounded inverse of the temperature."""
+        """Like `weigh` but in floats, with a rounded inverse of the temperature."""
         ...
 
     def total(self, values: Floats | Weights) -> float:
@@ -46,7 +46,7 @@ class RowMath(Protocol):
         ...
 
     def unit(self, rows: Floats) -> Floats:
-        """Each row [count, size] divided by its length; a row of zeros stays."""
+        """Each row [count, size] divided by its length. A row of zeros is not changed."""
         ...
 
     def log(self, x: float) -> float:
@@ -65,7 +65,7 @@ class _Rows(ctypes.Structure):
 
 
 class NativeMath:
-    """By the native library."""
+    """`RowMath` of the native library."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._isa = library.isa.encode()
@@ -73,7 +73,7 @@ class NativeMath:
         handle = library.handle
 
         def function(name: str, *arguments: type) -> ctypes._NamedFuncPointer:
-            found = handle[f"native_{name}"]  # a function object of its own, with its own types
+            found = handle[f"native_{name}"]  # a separate function object, with its own types
             found.argtypes, found.restype = (ctypes.c_char_p, *arguments), ctypes.c_char_p
             return found
 
@@ -128,7 +128,7 @@ class NativeMath:
 
 
 class NumpyMath:
-    """By NumPy, where there is no library."""
+    """`RowMath` of NumPy, used if there is no library."""
 
     def weigh(self, values: Floats, peak: float, temperature: float) -> Weights:
         return np.exp((values.astype(np.float64) - peak) / temperature)
@@ -157,10 +157,11 @@ class NumpyMath:
 
 @cache
 def row_math() -> RowMath:
-    """The functions in use: by the native library with the fastest instruction set, all of which give the same bits."""
+    """The functions in use: those of the native library with the fastest instruction set. All of them give the same
+    bits."""
     library = native_library()
     if isinstance(library, str):
-        log_of_module.warning("NumPy samples, so answers may differ on another processor: %s", library)
+        log_of_module.warning("sampling uses NumPy, so answers may differ on another processor: %s", library)
         return NumpyMath()
     return NativeMath(library)
 

@@ -1,23 +1,22 @@
-"""Sampling: from the logits of a batch to one token a row, each row on its own.
+"""Sampling: chooses one token per row from the logits of a batch, each row independently.
 
-A row's result depends on its logits, its state and its position, never on the other rows: every reduction runs over
+A row's result depends on its logits, its state and its position, and never on the other rows: every reduction runs over
 one row (or is a maximum, which does not round), and randomness is a function of seed and position. So a request's
 tokens and log-probabilities are bitwise the same alone or in any batch.
 
-The order of the rules is vLLM's: what a constraint allows, logit bias, suppressed tokens, penalties, temperature,
-min-p, top-k, top-p.
-Penalties: repetition divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al.,
-"CTRL", 2019; as Hugging Face and vLLM); frequency and presence subtract `count * frequency + presence` for tokens of
-the output (OpenAI's API reference). Log-probabilities are those of the model itself, before any of these rules (vLLM's
-`raw_logprobs`).
+The order of the rules is vLLM's: constraint, logit bias, suppressed tokens, penalties, temperature, min-p, top-k,
+top-p. The repetition penalty divides positive and multiplies negative logits of tokens in prompt or output (Keskar et
+al., "CTRL", 2019; as in Hugging Face and vLLM). Frequency and presence penalties subtract `count * frequency +
+presence` for tokens of the output (OpenAI's API reference). Log-probabilities are those of the model itself, before any
+of these rules (vLLM's `raw_logprobs`).
 
 With x the logits, m their maximum and T the temperature, a token's weight is w = exp((x - m) / T). Tokens are ranked by
-logit, of equals the lowest id first. min-p keeps tokens with w of at least min_p; top-k keeps the k first in rank;
-top-p keeps a token when those before it weigh less than top_p of all that were kept so far, so the first always stays.
-Where few tokens are left they are sorted and the draw is an inverse of their cumulated weights. Where many are left
-(pure temperature, a wide nucleus) rejection_sampling.py draws without looking at them all.
+logit; of equal ones, the lowest id is first. min-p keeps tokens with w of at least min_p; top-k keeps the k first in
+rank; top-p keeps a token if those before it weigh less than top_p of all tokens kept so far, so that the first always
+stays. If few tokens remain, they are sorted, and the draw inverts their cumulative weights. If many remain (temperature
+alone, or a wide nucleus), rejection_sampling.py draws without reading them all.
 
-A token with a logit of -inf is never drawn. A row with NaN or +inf, or of -inf alone, is invalid: it fails alone.
+A token with a logit of -inf is never drawn. A row with NaN or +inf, or only -inf, is invalid and fails alone.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from lockstep.executors.row_math import Weights, row_math
 from lockstep.executors.sampling_params import ResolvedSampling
 
 _ROOM = 16
-"""New tokens of the output before the arrays of a state grow, by doubling."""
+"""Initial room for new output tokens in the arrays of a state, which grow by doubling."""
 _FEW_ROWS = 8
-"""So many are read one by one sooner than together."""
+"""Up to this number, reading rows one by one is faster than reading them together."""
 MAX_SORTED = 256
 """The largest top-k, and the largest number of columns, for which candidates are sorted."""
 
@@ -51,14 +50,14 @@ class Samples(NamedTuple):
     """Tokens sampled from a batch of rows, in row order."""
 
     token_ids: list[int]
-    """Meaningless where `finite` is False."""
+    """Sampled ids; undefined where `finite` is False."""
     logprobs: list[TokenLogprobs | None]
     finite: list[bool]
-    """False: the row held NaN or infinity (or nothing that may come); that request fails alone."""
+    """False: the row contained NaN or infinity, or no allowed token; only that request fails."""
 
 
 class SamplerState:
-    """Sampling state of one sequence: its next token depends on this and its logits. Changed by `append` only."""
+    """Sampling state of one sequence. Its next token depends on this state and its logits. Only `append` changes it."""
 
     def __init__(self, sampling: ResolvedSampling, seed: int, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.sampling = sampling
@@ -72,18 +71,18 @@ class SamplerState:
             self._begin(sampling, prompt_ids)
 
     def _begin(self, sampling: ResolvedSampling, prompt_ids: Sequence[int]) -> None:
-        """Make the parts that only a state which edits rows has."""
+        """Create the fields that only a state that edits rows has."""
         self._bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
         self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         seen = dict.fromkeys(prompt_ids) if sampling.repetition_penalty != 1.0 else {}
         self._index = dict(zip(seen, range(len(seen)), strict=True))
-        """Token to its place in the two arrays, which have room for more."""
+        """Index of each token in the two arrays, which have spare room."""
         self._ids = np.zeros(len(seen) + _ROOM, np.int64)
         self._ids[: len(seen)] = np.fromiter(seen, np.int64, len(seen))
         self._counts = np.zeros(len(self._ids), np.float32)
 
     def append(self, token_id: int) -> None:
-        """Take note of a token of the output."""
+        """Record a token of the output."""
         if not self.remembers:
             return
         index = self._index.setdefault(token_id, len(self._index))
@@ -94,13 +93,13 @@ class SamplerState:
         self._counts[index] += 1
 
     def random_at(self, position: int) -> TokenRandom | None:
-        """This sequence's random words for the token at that position; None: a greedy one needs none."""
+        """This sequence's random words for the token at that position; None: it is greedy and needs none."""
         if self._random is not None:
             self._random.at(position)
         return self._random
 
     def edit(self, row: Floats) -> None:
-        """Apply bias and penalties to a row that the caller owns."""
+        """Apply bias and penalties to a row, in place."""
         if not self.edits:
             return
         sampling = self.sampling
@@ -133,8 +132,8 @@ def sample(
         logits: [S, V], read only.
         states: one per row.
         positions: index in its sequence of the token to be chosen.
-        suppressed: per row, ids that may not be chosen now; None: none at all.
-        allowed: for rows that are constrained, which tokens may come; other rows never look.
+        suppressed: per row, ids that may not be chosen now; None: no row has any.
+        allowed: allowed tokens of the rows with a constraint.
     """
     num_rows = len(states)
     assert logits.ndim == 2
@@ -149,7 +148,7 @@ def sample(
         banned = suppressed[index] if suppressed is not None else ()
         bits = allowed.get(index) if allowed is not None else None
         token: int | None = samples.token_ids[index]
-        if bits is not None:  # a fault counts also where the constraint hides it
+        if bits is not None:  # an invalid row fails even if the constraint excludes the invalid logits
             if token == -1:
                 samples.finite[index] = math.isfinite(row.max())
             if not samples.finite[index]:
@@ -168,7 +167,8 @@ def sample(
 
 
 def likeliest(logits: Floats) -> Samples:
-    """The greatest logit's id per row, the lowest of equals: `sample` for rows that are all plain greedy.
+    """Choose the id of the greatest logit per row, the lowest of equal ones: `sample` for rows that are all plain
+    greedy.
 
     NaN counts as the greatest, so an invalid row needs no second pass.
     """
@@ -182,11 +182,11 @@ def likeliest(logits: Floats) -> Samples:
 
 
 def draw(row: Floats, sampling: ResolvedSampling, random: TokenRandom | None) -> int | None:
-    """The token, or None when the row holds NaN, +inf or nothing that may come.
+    """Draw a token; None: the row contains NaN, +inf or no allowed token.
 
     Args:
         row: [V] float32, contiguous, read only.
-        random: set to the token's position; None: the most likely token is wanted.
+        random: random words, set to the token's position; None: choose the most likely token.
     """
     if random is None:
         token = int(row.argmax())
@@ -214,7 +214,7 @@ def _has(bits: TokenBits, token: int | None) -> bool:
 def _edited(
     row: Floats, scratch: Floats, state: SamplerState, banned: tuple[int, ...], bits: TokenBits | None
 ) -> Floats:
-    """The row under constraint, bias, suppression and penalties, in the scratch space."""
+    """The row after constraint, bias, suppression and penalties, in the scratch space."""
     if bits is None:
         np.copyto(scratch, row)
     else:
@@ -228,19 +228,20 @@ def _edited(
 
 
 def _pick(masses: Weights, ids: Ids, random: TokenRandom) -> int:
-    """One of the tokens whose cumulated weights are given."""
+    """Draw one of the tokens with these cumulative weights."""
     return int(ids[masses.searchsorted(random.uniform() * masses[-1], side="right")])
 
 
 def _min_p_bound(cols: Columns, sampling: ResolvedSampling) -> np.float32:
-    """The least logit that min-p keeps, rounded up: comparing float32 with it is comparing with the exact bound."""
+    """The least logit that min-p keeps, rounded up, so that comparing a float32 with it equals comparing with the exact
+    bound."""
     exact = cols.peak + sampling.temperature * row_math().log(sampling.min_p)
     rounded = np.float32(exact)
     return rounded if float(rounded) >= exact else np.nextafter(rounded, np.float32(np.inf))
 
 
 def _few(cols: Columns, sampling: ResolvedSampling) -> tuple[Floats, Ids] | None:
-    """Candidates that min-p and top-k leave, in rank order; None when they are too many to sort."""
+    """Candidates after min-p and top-k, in rank order; None: they are too many to sort."""
     if 0 < sampling.top_k <= MAX_SORTED:
         values, ids = greatest(cols, min(sampling.top_k, len(cols.row)))
         if sampling.min_p > 0.0:
@@ -256,7 +257,7 @@ def _few(cols: Columns, sampling: ResolvedSampling) -> tuple[Floats, Ids] | None
 
 
 def _support(cols: Columns, sampling: ResolvedSampling) -> Support:
-    """Support that min-p and a large top-k leave."""
+    """Support after min-p and a large top-k."""
     size = len(cols.row)
     support = Support(np.float32(-np.inf), size)
     if 0 < sampling.top_k < size:

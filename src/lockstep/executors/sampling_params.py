@@ -1,8 +1,8 @@
-"""Sampling parameters: what a caller may say about one generation, with checks and defaults, and what that resolves to.
+"""Sampling parameters: defines, checks and resolves the parameters of one generation.
 
-`SamplingParams` is what the request intends: one field is one parameter, with its default, the check of any other value
-and a sentence of documentation. `ResolvedSampling` is what the sampler obeys after the artifact's defaults and the
-neutral values have filled the gaps. Depends on no model: a vocabulary size and a mapping of defaults come in.
+`SamplingParams` holds the request's values. Each field is one parameter, with its default, the check of other values
+and its documentation. `ResolvedSampling` holds the sampler's values, after the artifact's defaults and neutral values
+have been filled in. The module depends on no model: the vocabulary size and the defaults are arguments.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PENALTY = Range(-2, 2)
 SEED = Range(-(2**63), 2**64 - 1)
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below it are greedy, as in vLLM: dividing by them would only overflow."""
+"""Temperatures below this are greedy, as in vLLM, since dividing by them would only overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """Check of a field that is a list of strings: how many, and how long each may be."""
+    """Check of a field that is a list of strings: their maximum number and length."""
 
     count: int
     num_chars: int
@@ -56,28 +56,29 @@ class Strings:
 
 
 def is_constraint(name: str, value: object) -> None:
-    """Check of a field that is a constraint of the right shape and size."""
+    """Check of a field that is a constraint of valid type and size."""
     if not isinstance(value, Constraint):
         raise InvalidParameterError.of(name, value, "a Constraint, e.g. Constraint.json_schema({...})")
     value.validate()
 
 
 class ResolvedSampling(msgspec.Struct, frozen=True):
-    """Rules by which one sequence's tokens are chosen, every value known."""
+    """Rules for choosing one sequence's tokens, with every value set."""
 
     temperature: float = 1.0
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
     top_k: int = 0
-    """0: all."""
+    """Number of most likely tokens to keep; 0: all."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit), ascending ids."""
+    """(token id, number added to its logit), in ascending order of ids."""
     logprobs: int | None = None
-    """None: none. k: the sampled token's log-probability and the k most likely."""
+    """Number of most likely tokens whose log-probabilities are reported, in addition to the sampled token's; None: no
+    log-probabilities."""
 
     @property
     def is_greedy(self) -> bool:
@@ -86,60 +87,62 @@ class ResolvedSampling(msgspec.Struct, frozen=True):
 
     @property
     def has_penalties(self) -> bool:
-        """True if the tokens so far change the logits."""
+        """True if previous tokens change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Parameters of one generation; names and meanings are OpenAI's and vLLM's. None: the model's default."""
+    """Parameters of one generation, with the names and meanings of OpenAI and vLLM. None: the model's default."""
 
     temperature: Annotated[float | None, TEMPERATURE] = None
-    """0: greedy. Default: the value in the artifact's generation_config.json, else 1."""
+    """Sampling temperature; 0: greedy. Default: the value in the artifact's generation_config.json, else 1."""
     top_k: Annotated[int | None, TOP_K] = None
     """Keep the k most likely tokens; 0 or -1: all."""
     top_p: Annotated[float | None, TOP_P] = None
-    """Keep the fewest most likely tokens that hold this share of the probability; above 0, at most 1."""
+    """Keep the smallest set of most likely tokens with this share of the probability; above 0, at most 1."""
     min_p: Annotated[float | None, MIN_P] = None
-    """Keep tokens at least this many times as likely as the likeliest; 0 to 1."""
+    """Keep tokens whose probability is at least this fraction of the most likely token's; 0 to 1."""
     repetition_penalty: Annotated[float | None, REPETITION_PENALTY] = None
-    """Above 1 makes tokens of prompt and output less likely; 1: none."""
+    """A value above 1 makes tokens of prompt and output less likely; 1: no penalty."""
     presence_penalty: Annotated[float, PENALTY] = 0.0
-    """Subtracted from the logit of every token of the output; -2 to 2."""
+    """Number subtracted from the logit of every token of the output; -2 to 2."""
     frequency_penalty: Annotated[float, PENALTY] = 0.0
-    """Subtracted once per occurrence in the output; -2 to 2."""
+    """Number subtracted once per occurrence in the output; -2 to 2."""
     logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
-    """Token id to what is added to its logit; -100 to 100."""
+    """Number added to the logit of each token id; -100 to 100."""
     seed: Annotated[int | None, SEED] = None
-    """None: the engine draws one at submission, so that a recording can repeat it."""
+    """Seed of the random draws; None: the engine chooses one at submission, so that a recording can repeat it."""
     max_tokens: Annotated[int | None, Range(1)] = None
-    """None: as much as the context leaves."""
+    """Maximum tokens of the output; None: as many as the context leaves."""
     min_tokens: Annotated[int, Range(0)] = 0
-    """No end before this many tokens."""
+    """Minimum tokens of the output before it may end."""
     stop: Annotated[tuple[str, ...], Strings(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)] = ()
-    """Strings that end the text; they are not part of it."""
+    """Strings that end the text and are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the text, besides the model's own."""
+    """Tokens that end the text, in addition to the model's own."""
     ignore_eos: bool = False
-    """Go on after the model's end tokens."""
+    """True to continue after the model's end tokens."""
     include_stop_str_in_output: bool = False
-    """The stop string that ends the text is its last part, and so is a stop token that is text."""
+    """True to include the stop string that ends the text, or a stop token that is text."""
     skip_special_tokens: bool = True
-    """False: special tokens are shown as they are written."""
+    """False to show special tokens in the text."""
     bad_words: Annotated[tuple[str, ...], Strings(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)] = ()
-    """Words whose tokens never come in a row, with a space before them or without. A request whose constraint allows
-    nothing else fails."""
+    """Words whose token sequences are not generated, with or without a leading space. If the request's constraint
+    allows nothing else, it fails."""
     n: Annotated[int, Range(1, MAX_CHOICES)] = 1
-    """Choices to generate."""
+    """Number of choices to generate."""
     logprobs: int | None = None
-    """None: none. k: the sampled token's log-probability and the k most likely."""
+    """Number of most likely tokens whose log-probabilities are reported, in addition to the sampled token's; None: no
+    log-probabilities."""
     constraint: Annotated[Constraint | None, is_constraint] = None
-    """What the text must be. Where it allows no more text the sequence ends, also before `min_tokens`."""
+    """Constraint on the text. The sequence ends when no more text is allowed, even before `min_tokens`."""
 
     def validate(self, vocab_size: int) -> None:
-        """Check every field against its range and the vocabulary. What is at its default is right by definition.
+        """Check every field against its range and the vocabulary. Default values are always valid.
 
         Raises:
-            InvalidParameterError: names a field at fault in `param`, its value, and what would be right.
+            InvalidParameterError: a field is invalid; `param` names it, and the message states its value and the valid
+                ones.
         """
         for name, default, check in _CHECKS:
             value = getattr(self, name)
@@ -154,13 +157,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             )
 
     def resolve(self, defaults: Mapping[str, float | int]) -> ResolvedSampling:
-        """Fill the gaps: the request's value, else the artifact's default, else the neutral one. Call `validate` first.
+        """Fill in missing values: the request's, else the artifact's default, else the neutral one. Call `validate`
+        first.
 
         Args:
-            defaults: any of temperature, top_k, top_p, min_p, repetition_penalty; other names are not ours to obey.
+            defaults: any of temperature, top_k, top_p, min_p, repetition_penalty; other names are ignored.
 
         Raises:
-            InvalidParameterError: a default that is used lies outside its range; the message states where it came from.
+            InvalidParameterError: a default that is used is out of range; the message names its source.
         """
         chosen = self if not defaults else self._filled(defaults)
         temperature = 1.0 if chosen.temperature is None else float(chosen.temperature)
@@ -179,7 +183,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def _filled(self, defaults: Mapping[str, float | int]) -> SamplingParams:
-        """With an artifact's defaults where the request sets nothing; their ranges are those of a request's values."""
+        """Fill in an artifact's defaults for values that the request does not set. Their ranges are those of a
+        request's values."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given: dict[str, Any] = {
             name: defaults[name] for name in names if getattr(self, name) is None and name in defaults
@@ -191,14 +196,18 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             SamplingParams(**given).validate(vocab_size=1)
         except InvalidParameterError as error:
             raise InvalidParameterError(
-                f"the model's default sampling parameters cannot be used: {error}; give {error.param} in the request",
+                f"the model's default sampling parameters cannot be used: {error}; set {error.param} in the request",
                 param=error.param,
             ) from None
         return replace(self, **given)
 
 
 def check_logprobs(name: str, value: int | None, vocab_size: int) -> None:
-    """Check how many of the most likely tokens are wanted beside one; InvalidParameterError names the parameter."""
+    """Check the number of most likely tokens to report.
+
+    Raises:
+        InvalidParameterError: it is out of range; `param` names the parameter.
+    """
     if value is not None:
         _check(OptionType(int, Range(0, min(MAX_LOGPROBS, vocab_size))), name, value)
 
@@ -238,7 +247,8 @@ def _check(type_: OptionType, name: str, value: object, param: str | None = None
 
 
 def _declared_checks() -> Iterator[tuple[str, object, Callable[[str, object], None]]]:
-    """A field, its default, and the check of any other value; fields that depend on the vocabulary have none."""
+    """Yield each field, its default, and the check of any other value. Fields that depend on the vocabulary have
+    none."""
     hints = get_type_hints(SamplingParams, include_extras=True)
     types = option_types(SamplingParams)
     for field in fields(SamplingParams):

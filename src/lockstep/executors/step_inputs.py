@@ -1,7 +1,7 @@
-"""A step's chunks as arrays, checked before anything runs. Pure numpy.
+"""Step inputs: converts a step's chunks to arrays and checks them before anything runs. Pure numpy.
 
-A forward pass does not check its block tables: a wrong entry is a segmentation fault or another request's memory. So
-every table, row and token is checked here, and a plan that fails touches nothing.
+A forward pass does not check its block tables, so a wrong entry would crash the process or read another request's
+memory. Therefore every table, row and token is checked here, and a plan that fails has no effect.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Longs = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that a plan must stay within."""
+    """Limits that a plan must observe."""
 
     block_size: int
     num_blocks: int
-    """Without the null block: blocks are 1..num_blocks."""
+    """Number of blocks without the null block: blocks are 1..num_blocks."""
     num_host_blocks: int
     max_model_len: int
     vocab_size: int
 
 
 class TableRows:
-    """Block tables as arrays, kept from one step to the next.
+    """Cache of block tables as arrays, kept from one step to the next.
 
-    A sequence's table is the same tuple until it grows, so all but a few conversions are saved. Only the tables of the
+    A sequence's table is the same tuple until it grows, so almost all conversions are avoided. Only the tables of the
     latest step are kept.
     """
 
@@ -43,7 +43,11 @@ class TableRows:
         self._kept: dict[int, tuple[tuple[int, ...], Ints]] = {}
 
     def of(self, tables: tuple[tuple[int, ...], ...]) -> list[Ints]:
-        """One array per table; OverflowError when an entry does not fit 32 bits."""
+        """One array per table.
+
+        Raises:
+            OverflowError: an entry does not fit 32 bits.
+        """
         before, kept, rows = self._kept, {}, []
         for table in tables:
             entry = before.get(id(table))
@@ -57,32 +61,33 @@ class TableRows:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The checked chunks of a step, one of each sequence."""
+    """The checked chunks of a step, one for each sequence."""
 
     starts: Longs
-    """[B]: tokens of each sequence that are already in its blocks."""
+    """[B]: number of tokens of each sequence that are already in its blocks."""
     lengths: Longs
-    """[B]: tokens of each chunk."""
+    """[B]: number of tokens of each chunk."""
     needed: Longs
-    """[B]: blocks of each table."""
+    """[B]: number of blocks of each table."""
     blocks: Ints
     """All block tables, one after the other."""
 
     @property
     def plan(self) -> Ints:
-        """Sequences, their past lengths, beginnings and tables in one array, as our attention reads them."""
+        """The number of sequences, their past lengths, offsets and tables in one array, in the format of the native
+        attention."""
         parts = ([len(self.starts)], self.starts, begins_of(self.lengths), begins_of(self.needed), self.blocks)
         return np.concatenate(parts).astype(np.int32)
 
 
 def checked_chunks(batch: StepBatch, limits: Limits, table_rows: TableRows) -> Chunks:
-    """Chunks of a plan that forwards something.
+    """Check the chunks of a plan that has work and convert them.
 
     Args:
-        table_rows: the caller's, so that tables seen in its last step are not converted again.
+        table_rows: the caller's cache, so that tables of its last step are not converted again.
 
     Raises:
-        InvalidPlanError: naming the sequence and what is wrong with its chunk.
+        InvalidPlanError: a chunk is invalid; the message names the sequence and the error.
     """
     plan = batch.plan
     num_seqs = len(plan.seq_ids)
@@ -99,10 +104,10 @@ def checked_chunks(batch: StepBatch, limits: Limits, table_rows: TableRows) -> C
 
 
 def check_moves(plan: StepPlan, limits: Limits) -> None:
-    """Check swaps and copies, whether or not anything is forwarded.
+    """Check swaps and copies, even if nothing is computed.
 
     Raises:
-        InvalidPlanError: a block outside the pool or the null block, or two moves into one place.
+        InvalidPlanError: a block is outside the pool or the null block, or two moves have the same destination.
     """
     last, last_host = limits.num_blocks, limits.num_host_blocks - 1
     for what, pairs, source, target in (
@@ -113,15 +118,15 @@ def check_moves(plan: StepPlan, limits: Limits) -> None:
         for pair in pairs:
             if not (source[0] <= pair[0] <= source[1] and target[0] <= pair[1] <= target[1]):
                 raise InvalidPlanError(
-                    f"step {plan.step}: {what} {pair[0]} -> {pair[1]} leaves the pool of device blocks 1..{last} "
+                    f"step {plan.step}: {what} {pair[0]} -> {pair[1]} is outside the pool of device blocks 1..{last} "
                     f"and host blocks 0..{last_host}"
                 )
         if len({pair[1] for pair in pairs}) != len(pairs):
-            raise InvalidPlanError(f"step {plan.step}: two of {what} write the same block")
+            raise InvalidPlanError(f"step {plan.step}: two moves of {what} write the same block")
 
 
 def begins_of(sizes: Longs) -> Longs:
-    """[B + 1]: where each of parts that lie one after the other begins, and the end of the last."""
+    """[B + 1]: start of each of several consecutive parts, and the end of the last."""
     begins = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=begins[1:])
     return begins
@@ -133,7 +138,7 @@ def _check_spans(plan: StepPlan, starts: Longs, lengths: Longs, limits: Limits) 
         index = int(wrong.argmax())
         raise InvalidPlanError(
             f"step {plan.step}, sequence {plan.seq_ids[index]}: {lengths[index]} tokens from position {starts[index]}; "
-            f"a chunk has at least one token and ends at {limits.max_model_len} at most"
+            f"a chunk must have at least one token and end at {limits.max_model_len} at most"
         )
 
 
@@ -157,7 +162,7 @@ def _flat_tables(plan: StepPlan, needed: Longs, table_rows: TableRows) -> Ints:
 
 
 def _check_blocks(plan: StepPlan, starts: Longs, needed: Longs, blocks: Ints, limits: Limits) -> None:
-    """Check that every block lies in the pool, and that no other row uses a block that is written."""
+    """Check that every block is in the pool, and that no other row uses a block that is written."""
     if blocks.min() < 1 or blocks.max() > limits.num_blocks:
         index = int(((blocks < 1) | (blocks > limits.num_blocks)).argmax())
         raise InvalidPlanError(
@@ -193,4 +198,4 @@ def _check_tokens(batch: StepBatch, num_tokens: int, limits: Limits) -> None:
         if rows is None:
             continue
         if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= num_tokens)):
-            raise InvalidPlanError(f"step {step}: a row outside the step's {num_tokens} tokens")
+            raise InvalidPlanError(f"step {step}: a row is outside the step's {num_tokens} tokens")

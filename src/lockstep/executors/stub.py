@@ -1,11 +1,11 @@
-"""A deterministic fake model with a byte tokenizer: no files, boots at once, latencies and faults on request.
+"""Stub model: simulates a model with a byte tokenizer, without files, with configurable latencies and faults.
 
-It is part of the package: benchmarks, replay, the cluster's examples and tests run on it. It ignores the KV pool, and
-its answers depend on the request alone, so it can check plumbing and never arithmetic. All tokens of a prompt are
-equally likely.
+It is part of the package: benchmarks, replay, the cluster's examples and tests use it. It ignores the KV pool, and its
+answers depend only on the request, so it can test data flow but not arithmetic. All tokens of a prompt are equally
+likely.
 
-Texts are tokenised byte by byte. So are answers, where they then end within ``max_tokens``; where that is too few, each
-constant part of an answer is one token (`HEAD_ID`, `MAX_ID`), so that it still ends by itself with 8 tokens.
+Texts are tokenised byte by byte. Answers are, too, if they then end within ``max_tokens``. Otherwise each constant part
+of an answer is one token (`HEAD_ID`, `MAX_ID`), so that it still ends normally with 8 tokens.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ SCHEME = "stub://"
 SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 USER_ID, END_ID = 257, 259
 HEAD_ID, MAX_ID = 260, 261
-"""Pieces of answers that no text is tokenised into, as no merge leads to them: up to the length, and behind it."""
+"""Tokens for the parts of an answer before and after its length. Texts never contain them, since no merge creates
+them."""
 VOCAB_SIZE = 262
 DECLARED_BYTES = 800_000_000
-"""Size of its weights that a stub model declares."""
+"""Size of the weights that a stub model declares."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -57,13 +58,13 @@ class StubOptions:
 
     name: str
     field: str = ""
-    """Not empty: an entry model, which answers ``<field>=<id>``."""
+    """Not empty: the stub is an entry model, which answers ``<field>=<id>``."""
     ids: tuple[str, ...] = ()
-    """The specialists that an entry model may name."""
+    """Ids of the specialists that an entry model may name."""
     step_ms: Annotated[float, Range(0)] = 0.0
-    """Time that every step takes."""
+    """Duration of every step."""
     token_us: Annotated[float, Range(0)] = 0.0
-    """Time on top for every token of a step."""
+    """Additional duration for every token of a step."""
     load_ms: Annotated[float, Range(0)] = 0.0
     fail_every: Annotated[int, Range(0)] = 0
     """Every n-th step fails; 0: none."""
@@ -72,14 +73,14 @@ class StubOptions:
     max_model_len: Annotated[int, Range(2)] = 8192
     block_size: Annotated[int, Range(1)] = 16
     answers: str = ""
-    """Not empty: a file of scripted answers; see `read_answers`."""
+    """Path of a file of scripted answers; see `read_answers`. Empty: there is none."""
 
     @classmethod
     def parse(cls, source: str) -> StubOptions:
-        """Read a ``stub://`` source.
+        """Parse a ``stub://`` source.
 
         Raises:
-            UsageError: it has unknown options or values of a wrong kind; the message lists all of them.
+            UsageError: it has unknown options or invalid values; the message lists all of them.
         """
         parts = urlsplit(source)
         types = {name: type_ for name, type_ in option_types(cls).items() if name != "name"}
@@ -111,7 +112,7 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     answer: str
     when: str | tuple[str, ...] = ()
-    """Texts that the prompt must have, all of them; none: every prompt fits."""
+    """Texts that the prompt must contain, all of them; empty: every prompt matches."""
 
     def fits(self, prompt: str) -> bool:
         texts = (self.when,) if isinstance(self.when, str) else self.when
@@ -119,11 +120,11 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_answers(options: StubOptions) -> tuple[ScriptedAnswer, ...]:
-    """The scripted answers of a stub: JSON lines such as ``{"when": "text of the prompt", "answer": "text"}``. A prompt
-    gets the first that fits it; where none does, the stub answers as it does without a file.
+    """Read the scripted answers of a stub: JSON lines such as ``{"when": "text of the prompt", "answer": "text"}``. A
+    prompt gets the first one that matches. If none does, the stub answers as without a file.
 
     Raises:
-        ArtifactError: the file cannot be read, is too large, or a line is not of that form.
+        ArtifactError: the file cannot be read, is too large, or has an invalid line.
     """
     if not options.answers:
         return ()
@@ -151,7 +152,7 @@ def read_answers(options: StubOptions) -> tuple[ScriptedAnswer, ...]:
 
 
 def stub_tokenizer_parts(name: str = "stub") -> TokenizerParts:
-    """The byte tokenizer: token id = byte value, then the special tokens, then the pieces of this stub's answers."""
+    """The byte tokenizer: token id = byte value, then the special tokens, then the parts of this stub's answers."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -166,11 +167,11 @@ def stub_tokenizer_parts(name: str = "stub") -> TokenizerParts:
 def reply_of(
     options: StubOptions, prompt_ids: Sequence[int], max_output_tokens: int, answers: Sequence[ScriptedAnswer] = ()
 ) -> Sequence[int]:
-    """The whole answer without its end, a pure function of the request: by bytes, or in pieces where only they leave
-    room for the end.
+    """The whole answer without its end token, as a pure function of the request: in bytes, or in parts if only they
+    leave room for the end.
 
     Args:
-        answers: the scripted ones; those of `read_answers`.
+        answers: scripted answers from `read_answers`.
     """
     if answers:
         prompt = bytes([token for token in prompt_ids if token < 256]).decode(errors="replace")
@@ -193,7 +194,8 @@ def _head_of(name: str) -> str:
 
 
 def _route(text: str, ids: tuple[str, ...]) -> str:
-    """By a keyword, or by the id that the text names: the longest, one that is a word before one inside of others."""
+    """Route by a keyword, or by the id in the text: the longest one; ids that are whole words come before those within
+    words."""
     for words, specialist in KEYWORDS:
         if specialist in ids and any(word in text for word in words):
             return specialist
@@ -208,7 +210,7 @@ class _Script(msgspec.Struct, frozen=True):
 
 
 class StubExecutor:
-    """Executor and SequenceObserver that computes each sequence's whole answer at its beginning."""
+    """Executor and SequenceObserver that computes each sequence's whole answer when it begins."""
 
     def __init__(self, options: StubOptions) -> None:
         self._options = options
@@ -222,13 +224,13 @@ class StubExecutor:
         time.sleep(options.load_ms / 1e3)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """See the protocol; a stub's blocks hold nothing."""
+        """See the protocol. A stub's blocks hold no data."""
 
     def read_blocks(self, blocks: Sequence[int]) -> Blocks:
         return np.zeros((len(blocks), self.geometry.bytes_per_block), np.uint8)
 
     def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
-        """See the protocol; a stub's blocks hold nothing."""
+        """See the protocol. A stub's blocks hold no data."""
 
     def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:
         self._scripts[seq_id] = _Script(
@@ -260,7 +262,7 @@ class StubExecutor:
         return logits
 
     def prompt_logits(self, first: int, last: int) -> Logits:
-        """See the protocol; a stub finds every prompt equally likely."""
+        """See the protocol. For a stub, every prompt is equally likely."""
         return np.zeros((last - first, VOCAB_SIZE), np.float32)
 
     def close(self) -> None:

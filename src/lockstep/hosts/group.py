@@ -26,7 +26,7 @@ from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import ContentsChanged, Loaded, Unloaded
 from lockstep.worker.network import WorkerAddress
 from lockstep.worker.pending import Mailbox
-from lockstep.worker.progress import CallStation
+from lockstep.worker.progress import CallObserver
 from lockstep.worker.supervised import Notice, SupervisedWorker
 
 log = logging.getLogger(__name__)
@@ -366,8 +366,9 @@ class HostedMailbox:
         "_inner",
         "_is_second",
         "_member",
+        "_observer",
+        "_observer",
         "_request",
-        "_station",
         "_worker",
     )
 
@@ -380,20 +381,20 @@ class HostedMailbox:
         self._inner: Mailbox | None = None
         """Mailbox at the worker that answers now; None: none does."""
         self._generation = 0
-        self._station: CallStation | None = None
+        self._observer: CallObserver | None = None
         self._has_tokens = False
         self._is_second = False
 
     @property
-    def station(self) -> CallStation | None:
-        """Called with the stations of the request before its first token."""
-        return self._station
+    def observer(self) -> CallObserver | None:
+        """Called with the events of the request before its first token."""
+        return self._observer
 
-    @station.setter
-    def station(self, station: CallStation | None) -> None:
-        self._station = station
+    @observer.setter
+    def observer(self, observer: CallObserver | None) -> None:
+        self._observer = observer
         if self._inner is not None:
-            self._inner.station = station
+            self._inner.observer = observer
 
     def send(self) -> None:
         """Send the request to the replica that the balancer chooses; ReplicaGoneError: the replica was lost
@@ -403,7 +404,7 @@ class HostedMailbox:
         try:
             assert member.worker is not None, "the balancer only chooses connected replicas"
             self._inner = member.worker.submit(self._group.key, self._request)
-            self._inner.station = self._station
+            self._inner.observer = self._observer
         except BaseException:
             self.leave()
             raise

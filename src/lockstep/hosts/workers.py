@@ -19,7 +19,7 @@ from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot, merged
 from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sessions import SessionReport, Swept
+from lockstep.engine.sessions import SessionReport, SweepResult
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.hosts.group import Group, HostedMailbox, RouteWatcher
 from lockstep.hosts.values import SLOTS_PER_REPLICA, GroupOptions, LinkOptions, ReplicaPhase, ReplicaStatus
@@ -322,12 +322,12 @@ class HostedWorkers:
         each = tuple(tuple(session for report in kept for session in report[i]) for i in range(len(environments)))
         return on_device, KeptReport(each)
 
-    async def sweep(self, replica: str, session_id: str | None = None, owner: str | None = None) -> Swept:
+    async def sweep(self, replica: str, session_id: str | None = None, owner: str | None = None) -> SweepResult:
         """Free what idle sessions hold at the replicas of a group."""
         those = self._workers(replica)
         return _total(await asyncio.gather(*(worker.sweep(replica, session_id, owner) for worker in those)))
 
-    async def end_session(self, replica: str, session_id: str, owner: str | None = None) -> Swept:
+    async def end_session(self, replica: str, session_id: str, owner: str | None = None) -> SweepResult:
         """Free what a session holds at the replicas of a group, and prevent it from holding more."""
         return _total(
             await asyncio.gather(*(w.end_session(replica, session_id, owner) for w in self._workers(replica)))
@@ -359,5 +359,5 @@ def _sessions_of(reports: Sequence[Mapping[str, tuple[SessionReport, ...]]]) -> 
     return found
 
 
-def _total(swept: Sequence[Swept]) -> Swept:
-    return Swept(sum(each.num_sessions for each in swept), sum(each.num_blocks for each in swept))
+def _total(results: Sequence[SweepResult]) -> SweepResult:
+    return SweepResult(sum(each.num_sessions for each in results), sum(each.num_blocks for each in results))

@@ -40,7 +40,7 @@ from lockstep.worker.flight.entries import (
     Filled,
     Named,
     Pinned,
-    Swept,
+    Unpinned,
 )
 
 MAX_CAUSE_WORK = 8_000_000
@@ -286,7 +286,7 @@ def _words_of(command: Command) -> str:
             return f"{len(command.contents):,} blocks of the answer of {called(str(command.seq_id))} to publish {at}"
         case Pinned():
             return f"{len(command.contents):,} blocks to keep for a session {at}"
-        case Swept():
+        case Unpinned():
             return f"{len(command.contents):,} blocks of a session to give up {at}"
         case Filled():
             return f"{len(command.contents):,} blocks of a chain to bring back {at}"

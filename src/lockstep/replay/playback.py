@@ -28,6 +28,7 @@ from lockstep.worker.flight.entries import (
     CacheReset,
     Checkpoint,
     Closed,
+    CreditsEntry,
     End,
     EngineEntry,
     Entry,
@@ -39,10 +40,9 @@ from lockstep.worker.flight.entries import (
     Priorities,
     Record,
     RequestEntry,
-    SeatsEntry,
-    Swept,
     Tokens,
     Turn,
+    Unpinned,
     WithWork,
 )
 
@@ -127,7 +127,7 @@ class Playback:
                     self._coming.clear()
                 case Record():
                     yield from self._counted(self._engine(entry.engine).record(entry))
-                case Added() | Aborted() | Named() | Pinned() | Swept() | Filled() | CacheReset():
+                case Added() | Aborted() | Named() | Pinned() | Unpinned() | Filled() | CacheReset():
                     self._engine(entry.engine).command(entry)
                 case Arrival():
                     self._coming.append(entry)
@@ -161,13 +161,13 @@ class Playback:
                 else:
                     rerun.begin_at(entry)
                     self._miss({entry.engine: rerun.num_begun - self._num_reached.get(entry.engine, 0)}, 0)
-            case SeatsEntry(num_turns, seats):
-                if self._is_whole and self.tally.num_turns and self._turns.seats() != (num_turns, seats):
+            case CreditsEntry(num_turns, credits):
+                if self._is_whole and self.tally.num_turns and self._turns.credit_rows() != (num_turns, credits):
                     what = "the next file begins with other credits than the turns before it lead to"
                     raise DivergedError(TURNS, num_turns, what)
                 if not self._is_whole:
                     self._miss({}, num_turns - self._num_turns_reached)
-                self._turns = DeviceScheduler.of(num_turns, seats)
+                self._turns = DeviceScheduler.of(num_turns, credits)
             case Priorities(classes):
                 self._places = dict(enumerate(number for number, _ in classes))
                 self._classes = {self._keys[number]: priority for number, priority in classes}
@@ -188,7 +188,7 @@ class Playback:
             self._forget_rest()
             reached = {number: engine.num_begun for number, engine in self.engines.items()}
             self._num_reached = {} if is_new else self._num_reached | reached
-            self._num_turns_reached = 0 if is_new else self._turns.seats()[0]
+            self._num_turns_reached = 0 if is_new else self._turns.credit_rows()[0]
             self._can_tell_loss = not is_new or number == 1
             self.engines, self._is_whole = {}, False
         if is_new:

@@ -30,13 +30,13 @@ from lockstep.worker.flight.entries import (
     Added,
     Arrival,
     Closed,
+    CreditsEntry,
     End,
     EngineEntry,
     Header,
     Idle,
     Priorities,
     Record,
-    SeatsEntry,
     Turn,
 )
 from lockstep.worker.flight.files import LEVEL, MAX_FRAME_BYTES
@@ -137,7 +137,7 @@ class RunRecording:
         put = self._chunk.put
         self._written = self._chunk.begin_file(Header(SCHEMA_VERSION, __version__, RUN, 1, is_simulated=True))
         put(EngineEntry(_ENGINE, name, name, "", config, {}, {}, 0))
-        put(SeatsEntry(*DeviceScheduler().seats()))
+        put(CreditsEntry(*DeviceScheduler().credit_rows()))
         put(Priorities(((_ENGINE, 0),)))
 
     def _end(self) -> None:

@@ -30,7 +30,7 @@ from lockstep.worker.flight.entries import (
     Named,
     Pinned,
     Record,
-    Swept,
+    Unpinned,
 )
 
 SchedulerOf = Callable[[SchedulerConfig], Scheduler]
@@ -118,7 +118,7 @@ def apply_to_cache(scheduler: Scheduler, command: Command, hash_of: Callable[[in
     match command:
         case Pinned():
             scheduler.pin([hash_of(content) for content in command.contents])
-        case Swept():
+        case Unpinned():
             scheduler.sweep([hash_of(content) for content in command.contents])
         case Filled():
             scheduler.fill([hash_of(content) for content in command.contents], command.start)

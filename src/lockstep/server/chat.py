@@ -274,7 +274,7 @@ def _echo(body: ChatBody, chat: ChatCall) -> str:
     prompt = chat.call.prompt
     if not body.echo or body.messages[-1].role != "assistant" or not isinstance(prompt, Conversation):
         return ""
-    [last] = checked_messages(prompt.messages[-1:], knows_developer=True)
+    [last] = checked_messages(prompt.messages[-1:], supports_developer=True)
     return str(last["content"])
 
 

@@ -237,7 +237,7 @@ def row_of(context: RequestContext, duration_s: float, *, is_ended: bool = False
         output_tokens=totals.num_output_tokens,
         preemptions=totals.num_preemptions,
         waits=tuple(waits_of(course.waits.values(), context.started_s)),
-        replay=tuple(RequestReplay(at.model, at.replica, at.seq_id, at.step, None) for at in course.places),
+        replay=tuple(RequestReplay(at.model, at.replica, at.seq_id, at.step, None) for at in course.sequences),
     )
 
 

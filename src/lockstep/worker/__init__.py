@@ -1,1 +1,1 @@
-"""Device workers: one owns a device, the replicas on it and the loop that hands out their steps."""
+"""Device workers: each owns a device, its replicas and the loop that runs their steps."""

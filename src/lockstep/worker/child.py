@@ -1,10 +1,11 @@
-"""Process of a device worker: ``python -m lockstep.worker.child FD PARENT_PID LOG_FORMAT LOG_LEVEL TRACE LISTEN KV``.
+"""Process of a device worker: runs ``python -m lockstep.worker.child FD PARENT_PID LOG_FORMAT LOG_LEVEL TRACE LISTEN
+KV``.
 
-FD is one end of a socket pair; TRACE is the JSON of what is recorded, LISTEN that of where gateways may come to over a
-network, KV that of where KV events are published, or empty. The process ends with its parent: at the end of the stream,
-and on Linux by a signal even where it is stuck in native code. Signals of the terminal are the parent's to decide on.
-What is heavy is imported only when all this is settled, and nothing is opened before the parent speaks: a process may
-be started ahead of who needs it, and in vain.
+FD is one end of a socket pair. TRACE, LISTEN and KV are JSON or empty: the recording options, the network address for
+gateways, and the endpoints of KV events. The process ends with its parent: when the stream ends, and on Linux also by a
+signal, even if it is stuck in native code. Signals of the terminal are left to the parent. Large modules are imported
+after this setup, and nothing is opened before the parent's first command: a process may be started early and never be
+used.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXIT_BROKEN = 70
-"""A defect of ours ended a loop; the log has it."""
+"""Exit code after a bug has ended a loop. The log has the exception."""
 STOP_LIMIT_S = 4.0
-"""For the step under way to end and the models to be freed."""
+"""Time limit for finishing the current step and freeing the models."""
 _READ_BYTES = 1 << 18
 
 
 def main(
     fd: int, parent_pid: int, log_format: LogFormat, log_level: str, trace: str, listen: str, kv_events: str
 ) -> None:
-    """Serve until `Stop` comes or the other end is gone; ends the process."""
-    gc.disable()  # imports make much and leave nothing behind: looking for it takes a tenth of their time
+    """Serve until `Stop` arrives or the other end is gone, then exit."""
+    gc.disable()  # imports leave no garbage, and collecting takes a tenth of their time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent(parent_pid)
@@ -55,9 +56,9 @@ def main(
     from lockstep.worker.kv_events import KVEventsOptions
     from lockstep.worker.wire import Outbox
 
-    gc.freeze()  # modules stay, so no later collection walks over them
+    gc.freeze()  # modules stay, so later collections skip them
     gc.enable()
-    if not sock.recv(1, socket.MSG_PEEK):  # nobody ever spoke to it: nothing is opened, recorded or written
+    if not sock.recv(1, socket.MSG_PEEK):  # the parent sent no command: open and write nothing
         _exit(0)
     outbox = Outbox(sock)
     options = msgspec.json.decode(trace, type=TraceOptions) if trace else None
@@ -73,7 +74,7 @@ def main(
             steps.join(STOP_LIMIT_S)
             outbox.flush(STOP_LIMIT_S)
     except Exception:
-        log.exception("a command could not be obeyed")
+        log.exception("a command could not be executed")
         _exit(EXIT_BROKEN)
     _exit(0)
 
@@ -81,7 +82,7 @@ def main(
 def _run(worker: DeviceWorker, outbox: Outbox) -> None:
     try:
         worker.run()
-    except Exception:  # it has been logged, and everybody was told
+    except Exception:  # already logged, and every request has failed with it
         outbox.flush(STOP_LIMIT_S)
         _exit(EXIT_BROKEN)
 
@@ -89,26 +90,26 @@ def _run(worker: DeviceWorker, outbox: Outbox) -> None:
 def _listening(
     listen: str, outbox: Outbox, trace: TraceOptions | None, kv_events: KVEventsOptions | None
 ) -> DeviceWorker:
-    """A worker to which gateways may connect over a network as well; if it cannot listen, it reports the reason."""
+    """Create a worker that also accepts gateways over a network. If it cannot listen, it reports the reason."""
     import msgspec
 
     from lockstep.worker.device import DeviceWorker
     from lockstep.worker.messages import Command, Event, Listening
-    from lockstep.worker.remote_clients import ListenOptions, RemoteClients, addressed
+    from lockstep.worker.remote_clients import ListenOptions, RemoteClients, routed
 
-    def obey(command: Command) -> None:
+    def execute(command: Command) -> None:
         worker.handle(command)
 
     def emit(event: Event) -> None:
-        for number, each in addressed(event, ()):
+        for number, each in routed(event, ()):
             if number == 0:
                 outbox.post(each)
-        guests.tell(event)
+        clients.publish(event)
 
     try:
-        guests = RemoteClients(msgspec.json.decode(listen, type=ListenOptions), obey)
-        worker = DeviceWorker(emit, trace=trace, tells_contents=True, kv_events=kv_events)
-        outbox.post(Listening(*guests.start()))
+        clients = RemoteClients(msgspec.json.decode(listen, type=ListenOptions), execute)
+        worker = DeviceWorker(emit, trace=trace, reports_contents=True, kv_events=kv_events)
+        outbox.post(Listening(*clients.start()))
     except UsageError as error:
         outbox.post(Listening("", 0, str(error)))
         return DeviceWorker(outbox.post, trace=trace, kv_events=kv_events)
@@ -116,7 +117,7 @@ def _listening(
 
 
 def _receive(sock: socket.socket, worker: DeviceWorker, outbox: Outbox) -> bool:
-    """Hand commands to the worker; True after `Stop`, False when the other end is gone."""
+    """Pass commands to the worker; True: after `Stop`; False: the other end is gone."""
     import msgspec
 
     from lockstep.worker.messages import Stop
@@ -137,7 +138,7 @@ def _receive(sock: socket.socket, worker: DeviceWorker, outbox: Outbox) -> bool:
 
 
 def _exit(code: int) -> None:
-    """End at once: finalising would wait for threads that are inside native code."""
+    """Exit at once. An orderly interpreter shutdown would wait for threads in native code."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""Device worker: one device, its replicas, and one loop that hands out their steps.
+"""Device worker: runs the replicas of one device in one step loop.
 
-Four kinds of threads meet here. A receiving thread calls `handle`: it checks and queues requests, and answers what must
-be answered while a step runs; where gateways come over a network there are two. The step thread runs `run`. One loading
-thread opens replicas while others serve; few preparing threads build grammars.
+It has four kinds of threads. A receiving thread calls `handle`: it checks and queues requests, and answers the queries
+that must be answered while a step runs. If gateways connect over a network, there are two receiving threads. The step
+thread runs `run`. One loading thread opens replicas while others serve. A few preparing threads compile grammars.
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ log = logging.getLogger(__name__)
 NUM_PREPARERS = 2
 STORE_ATTEMPTS, STORE_RETRY_S = 10, 0.2
 FLUSH_LIMIT_S = 2.0
-"""For what a store has not written yet when the worker ends."""
+"""Time limit for unfinished writes of the KV store when the worker ends."""
 MAX_PREPARING = 1024
-"""Requests whose grammar is being built or waits for it."""
+"""Maximum number of requests that wait for their grammar."""
 
 
 class DeviceWorker:
-    """A device that obeys commands and emits events; see `lockstep.worker.messages`.
+    """A device that executes commands and emits events; see `lockstep.worker.messages`.
 
     Args:
-        emit: where events go.
+        emit: receives the events.
         clock: measures steps.
-        trace: what is recorded of them; None: nothing.
-        tells_contents: whether events say what each prefix cache holds.
-        kv_events: where the same is published in vLLM's shape; None: nowhere.
+        trace: options of the recording; None: nothing is recorded.
+        reports_contents: whether events report the contents of each prefix cache.
+        kv_events: where the contents are published in vLLM's format; None: nowhere.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class DeviceWorker:
         clock: Clock | None = None,
         trace: TraceOptions | None = None,
         *,
-        tells_contents: bool = False,
+        reports_contents: bool = False,
         kv_events: KVEventsOptions | None = None,
     ) -> None:
         self._emit = emit
         self._publisher = None if kv_events is None else KVEventPublisher(kv_events)
-        self._tells_contents = tells_contents
+        self._reports_contents = reports_contents
         self._registry = ReplicaRegistry()
         self._scheduler = DeviceScheduler()
         self._recorder = None if trace is None else _recorder(trace, self._scheduler)
@@ -104,18 +104,18 @@ class DeviceWorker:
             clock or SystemClock(),
             self._recorder,
             lambda: self._admission.num_preparing,
-            tells_contents,
+            reports_contents,
         )
-        self._admission = RequestAdmission(self._registry, emit, self._steps.call)
+        self._admission = RequestAdmission(self._registry, emit, self._steps.wake)
         self._loads = ThreadPoolExecutor(1, "lockstep-load")
         self._store: KVStore | None = None
         self._has_opened_store = False
-        """Whether a store was opened, or cannot be."""
+        """True once a store was opened, or opening it has failed."""
 
     # -- the receiving thread -------------------------------------------------------------------------------------
 
     def handle(self, command: Command) -> None:
-        """Obey a command, or have another thread do it; never waits for a step."""
+        """Execute a command, or queue it for another thread. Never waits for a step."""
         if self._steps.is_stopping:
             return
         match command:
@@ -128,15 +128,15 @@ class DeviceWorker:
                 self._emit(Answered(ask_id, MetricsReport(reports, self._tiers())))
             case Ask(ask_id, AskHealth()):
                 self._emit(Answered(ask_id, self._health()))
-            case Ask(ask_id, AskKept(environments)):  # of many sessions it takes long, and others wait for this thread
-                threading.Thread(target=self._tell_kept, args=(ask_id, environments), daemon=True).start()
+            case Ask(ask_id, AskKept(environments)):  # slow with many sessions, so it gets its own thread
+                threading.Thread(target=self._report_kept, args=(ask_id, environments), daemon=True).start()
             case Load():
                 self._start_loading(command)
-            case OpenStore(options):  # before the loads that come after it
+            case OpenStore(options):  # on the loading thread, so that later loads find it
                 self._loads.submit(self._open_store, options).add_done_callback(_log_defect)
             case Prioritise(replica, priority):
                 self._prioritise(replica, priority)
-            case Unload():  # behind the load that it may have to wait for
+            case Unload():  # queued after the load that it may have to wait for
                 self._loads.submit(self._steps.order, command)
             case Ask() | AnswerShown():
                 self._steps.order(command)
@@ -146,7 +146,7 @@ class DeviceWorker:
                 self.stop()
 
     def stop(self) -> None:
-        """Make the step thread end: it frees everything on its way out."""
+        """Make the step thread end. It frees everything before it exits."""
         self._loads.shutdown(wait=False, cancel_futures=True)
         self._admission.close()
         self._steps.stop()
@@ -169,9 +169,9 @@ class DeviceWorker:
         )
 
     def _tiers(self) -> dict[str, TierStats]:
-        return {} if self._store is None else {str(place): each for place, each in self._store.tiers.stats().items()}
+        return {} if self._store is None else {str(tier): stats for tier, stats in self._store.tiers.stats().items()}
 
-    def _tell_kept(self, ask_id: int, environments: tuple[bytes, ...]) -> None:
+    def _report_kept(self, ask_id: int, environments: tuple[bytes, ...]) -> None:
         store = self._store
         known = tuple(() if store is None else store.kept(each) for each in environments)
         self._emit(Answered(ask_id, KeptReport(known if self._has_opened_store else None)))
@@ -183,7 +183,7 @@ class DeviceWorker:
             self._store.resize(options)
             return
         reason = ""
-        for left in reversed(range(STORE_ATTEMPTS)):  # the worker before this one may still be on its way out
+        for left in reversed(range(STORE_ATTEMPTS)):  # the previous worker may still be exiting
             try:
                 each = options if left else replace(options, disk_dir="")
                 self._store = self._steps.store = KVStore(each, lambda reason: self._emit(KVRejected(reason)))
@@ -193,34 +193,34 @@ class DeviceWorker:
                 time.sleep(STORE_RETRY_S)
         self._has_opened_store = True
         if self._store is None:
-            log.error("%s; sessions are kept on the device alone", reason)
+            log.error("%s; sessions are kept on the device only", reason)
         elif reason and not left:
-            log.error("%s; sessions are kept on the device and in host memory alone", reason)
+            log.error("%s; sessions are kept on the device and in host memory only", reason)
 
     def _start_loading(self, load: Load) -> None:
         if self._registry.claim(load.replica, load.priority):
             self._loads.submit(self._load, load).add_done_callback(_log_defect)
         else:
-            self._emit(LoadFailed(load.replica, UsageError(f"a replica {load.replica!r} is there already")))
+            self._emit(LoadFailed(load.replica, UsageError(f"replica {load.replica!r} is already loaded")))
 
     def _load(self, load: Load) -> None:
         report = throttled(lambda stage, fraction: self._emit(Loading(load.replica, stage, fraction)))
-        report("open", 0.0)  # from now on, what ends this process may be this load
+        report("open", 0.0)  # if the process dies after this, this load may be the cause
         try:
             steps, key = self._steps, load.replica
             replica, loaded = open_replica(
-                load, report, steps.on_session, self._recorder, self._store, lambda: steps.call(key), self._publisher
+                load, report, steps.on_session, self._recorder, self._store, lambda: steps.wake(key), self._publisher
             )
         except Exception as error:
             self._registry.release(load.replica)
-            if not isinstance(error, LockstepError):  # whatever a reader or a library raises, loading is what failed
+            if not isinstance(error, LockstepError):  # any error of a reader or a library is a failed load
                 log.exception("loading %s failed", load.source)
                 error = ExecutorError(f"{load.source}: loading failed: {error!r}")
             self._emit(LoadFailed(load.replica, error))
             return
-        if self._tells_contents:
+        if self._reports_contents:
             replica.engine.scheduler.follow_contents()
-        if stored := replica.engine.sessions.stored():  # before anybody may ask it, so that later changes come later
+        if stored := replica.engine.sessions.stored():  # before the first request, so that later changes follow
             self._emit(SessionsChanged(key, list(stored)))
         if self._registry.add(replica):
             self._emit(loaded)
@@ -230,10 +230,10 @@ class DeviceWorker:
     # -- the step thread ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Hand out steps until `stop`.
+        """Run steps until `stop`.
 
         Raises:
-            Exception: a defect of ours; every request has ended with an error, and the worker cannot go on.
+            Exception: a bug; every request has ended with an error, and the worker cannot continue.
         """
         try:
             self._steps.run()
@@ -246,15 +246,15 @@ class DeviceWorker:
 
 
 class RequestAdmission:
-    """Admission of requests into the engines, and out of them again before their end.
+    """Submits requests to the engines and aborts them.
 
-    The receiving thread calls everything here. Few preparing threads build grammars, so that a slow one delays no
-    abort.
+    All methods are called on the receiving thread. A few preparing threads compile grammars, so that a slow grammar
+    does not delay aborts.
 
     Args:
-        registry: the replicas that are there.
-        refuse: called, by any thread, for each request that no engine took.
-        wake: told the key of each replica that has got something to do.
+        registry: the loaded replicas.
+        refuse: called, by any thread, for each request that no engine accepted.
+        wake: called with the key of each replica that has new work.
     """
 
     def __init__(
@@ -265,16 +265,16 @@ class RequestAdmission:
         self._wake = wake
         self._lock = threading.Lock()
         self._preparing: dict[int, bool] = {}
-        """Requests that no engine has yet, and whether they were aborted meanwhile."""
+        """Requests that are not in an engine yet; True: aborted meanwhile."""
         self._preparers = ThreadPoolExecutor(NUM_PREPARERS, "lockstep-prepare")
 
     @property
     def num_preparing(self) -> int:
-        """Requests that no engine has yet."""
+        """Number of requests that are not in an engine yet."""
         return len(self._preparing)
 
     def take(self, submit: Submit) -> None:
-        """Give a request to its engine, or see to it that a preparing thread does."""
+        """Submit a request to its engine, or queue it for a preparing thread."""
         replica, constraint = self._registry.find(submit.replica), submit.request.params.constraint
         if replica is None:
             self._refuse(Refused(submit.request_id, _not_loaded(submit.replica)))
@@ -289,7 +289,7 @@ class RequestAdmission:
             self._preparers.submit(self._prepare, replica, submit).add_done_callback(_log_defect)
 
     def abort(self, key: str, request_ids: tuple[int, ...]) -> None:
-        """End requests wherever they are; unknown ones are left alone."""
+        """Abort requests, whether prepared or submitted. Unknown ids are ignored."""
         with self._lock:
             for request_id in request_ids:
                 if request_id in self._preparing:
@@ -301,7 +301,7 @@ class RequestAdmission:
             self._wake(key)
 
     def close(self) -> None:
-        """Prepare nothing any more."""
+        """Stop preparing requests."""
         self._preparers.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self, replica: Replica, submit: Submit) -> None:
@@ -319,19 +319,19 @@ class RequestAdmission:
             replica.engine.submit(submit.request, request_id=submit.request_id)
         except LockstepError as error:
             self._refuse(Refused(submit.request_id, error))
-        except Exception as error:  # a defect of ours or a wrong type: that request's end, and nothing else's
+        except Exception as error:  # a bug or a wrong type fails only this request
             log.exception("request %d cannot be prepared", submit.request_id)
-            self._refuse(Refused(submit.request_id, RequestFailedError(f"it cannot be prepared: {error!r}")))
-        if self._registry.find(replica.key) is not replica:  # unloaded meanwhile: nobody will look into its inbox
+            self._refuse(Refused(submit.request_id, RequestFailedError(f"the request cannot be prepared: {error!r}")))
+        if self._registry.find(replica.key) is not replica:  # unloaded meanwhile: its inbox is not read any more
             self._refuse(Refused(submit.request_id, _not_loaded(submit.replica)))
         self._wake(replica.key)
 
 
 def _log_defect(work: Future[None]) -> None:
-    """Log what ended the work of a side thread: a defect of ours, since expected faults are reported as events."""
+    """Log an exception of a side thread. It is a bug, since expected faults are reported as events."""
     error = None if work.cancelled() else work.exception()
     if error is not None:
-        log.error("a side thread broke", exc_info=error)
+        log.error("a side thread failed", exc_info=error)
 
 
 def _not_loaded(key: str) -> ReplicaGoneError:
@@ -339,7 +339,7 @@ def _not_loaded(key: str) -> ReplicaGoneError:
 
 
 def _recorder(options: TraceOptions, turns: DeviceScheduler) -> Recorder:
-    """Open the recorder; what it takes is imported by those alone who record."""
+    """Open the recorder. Its dependencies are imported only if recording is enabled."""
     from lockstep.worker.flight.recorder import Recorder
 
     return Recorder(options, turns)

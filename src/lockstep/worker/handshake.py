@@ -1,15 +1,16 @@
-"""Handshake of a link over TCP: both ends prove that they know one secret and speak one version, before any message.
+"""Handshake of a link over TCP: verifies that both ends have the same secret and version, before any message.
 
-Format, all fields of fixed length but the versions:
+Format, all fields of fixed length except the versions:
 
     gateway: b"LSTP" form(1) length(1) version nonce(32)
     worker:  b"LSTP" form(1) length(1) version nonce(32) proof(32)   or   b"LSTP" 0 length(1) reason
     gateway: proof(32)
     worker:  b"\\x01"                                                 or   b"\\x00" length(1) reason
 
-A proof is HMAC-SHA256, keyed by the secret, of who proves it (``worker`` or ``gateway``) and of both greetings up to
-their nonces: nobody can pass on another's, play one again, or talk either end into another version. Pure: bytes in,
-bytes out; whoever has the socket bounds the time (`LIMIT_S`). No stranger makes it keep more than a greeting.
+A proof is HMAC-SHA256, keyed by the secret, of the prover's role (``worker`` or ``gateway``) and of both greetings up
+to their nonces. This prevents relaying or replaying a proof, and changing the version of either end. The handshake does
+no input or output: bytes go in and bytes come out. The owner of the socket limits the time (`LIMIT_S`). An
+unauthenticated peer cannot make it store more than a greeting.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from lockstep.errors import LinkRefusedError
 
 MAGIC: Final = b"LSTP"
 FORM: Final = 1
-"""Of this handshake; 0 stands for a refusal."""
+"""Format version of this handshake. 0 marks a refusal."""
 LIMIT_S: Final = 5.0
-"""For the whole of it."""
+"""Time limit for the whole handshake, in seconds."""
 MIN_SECRET_BYTES: Final = 16
 NONCE_BYTES: Final = 32
 _PROOF_BYTES: Final = 32
 _HEAD_BYTES: Final = len(MAGIC) + 2
-_STRANGER: Final = "it has another secret"
+_WRONG_SECRET: Final = "the other end has another secret"
 
 
-class _End:
-    """Work of both ends: collect bytes, and take whole fields off them."""
+class _Handshake:
+    """Base of both ends: collects bytes, and takes whole fields off them."""
 
     def __init__(self, secret: bytes, version: str, nonce: bytes) -> None:
-        assert len(nonce) == NONCE_BYTES, "a nonce is drawn anew for each link"
+        assert len(nonce) == NONCE_BYTES, "each link needs a new nonce"
         self._secret = secret
         self._version = version.encode()
         self._nonce = nonce
@@ -43,21 +44,21 @@ class _End:
         self._transcript = b""
         """First messages of gateway and worker up to their nonces."""
         self.is_done = False
-        """Whether the other end has proved that it has the secret, and received our proof."""
+        """True if the peer has proved that it has the secret, and received our proof."""
 
     @property
     def rest(self) -> bytes:
-        """Bytes that came behind the handshake; they are the first of the link's frames."""
+        """Bytes after the handshake, which begin the link's first frame."""
         return bytes(self._received)
 
     def _greeting(self) -> bytes:
         return MAGIC + bytes((FORM, len(self._version))) + self._version + self._nonce
 
     def feed(self, data: bytes) -> bytes:
-        """Take in what came; returns what is to be sent.
+        """Add received bytes and return the bytes to send.
 
         Raises:
-            LinkRefusedError: why there will be no link.
+            LinkRefusedError: the handshake failed; the message states why.
         """
         self._received += data
         return self._advance()
@@ -66,22 +67,22 @@ class _End:
         raise NotImplementedError
 
     def _take(self, count: int) -> bytes | None:
-        """That many bytes, or None where they have not come yet."""
+        """Take this many bytes; None: they have not arrived yet."""
         if len(self._received) < count:
             return None
         taken = bytes(self._received[:count])
         del self._received[:count]
         return taken
 
-    def _peer_greeting(self, num_behind: int) -> bytes | None:
-        """The other end's greeting with as many bytes behind it, if it has all come.
+    def _peer_greeting(self, num_extra: int) -> bytes | None:
+        """Take the peer's greeting and this many bytes after it; None: they have not all arrived.
 
         Raises:
-            LinkRefusedError: it refuses, speaks another version, or none of ours.
+            LinkRefusedError: the peer refuses, has another version, or uses another format.
         """
         head = bytes(self._received[:_HEAD_BYTES])
         if head[: len(MAGIC)] != MAGIC[: len(head)]:
-            raise LinkRefusedError("the other end is no gateway or worker of Lockstep's")
+            raise LinkRefusedError("the other end is not a Lockstep gateway or worker")
         if len(head) < _HEAD_BYTES:
             return None
         form, length = head[-2:]
@@ -90,20 +91,20 @@ class _End:
             if reason is None:
                 return None
             raise LinkRefusedError(_printable(reason[_HEAD_BYTES:]))
-        greeting = self._take(_HEAD_BYTES + length + NONCE_BYTES + num_behind)
+        greeting = self._take(_HEAD_BYTES + length + NONCE_BYTES + num_extra)
         if greeting is None:
             return None
         version = greeting[_HEAD_BYTES : _HEAD_BYTES + length]
         if form != FORM or version != self._version:
             theirs, ours = _printable(version), self._version.decode()
-            raise LinkRefusedError(f"the other end has version {theirs} and this one {ours}; install the same on both")
+            raise LinkRefusedError(f"the other end has version {theirs} and this one {ours}; install the same version")
         return greeting
 
-    def _proof(self, who: bytes) -> bytes:
-        return hmac.digest(self._secret, who + self._transcript, "sha256")
+    def _proof(self, role: bytes) -> bytes:
+        return hmac.digest(self._secret, role + self._transcript, "sha256")
 
 
-class GatewayHandshake(_End):
+class GatewayHandshake(_Handshake):
     """The end that opens the link."""
 
     def __init__(self, secret: bytes, version: str, nonce: bytes) -> None:
@@ -111,7 +112,7 @@ class GatewayHandshake(_End):
         self._is_proved = False
 
     def begin(self) -> bytes:
-        """Bytes to be sent first."""
+        """The bytes to send first."""
         return self._greeting()
 
     def _advance(self) -> bytes:
@@ -122,7 +123,7 @@ class GatewayHandshake(_End):
                 return b""
             self._transcript = self._greeting() + theirs[:-_PROOF_BYTES]
             if not hmac.compare_digest(theirs[-_PROOF_BYTES:], self._proof(b"worker")):
-                raise LinkRefusedError(_STRANGER)
+                raise LinkRefusedError(_WRONG_SECRET)
             self._is_proved = True
             sent = self._proof(b"gateway")
         if not self.is_done and self._received:
@@ -131,7 +132,7 @@ class GatewayHandshake(_End):
 
     def _read_answer(self) -> None:
         if self._received[0] > 1:
-            raise LinkRefusedError("the other end does not speak as a worker of Lockstep's")
+            raise LinkRefusedError("the other end does not respond like a Lockstep worker")
         if self._received[0] == 1:
             self._take(1)
             self.is_done = True
@@ -139,8 +140,8 @@ class GatewayHandshake(_End):
             raise LinkRefusedError(_printable(bytes(self._received[2 : 2 + self._received[1]])))
 
 
-class WorkerHandshake(_End):
-    """The end that is spoken to. After a refusal, `refusal` is what it sends before it hangs up."""
+class WorkerHandshake(_Handshake):
+    """The end that accepts the link. After an error, it sends `refusal` before it closes the connection."""
 
     def __init__(self, secret: bytes, version: str, nonce: bytes) -> None:
         super().__init__(secret, version, nonce)
@@ -159,32 +160,32 @@ class WorkerHandshake(_End):
             proof = self._take(_PROOF_BYTES)
             if proof is not None:
                 if not hmac.compare_digest(proof, self._proof(b"gateway")):
-                    raise LinkRefusedError(_STRANGER)
+                    raise LinkRefusedError(_WRONG_SECRET)
                 self.is_done = True
                 sent += b"\x01"
         return sent
 
     def refusal(self, error: LinkRefusedError) -> bytes:
-        """Bytes that tell the other end why; nothing that it could not know."""
+        """Bytes that report the reason to the peer. They contain nothing secret."""
         reason = str(error).encode()[:255]
         head = b"\x00" if self._has_greeted else MAGIC + b"\x00"
         return head + bytes((len(reason),)) + reason
 
 
 def check_secret(secret: bytes) -> bytes:
-    """The secret without the white space around it.
+    """Return the secret without the white space around it.
 
     Raises:
-        LinkRefusedError: it is too short to be one.
+        LinkRefusedError: it is too short.
     """
     stripped = secret.strip()
     if len(stripped) < MIN_SECRET_BYTES:
         raise LinkRefusedError(
-            f"the secret has {len(stripped)} bytes and needs {MIN_SECRET_BYTES}; make one with `openssl rand -hex 32`"
+            f"the secret has {len(stripped)} bytes but needs {MIN_SECRET_BYTES}; create one with `openssl rand -hex 32`"
         )
     return stripped
 
 
 def _printable(text: bytes) -> str:
-    """Text of an unknown peer, without characters that a terminal acts on."""
+    """Decode text of an unknown peer, without control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text.decode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""Signs of life of a worker and schedule of its restarts. Pure: reports and times come in, verdicts go out."""
+"""Health of a worker: detects hangs from its reports and schedules restarts, without a clock or input and output."""
 
 from __future__ import annotations
 
@@ -10,47 +10,51 @@ if TYPE_CHECKING:
     from lockstep.worker.messages import HealthReport
 
 ASK_INTERVAL_S = 1.0
-"""Interval of health checks of a worker. Silence is counted in checks and not on a clock: while the whole machine is
-suspended, or this process is stopped, there are no checks."""
+"""Interval of health checks of a worker. Silence is counted in checks instead of by a clock, because there are no
+checks while the machine is suspended or this process is stopped."""
 MAX_SILENCE_S = 60.0
-"""A healthy worker answers within 0.3 s of steps and 1.2 s beside grammars, on two cores that fifteen others use."""
+"""A healthy worker answers within 0.3 s during steps and 1.2 s while grammars compile, on two cores shared with fifteen
+others."""
 MAX_LOAD_SILENCE_S = 600.0
-"""Packing weights holds the interpreter in native code, the longer the larger they are."""
+"""Packing weights holds the interpreter lock in native code, for longer the larger they are."""
 MAX_STEP_S = 600.0
-"""After so long most clients have given up waiting."""
+"""After this time most clients have given up."""
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
 MAX_LINK_DELAY_S = 1.0
-"""For a link to a worker of another process, which costs little to try."""
+"""Used for links to a worker of another process, which are cheap to retry."""
 HEALTHY_S = 60.0
-"""A worker that served so long had no part in the deaths before it."""
+"""After serving for this time, a worker's end is independent of the failures before."""
 PROCESS_START_S = 1.0
-"""About what a worker needs before it can load."""
+"""Approximate time that a worker needs before it can load."""
 MIN_RETRY_AFTER_S = 1.0
 MAX_DOUBLINGS = 16
-"""Of any back-off; no bound is that far away."""
+"""Limit for any back-off; the maximum delay is always reached earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """Bounds beyond which a worker is in trouble, or hangs."""
+    """Limits beyond which a worker is in trouble or hangs."""
 
     step_s: float = 30.0
-    """While requests wait, a step is to be completed within this time; then requests are not sent here."""
+    """Maximum time in seconds without a completed step while requests wait. Beyond it, no requests are sent to the
+    worker."""
     answer_s: float = 10.0
-    """A worker is checked every second; it answers between two instructions, whatever step is running."""
+    """Maximum time in seconds without an answer to the health checks. A worker answers them while a step runs."""
     silence_s: float = MAX_SILENCE_S
-    """Without any sign of life for so long, a worker process hangs and is killed; 0: no hanging process is."""
+    """Time in seconds without any message after which a worker process is killed; 0: hanging processes are not
+    killed."""
     load_s: float = MAX_LOAD_SILENCE_S
-    """The same while it loads, and until its first word: a cold disk may take long over the imports."""
+    """The same limit while the worker loads, and until its first message, since imports from a cold disk may take
+    long."""
 
 
 def trouble(limits: HealthLimits, report: HealthReport | None, age_s: float) -> str:
     """The trouble that a report shows, in one sentence; empty: none.
 
     Args:
-        report: the worker's last; None: it has not answered yet.
-        age_s: since then, or since its start.
+        report: the worker's last report; None: it has not answered yet.
+        age_s: time since the report, or since the worker's start.
     """
     if age_s > limits.answer_s:
         return f"the device worker has not answered for {age_s:.0f} s"
@@ -60,54 +64,54 @@ def trouble(limits: HealthLimits, report: HealthReport | None, age_s: float) -> 
 
 
 class Pulse:
-    """Signs of life of one worker."""
+    """Health state of one worker."""
 
     def __init__(self, limits: HealthLimits, now_s: float) -> None:
         self._limits = limits
         self._report_s = now_s
         self.report: HealthReport | None = None
-        """The last; None: there was none yet."""
-        self._has_spoken = False
+        """The last report; None: there is none yet."""
+        self._has_answered = False
         self._num_silent = 0
-        """Questions since its last word."""
+        """Number of checks since its last message."""
         self._num_stuck = 0
-        """Reports in a row by which one and the same step goes on for too long."""
+        """Number of consecutive reports in which the same step takes too long."""
 
-    def count_question(self) -> None:
-        """Count a question; one is sent every `ASK_INTERVAL_S`."""
+    def count_check(self) -> None:
+        """Count a check. One is sent every `ASK_INTERVAL_S`."""
         self._num_silent += 1
 
-    def count_word(self) -> None:
-        """Count a word of the worker, whatever it states."""
-        self._has_spoken, self._num_silent = True, 0
+    def count_message(self) -> None:
+        """Count a message of the worker, of any kind."""
+        self._has_answered, self._num_silent = True, 0
 
     def reported(self, report: HealthReport, now_s: float) -> None:
-        """Take over a report."""
+        """Store a report."""
         self.report, self._report_s = report, now_s
         self._num_stuck = self._num_stuck + 1 if report.waiting_s > self._limits.step_s else 0
 
     def trouble(self, now_s: float) -> str:
-        """The reason why requests would not be answered now, in one sentence; empty: they would."""
+        """The reason why requests would not be answered now, in one sentence; empty: they would be."""
         return trouble(self._limits, self.report, now_s - self._report_s)
 
     def hang(self, *, is_loading: bool) -> str:
-        """The sign by which the worker hangs, so that nothing but its end will help; empty: it does not."""
+        """Describe a hang after which only a kill helps; empty: the worker does not hang."""
         limits = self._limits
         if not limits.silence_s:
             return ""
         silence_s = self._num_silent * ASK_INTERVAL_S
-        is_busy = is_loading or not self._has_spoken
+        is_busy = is_loading or not self._has_answered
         most_s = max(limits.load_s, limits.silence_s) if is_busy else limits.silence_s
-        if silence_s >= max(most_s, 2 * ASK_INTERVAL_S):  # the last question was just asked
-            return f"{silence_s:.0f} s without a sign of life" + ("" if self._has_spoken else " since its start")
+        if silence_s >= max(most_s, 2 * ASK_INTERVAL_S):  # the last check was sent just now
+            return f"{silence_s:.0f} s without a message" + ("" if self._has_answered else " since its start")
         stuck_s = limits.step_s + self._num_stuck * ASK_INTERVAL_S
         if stuck_s > max(MAX_STEP_S, limits.silence_s):
             return f"{stuck_s:.0f} s within one step"
         return ""
 
     @property
-    def last_words(self) -> str:
-        """The last report, for the middle of a sentence."""
+    def last_report(self) -> str:
+        """The last report as a clause of a log message."""
         report = self.report
         if report is None:
             return "it has reported nothing"
@@ -116,10 +120,10 @@ class Pulse:
 
 
 class Restarts:
-    """Schedule of restarts: the first death is answered at once, each that follows soon after doubles the wait.
+    """Schedule of restarts: immediate after the first failure; the delay doubles with each that follows soon after.
 
     Args:
-        is_link: whether links are tried again, and not processes started.
+        is_link: whether links are retried instead of starting processes.
     """
 
     def __init__(self, *, is_link: bool = False) -> None:
@@ -127,30 +131,31 @@ class Restarts:
         self._num_deaths = 0
         self._up_since_s: float | None = None
         self.start_at_s = 0.0
-        """When the next worker is started, after one was lost."""
+        """Time at which the next worker is started, after one was lost."""
         self._back_at_s = 0.0
-        """When it will have loaded everything, as far as one can tell."""
+        """Estimated time at which it will have loaded everything."""
 
     def schedule(self, now_s: float, load_s: float) -> None:
-        """A worker ended, or did not come up: decide when the next starts, and guess when it will have loaded all.
+        """Schedule the next start after a worker ended or failed to start, and estimate when it will have loaded
+        everything.
 
         Args:
-            load_s: how long that took the last time.
+            load_s: how long loading took the last time.
         """
         self.start_at_s = now_s + self.delay_s(now_s)
         self._back_at_s = self.start_at_s + PROCESS_START_S + load_s
 
     def retry_after_s(self, now_s: float) -> float:
-        """Whole seconds until what is not there is likely to be; a first load has no estimate."""
+        """Whole seconds until the worker is likely to be ready. A first load has no estimate."""
         return max(MIN_RETRY_AFTER_S, math.ceil(self._back_at_s - now_s))
 
     def up(self, now_s: float) -> None:
-        """The worker serves; only the first word of it counts."""
+        """Record that the worker serves. Only the first call for each worker counts."""
         if self._up_since_s is None:
             self._up_since_s = now_s
 
     def delay_s(self, now_s: float) -> float:
-        """Seconds until the next start, after a worker ended or did not come up."""
+        """Seconds until the next start, after a worker ended or failed to start."""
         if self._up_since_s is not None and now_s - self._up_since_s >= HEALTHY_S:
             self._num_deaths = 0
         self._up_since_s = None
@@ -160,5 +165,5 @@ class Restarts:
 
 
 def backoff_s(num_failures: int, first_s: float, most_s: float) -> float:
-    """Seconds to wait after so many failures in a row (at least one): doubled by each, up to a bound."""
+    """Delay in seconds after this many consecutive failures (at least one): doubled by each, up to a maximum."""
     return min(most_s, first_s * 2.0 ** min(num_failures - 1, MAX_DOUBLINGS))

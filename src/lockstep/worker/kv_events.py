@@ -1,16 +1,17 @@
-"""KV events in vLLM's shape: what each replica's prefix cache holds, for whoever routes by that, over ZeroMQ.
+"""KV events in vLLM's format: publishes the contents of each replica's prefix cache over ZeroMQ, for routers.
 
-They carry the token ids of prompts and answers, so they are opt-in. A message of the PUB socket has three frames: the
-topic, the number of the batch in its topic (8 bytes, big-endian, from 0), and the batch in msgpack: an array of the
-time in seconds, its events, and 0 for the rank. An event is a map with its ``type`` and the fields of its class below,
-as vLLM sends them since it has names for fields.
+The events contain the token ids of prompts and answers, so they are opt-in. A message of the PUB socket has three
+frames: the topic, the number of the batch in its topic (8 bytes, big-endian, from 0), and the batch in msgpack: an
+array of the time in seconds, its events, and 0 for the rank. An event is a map with its ``type`` and the fields of its
+class below, as vLLM sends them since its events have field names.
 
-Who has missed something asks the replay socket, a ROUTER, from a DEALER (of several answers a REQ takes only the first
-one): an empty frame, the first number that is wanted, and the topic where there are several. What is still known comes
-as messages of an empty frame, number and batch; the last one has the number -1 (8 bytes, signed) and an empty batch.
+A subscriber that has missed batches sends a request to the replay socket, a ROUTER. It must use a DEALER, since a REQ
+receives only the first of several answers. The request is an empty frame, the first number to resend, and the topic if
+there are several. The batches that are still stored come as messages of an empty frame, number and batch; the last
+message has the number -1 (8 bytes, signed) and an empty batch.
 
-A block is named by the last 8 bytes of its hash (core/prefix.py) as a number, which is as good as the hash itself to
-tell blocks apart. Requests with a ``cache_salt`` share their blocks with nobody who does not know it, and are left out.
+A block is named by the last 8 bytes of its hash (core/prefix.py) as a number, which distinguishes blocks as well as the
+hash itself. Requests with a ``cache_salt`` share their blocks only with requests of the same salt, and are left out.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MODEL = "{model}"
-"""What a topic has in the place of the model's name."""
+"""Placeholder for the model's name in a topic."""
 MAX_QUEUED = 10_000
-"""Batches that wait to be sent; more are lost, and their numbers are missing."""
+"""Maximum number of batches that wait to be sent. Further ones are lost, and their numbers are missing."""
 MAX_REPLAYED, MAX_REPLAYED_BYTES = 10_000, 64 << 20
-"""Batches that can be requested again."""
+"""Limits of the batches that are stored for replay."""
 RETRY_S = 1.0
 WARN_INTERVAL_S = 60.0
 CLOSE_LIMIT_S = 1.0
 _WAIT_S = 0.05
-"""Interval at which requests for a replay are looked for."""
+"""Interval in seconds between checks for replay requests."""
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -57,20 +58,21 @@ class KVEventsOptions(msgspec.Struct, frozen=True):
 
     endpoint: str
     replay: str = ""
-    """Empty: what was missed cannot be requested."""
+    """Empty: missed batches cannot be replayed."""
     topic: str = MODEL
 
     def check(self, allows_remote: bool) -> None:
-        """Refuse endpoints that cannot be, or that other machines may reach without the flag that allows it.
+        """Check the endpoints.
 
         Raises:
-            UsageError: one of those, or there is no ZeroMQ here.
+            UsageError: an endpoint is invalid or reachable from other machines without `allows_remote`, or ZeroMQ is
+                not installed.
         """
         for flag, endpoint in (("--kv-events", self.endpoint), ("--kv-events-replay", self.replay)):
             if endpoint:
                 _check_endpoint(flag, endpoint, allows_remote)
         if importlib.util.find_spec("zmq") is None:
-            raise UsageError("--kv-events needs pyzmq, which is not here; `pip install 'lockstep-llm[ray]'` brings it")
+            raise UsageError("--kv-events requires pyzmq; install it with `pip install 'lockstep-llm[ray]'`")
 
 
 def _check_endpoint(flag: str, endpoint: str, allows_remote: bool) -> None:
@@ -83,8 +85,8 @@ def _check_endpoint(flag: str, endpoint: str, allows_remote: bool) -> None:
         raise UsageError(f"{flag} is {endpoint!r}; it must be tcp://HOST:PORT or ipc://PATH")
     if is_tcp and parts.hostname not in LOOPBACK and not allows_remote:
         raise UsageError(
-            f"{flag} is {endpoint!r}, which others than this machine may reach, and events carry the tokens of prompts "
-            "in clear; give tcp://127.0.0.1:PORT, or --kv-events-allow-remote where the network may be trusted"
+            f"{flag} is {endpoint!r}, which other machines can reach, and events contain the tokens of prompts "
+            "unencrypted; use tcp://127.0.0.1:PORT, or --kv-events-allow-remote on a trusted network"
         )
 
 
@@ -93,29 +95,29 @@ class _Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False
 
 
 class BlockStored(_Event, frozen=True):
-    """Blocks of one chain, each behind the one before it, that can be found from now on."""
+    """Consecutive blocks of one chain that were added to the cache."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the block before the first one; None: it begins a prompt."""
+    """Hash of the block before the first one; None: the first one begins a prompt."""
     token_ids: list[int]
-    """Of all blocks."""
+    """Token ids of all blocks."""
     block_size: int
     lora_id: int | None
     medium: str
-    """Always ``GPU``, vLLM's word for the device's own memory."""
+    """Always ``GPU``, vLLM's name for the device's own memory."""
     lora_name: str | None
 
 
 class BlockRemoved(_Event, frozen=True):
-    """Blocks that can be found no longer."""
+    """Blocks that were removed from the cache."""
 
     block_hashes: list[int]
     medium: str
 
 
 class AllBlocksCleared(_Event, frozen=True):
-    """Nothing can be found any more."""
+    """The cache is empty."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -131,64 +133,64 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class KVEventSource:
-    """Events of one replica's cache, with the tokens of the blocks of open sequences. Step thread only.
+    """Creates the events of one replica's cache, using the tokens of open sequences. Step thread only.
 
     Args:
-        publish: takes the events of each step that has any.
+        publish: called with the events of each step that has any.
     """
 
     def __init__(self, block_size: int, publish: Callable[[Sequence[Event]], None]) -> None:
         self._block_size = block_size
         self._publish = publish
-        self._places: dict[bytes, tuple[Generation, int]] = {}
-        """Of contents of open sequences: one that has it, and its place there."""
+        self._positions: dict[bytes, tuple[Generation, int]] = {}
+        """An open sequence that has each content, and the content's block index there."""
         self._num_open: dict[bytes, int] = {}
-        """Sequences that have a content."""
+        """Number of sequences that have each content."""
         self._ended: list[Generation] = []
-        """Sequences that have ended since the last news, which may be of their blocks."""
+        """Sequences that have ended since the last call of `changed`, whose blocks may still be reported."""
         self._held: set[bytes] = set()
-        """Published blocks that can still be found."""
+        """Published blocks that are still in the cache."""
         publish([AllBlocksCleared()])
 
     def joined(self, generation: Generation) -> None:
-        """Take note of a sequence that begins."""
+        """Record the blocks of a new sequence."""
         if not generation.live.request.cache_salt:
-            self._enter(generation, 0)
+            self._add(generation, 0)
 
     def ended(self, generation: Generation) -> None:
-        """Take note of a sequence that has ended, with the blocks of its answer."""
+        """Record the blocks of the answer of a sequence that has ended."""
         if not generation.live.request.cache_salt:
-            self._enter(generation, len(generation.live.core_request.block_hashes))
+            self._add(generation, len(generation.live.core_request.block_hashes))
             self._ended.append(generation)
 
     def changed(self, news: Sequence[ContentNews]) -> None:
-        """Tell what has changed in the cache, in order."""
+        """Publish the changes of the cache, in order."""
         events: list[Event] = []
         for content, is_held in news:
             if not is_held:
                 if content in self._held:
                     self._held.discard(content)
                     _remove(events, name_of(content))
-                    if not self._held:  # whatever was before
+                    if not self._held:  # it replaces the events before it
                         events = [AllBlocksCleared()]
-            elif content in self._places:
+            elif content in self._positions:
                 self._held.add(content)
                 self._store(events, content)
         if events:
             self._publish(events)
         for generation in self._ended:
-            self._leave(generation)
+            self._drop(generation)
         self._ended.clear()
 
     def closed(self) -> None:
-        """The replica is unloaded."""
+        """Publish that the cache is empty, since the replica is unloaded."""
         self._publish([AllBlocksCleared()])
 
     def _store(self, events: list[Event], content: bytes) -> None:
-        generation, place = self._places[content]
+        generation, position = self._positions[content]
         size, name = self._block_size, name_of(content)
-        token_ids = generation.tokens[place * size : (place + 1) * size]
-        parent = name_of(generation.block_hashes[place - 1]) if place else None
+        token_ids = generation.tokens[position * size : (position + 1) * size]
+        parent = name_of(generation.block_hashes[position - 1]) if position else None
         last = events[-1] if events else None
         if isinstance(last, BlockStored) and parent is not None and last.block_hashes[-1] == parent:
             last.block_hashes.append(name)
@@ -196,18 +198,18 @@ class KVEventSource:
         else:
             events.append(BlockStored([name], parent, token_ids, size, None, MEDIUM, None))
 
-    def _enter(self, generation: Generation, first: int) -> None:
-        for place, content in enumerate(generation.block_hashes[first:], first):
-            self._places.setdefault(content, (generation, place))
+    def _add(self, generation: Generation, first: int) -> None:
+        for position, content in enumerate(generation.block_hashes[first:], first):
+            self._positions.setdefault(content, (generation, position))
             self._num_open[content] = self._num_open.get(content, 0) + 1
 
-    def _leave(self, generation: Generation) -> None:
+    def _drop(self, generation: Generation) -> None:
         for content in generation.block_hashes:
             left = self._num_open[content] - 1
             if left:
                 self._num_open[content] = left
             else:
-                del self._num_open[content], self._places[content]
+                del self._num_open[content], self._positions[content]
 
 
 def _remove(events: list[Event], name: int) -> None:
@@ -224,7 +226,7 @@ def name_of(content: bytes) -> int:
 
 
 class KVEventPublisher:
-    """Sends batches, in a thread of its own; no one waits for it. `publish` is for one thread."""
+    """Sends batches in a separate thread without blocking callers. Only one thread may call `publish`."""
 
     def __init__(
         self,
@@ -240,7 +242,7 @@ class KVEventPublisher:
         self.num_dropped = 0
         self._warn_s = 0.0
         self._sent: deque[tuple[str, bytes, bytes]] = deque()
-        """Topic, number and batch of what can be requested again."""
+        """Topic, number and bytes of the batches that can be replayed."""
         self._sent_bytes = 0
         self._is_closing = threading.Event()
         self._encode = msgspec.msgpack.Encoder().encode
@@ -248,12 +250,12 @@ class KVEventPublisher:
         self._thread.start()
 
     def source(self, model: str, block_size: int) -> KVEventSource:
-        """The source of a replica's events, in the topic of its model."""
+        """Create the source of a replica's events, with the topic of its model."""
         topic = self._options.topic.replace(MODEL, model)
         return KVEventSource(block_size, lambda events: self.publish(topic, events))
 
     def publish(self, topic: str, events: Sequence[Event]) -> None:
-        """Queue a batch; if too many wait, it is dropped, and listeners miss its number."""
+        """Queue a batch. If too many wait, it is dropped, and its number is missing for subscribers."""
         number = self._next.get(topic, 0)
         self._next[topic] = number + 1
         try:
@@ -262,7 +264,7 @@ class KVEventPublisher:
             self.num_dropped += 1
             if self._now_s() >= self._warn_s:
                 self._warn_s = self._now_s() + WARN_INTERVAL_S
-                log.warning("KV events are not sent fast enough: %d batches were lost until now", self.num_dropped)
+                log.warning("KV events are not sent fast enough: %d batches were lost so far", self.num_dropped)
 
     def close(self) -> None:
         """Send what is queued, within a bounded time."""
@@ -278,7 +280,7 @@ class KVEventPublisher:
 
         with zmq.Context() as context:
             context.linger = int(CLOSE_LIMIT_S * 1e3)
-            told = ""
+            logged = ""
             while not self._is_closing.is_set():
                 try:
                     with context.socket(zmq.PUB) as pub, context.socket(zmq.ROUTER) as replay:
@@ -289,9 +291,9 @@ class KVEventPublisher:
                             replay.bind(self._options.replay)
                         self._serve(pub, replay)
                 except zmq.ZMQError as error:
-                    if told != str(error):
-                        log.error("no KV events are published at %s: %s", self._options.endpoint, error)
-                    told = str(error)
+                    if logged != str(error):
+                        log.error("KV events cannot be published at %s: %s", self._options.endpoint, error)
+                    logged = str(error)
                     self._is_closing.wait(RETRY_S)
 
     def _serve(self, pub: Any, replay: Any) -> None:
@@ -312,14 +314,14 @@ class KVEventPublisher:
                 self._sent_bytes -= len(self._sent.popleft()[2])
 
     def _replay(self, replay: Any, frames: Sequence[bytes]) -> None:
-        """Answer requests for missed batches; anything else is ignored."""
+        """Answer a replay request. Invalid requests are ignored."""
         if len(frames) not in (3, 4) or len(frames[2]) != _NUMBER_BYTES:
             return
-        who, first = frames[0], frames[2]
+        client, first = frames[0], frames[2]
         topics = dict.fromkeys(topic for topic, _, _ in self._sent)
         topic = frames[3].decode(errors="replace") if len(frames) > 3 else next(iter(topics), "")
         if len(frames) > 3 or len(topics) == 1:
             for sent_topic, number, body in self._sent:
                 if sent_topic == topic and number >= first:
-                    replay.send_multipart((who, b"", number, body))
-        replay.send_multipart((who, b"", _END, b""))
+                    replay.send_multipart((client, b"", number, body))
+        replay.send_multipart((client, b"", _END, b""))

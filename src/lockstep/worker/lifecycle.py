@@ -1,6 +1,6 @@
-"""Lifecycle of a supervised worker: started, checked, lost or killed for hanging, and started again.
+"""Lifecycle of a supervised worker: starts, checks and restarts a worker, and kills it when it hangs.
 
-A worker exists as long as there is a link to it. Each replica that it has, loads or frees has a `LoadState`, as the
+A worker exists as long as there is a link to it. Each replica that it has, loads or unloads has a `LoadState`, as the
 worker reports it. Event loop only.
 """
 
@@ -39,12 +39,12 @@ class LoadState(Enum):
     """State of a replica at the present worker."""
 
     QUEUED = auto()
-    """The command to load it was sent, and the worker is loading others."""
+    """The load command was sent, and the worker is loading others."""
     LOADING = auto()
-    """The worker has begun."""
+    """The worker has begun to load it."""
     LOADED = auto()
     UNLOADING = auto()
-    """The command to free it was sent; it takes effect now or at the end of the load under way."""
+    """The unload command was sent. It takes effect now or at the end of the current load."""
     GONE = auto()
 
 
@@ -55,24 +55,24 @@ LOAD_MOVES = {
     LoadState.UNLOADING: (LoadState.GONE,),
     LoadState.GONE: (),
 }
-"""To gone without unloading: the load failed, or the worker was lost."""
+"""Allowed state changes. GONE without UNLOADING means that the load failed or the worker was lost."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerReplica:
-    """One replica of the present worker, changed by `WorkerLifecycle` alone."""
+    """One replica of the present worker. Only `WorkerLifecycle` changes it."""
 
     key: str
     progress: Progress
     answer: asyncio.Future[Loaded | LockstepError]
-    """What becomes of its load."""
+    """Result of its load."""
     gone: asyncio.Future[None]
     state: LoadState = LoadState.QUEUED
     loaded: Loaded | None = None
-    """What loading measured, while it is there."""
+    """Measurements of loading, while it is loaded."""
 
     def move_to(self, state: LoadState) -> None:
-        """A move that the table does not have is a programming error."""
+        """Change the state. A change that the table does not allow is a programming error."""
         assert state in LOAD_MOVES[self.state], f"{self.key} does not go from {self.state.name} to {state.name}"
         self.state = state
         if state is not LoadState.LOADED:
@@ -83,24 +83,24 @@ class WorkerReplica:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Notice that the worker ended, with its sessions and all that it had loaded; the next one is on its way."""
+    """Notice that the worker ended, with its sessions and all that it had loaded. The next one is being started."""
 
     reason: str
-    """What it ended with."""
+    """The reason why it ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """Notice that the next worker is there, with nothing loaded."""
+    """Notice that the next worker has started, with nothing loaded."""
 
 
 class WorkerLifecycle:
-    """One worker after the other, and what each has loaded; implements `lockstep.worker.link.Handler`.
+    """The present worker, its successors, and what each has loaded. Implements `lockstep.worker.link.Handler`.
 
     Args:
         on_event: called with events of requests, sessions and queries.
-        on_lost: called with the way in which a worker ended.
-        on_back: called when the next one is there.
+        on_lost: called with the reason when a worker has ended.
+        on_back: called when the next one has started.
     """
 
     def __init__(
@@ -113,26 +113,28 @@ class WorkerLifecycle:
         self._options = options
         self.now_s = options.clock
         self._level = logging.DEBUG if options.kind == "network" else logging.ERROR
-        """Of lines about lost workers; the owner of links to other workers logs their changes by name."""
+        """Level of log lines about lost workers. For network links, the creator of the link logs the changes by
+        name."""
         self._on_event = on_event
         self._on_lost = on_lost
         self._on_back = on_back
         self.is_closed = False
-        """Whether no more workers are started."""
+        """True if no more workers are started."""
         self.link_fault = ""
-        """Why the last attempt to start or reach a worker failed, in one sentence; empty: it did not."""
+        """The reason why the last attempt to start or reach a worker failed, in one sentence; empty: it succeeded."""
         self._replicas: dict[str, WorkerReplica] = {}
-        """In the order of the commands, in which the worker executes them; what is gone is not kept."""
+        """Replicas in the order of their commands, which is the order of execution. Replicas that are gone are
+        removed."""
         self.link: Link | None = None
         """None: there is no worker now."""
         self.pulse = Pulse(options.health, self.now_s())
         self._first_id = 0
-        """Of our ids for the present worker."""
+        """First id for our queries to the present worker."""
         self.restarts = Restarts(is_link=options.kind == "network")
         self._hang = ""
-        """How the worker hangs that is being killed for it; empty: none is."""
-        self._asking: asyncio.Task[None] | None = None
-        self._returning: asyncio.Task[None] | None = None
+        """Description of the hang for which the worker is being killed; empty: it is not."""
+        self._checking: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the first worker.
@@ -142,17 +144,18 @@ class WorkerLifecycle:
         """
         try:
             await self._start_link()
-        except UnavailableError as error:  # on a network: it is not there yet, or not any more
+        except UnavailableError as error:  # on a network, the worker may not be running at the moment
             self.link_fault = str(error)
-            log.debug("%s; it is tried again", error)
+            log.debug("%s; trying again", error)
             self.restarts.schedule(self.now_s(), 0.0)
-            self._returning = asyncio.get_running_loop().create_task(self._come_back(0.0))
-        self._asking = asyncio.get_running_loop().create_task(self._ask_health())
+            self._restarting = asyncio.get_running_loop().create_task(self._restart(0.0))
+        self._checking = asyncio.get_running_loop().create_task(self._ask_health())
 
     async def end(self, error: LockstepError) -> Link | None:
-        """Start no more workers, and end every load with an error; the last worker, which is the caller's to close."""
+        """Start no more workers, and end every load with an error. Returns the last worker's link, which the caller
+        closes."""
         self.is_closed = True
-        tasks = [task for task in (self._asking, self._returning) if task is not None]
+        tasks = [task for task in (self._checking, self._restarting) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -162,36 +165,36 @@ class WorkerLifecycle:
 
     @property
     def trouble(self) -> str:
-        """The reason why no request would be answered now, in one sentence; empty: loaded replicas answer."""
+        """The reason why requests cannot be answered now, in one sentence; empty: loaded replicas answer."""
         if self.is_closed:
             return "the server is closing"
         return "the device worker is being restarted" if self.link is None else self.pulse.trouble(self.now_s())
 
     @property
     def away_s(self) -> float:
-        """Seconds until the next worker is started; 0: it is there, or on its way."""
+        """Seconds until the next worker is started; 0: it is running or being started."""
         return 0.0 if self.link is not None else max(0.0, self.restarts.start_at_s - self.now_s())
 
     def send(self, command: Command) -> None:
-        """Send to the worker; without one, the command is dropped."""
+        """Send a command to the worker. Without a worker, the command is dropped."""
         if self.link is not None:
             self.link.send(command)
 
     # -- replicas -------------------------------------------------------------------------------------------------
 
     def replica(self, key: str) -> WorkerReplica | None:
-        """A replica that the present worker has, loads or frees; None: there is none."""
+        """A replica that the present worker has, loads or unloads; None: there is none."""
         return self._replicas.get(key)
 
     def begin_load(self, key: str, progress: Progress | None) -> WorkerReplica:
-        """Enter a replica whose load was just sent to the worker, under a key that is free."""
+        """Add a replica whose load command was just sent to the worker. The key must be free."""
         new_future = asyncio.get_running_loop().create_future
         replica = WorkerReplica(key, progress or (lambda stage, fraction: None), new_future(), new_future())
         self._replicas[key] = replica
         return replica
 
     def begin_unload(self, key: str) -> None:
-        """Have the worker free a replica, now or at the end of the load under way; further calls change nothing."""
+        """Unload a replica, now or at the end of the current load. Further calls have no effect."""
         replica = self._replicas.get(key)
         if self.link is not None and replica is not None and replica.state is not LoadState.UNLOADING:
             replica.move_to(LoadState.UNLOADING)
@@ -199,7 +202,7 @@ class WorkerLifecycle:
 
     @property
     def num_loading(self) -> int:
-        """Loads that the worker has begun or was sent."""
+        """Number of loads that the worker has begun or that are queued."""
         return sum(replica.state in (LoadState.QUEUED, LoadState.LOADING) for replica in self._replicas.values())
 
     @property
@@ -207,27 +210,27 @@ class WorkerLifecycle:
         return [replica.loaded for replica in self._replicas.values() if replica.loaded is not None]
 
     def _replica_event(self, event: Loading | Loaded | LoadFailed | Unloaded) -> None:
-        """Apply what the worker reports of a replica; reports of a load without a waiter are ignored."""
+        """Apply the worker's report about a replica. Reports of unknown loads are ignored."""
         replica = self._replicas.get(event.replica)
         if replica is None and isinstance(event, Loaded) and self._options.kind == "network":
-            replica = self.begin_load(event.replica, None)  # its owner had it loaded
+            replica = self.begin_load(event.replica, None)  # the worker's parent has loaded it
         if replica is None:
             return
-        is_wanted = replica.state in (LoadState.QUEUED, LoadState.LOADING)
+        is_expected = replica.state in (LoadState.QUEUED, LoadState.LOADING)
         match event:
             case Unloaded():
                 self._remove(replica)
-            case Loading(_, stage, fraction) if is_wanted:
+            case Loading(_, stage, fraction) if is_expected:
                 if replica.state is LoadState.QUEUED:
                     replica.move_to(LoadState.LOADING)
                 replica.progress(stage, fraction)
             case LoadFailed(_, error):
                 resolve(replica.answer, error)
-                if is_wanted:
+                if is_expected:
                     self._remove(replica)
             case Loaded():
                 resolve(replica.answer, event)
-                if is_wanted:
+                if is_expected:
                     replica.move_to(LoadState.LOADED)
                     replica.loaded = event
 
@@ -236,10 +239,10 @@ class WorkerLifecycle:
         del self._replicas[replica.key]
 
     def _forget_replicas(self, error: LockstepError, suspected: LockstepError) -> None:
-        """The worker is gone, and all that it had.
+        """Remove all replicas after the worker was lost.
 
         Args:
-            error: ends the loads that waited for their turn.
+            error: ends the loads that were queued.
             suspected: ends the load that the worker was executing.
         """
         for replica in tuple(self._replicas.values()):
@@ -249,8 +252,8 @@ class WorkerLifecycle:
     # -- link.Handler ---------------------------------------------------------------------------------------------
 
     def received(self, event: Event) -> None:
-        """Take over an event; whatever the worker states is a sign of life."""
-        self.pulse.count_word()
+        """Handle an event. Every event shows that the worker is alive."""
+        self.pulse.count_message()
         match event:
             case Answered(_, HealthReport() as report):
                 self.pulse.reported(report, self.now_s())
@@ -265,7 +268,7 @@ class WorkerLifecycle:
                 self._on_event(event)
 
     def lost(self, reason: str) -> None:
-        """The worker is gone: start the next."""
+        """Start the next worker after this one was lost."""
         if self.is_closed:
             return
         if self._hang:
@@ -274,33 +277,33 @@ class WorkerLifecycle:
         self.link = None
         load_s = sum(loaded.load_s for loaded in self._loaded)
         self.restarts.schedule(self.now_s(), load_s)
-        self._returning = asyncio.get_running_loop().create_task(self._come_back(load_s))
+        self._restarting = asyncio.get_running_loop().create_task(self._restart(load_s))
         self._forget_replicas(
             self.lost_error(reason, "loaded the model"), self.lost_error(reason, "loaded the model", is_suspect=True)
         )
         self._on_lost(reason)
 
     def lost_error(self, reason: str, what: str, *, is_suspect: bool = False) -> WorkerLostError:
-        """The error of what ended with a worker."""
+        """The error for a request or load that ended with a worker."""
         text = f"the device worker ended with {reason} while it {what}"
         retry_after_s = self.restarts.retry_after_s(self.now_s())
         return WorkerLostError(text, retry_after_s=retry_after_s, is_suspect=is_suspect)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- restarts and health---------------------------------------------------------------------------------------
 
-    async def _come_back(self, load_s: float) -> None:
-        """Start workers until there is one."""
+    async def _restart(self, load_s: float) -> None:
+        """Start workers until one is running."""
         while self.link is None:
             await asyncio.sleep(self.restarts.start_at_s - self.now_s())
             try:
                 await self._start_link()
-            except Exception as error:  # whatever it is, nothing else would ever start one
+            except Exception as error:  # keep trying after any error, as nothing else starts a worker
                 defect = None if isinstance(error, LockstepError) else error
                 self.link_fault = str(error)
                 level = self._level if defect is None else logging.ERROR
-                log.log(level, "the device worker did not come back: %s", error, exc_info=defect)
+                log.log(level, "the device worker did not restart: %s", error, exc_info=defect)
                 self.restarts.schedule(self.now_s(), load_s)
-        log.log(min(self._level, logging.WARNING), "the device worker is back")
+        log.log(min(self._level, logging.WARNING), "the device worker has restarted")
         self._on_back()
 
     async def _start_link(self) -> None:
@@ -312,7 +315,7 @@ class WorkerLifecycle:
         while True:
             if self.link is not None:
                 self.link.send(Ask(self._first_id, AskHealth()))
-                self.pulse.count_question()
+                self.pulse.count_check()
                 self._kill_if_hanging(self.link)
             await asyncio.sleep(ASK_INTERVAL_S)
 
@@ -324,10 +327,10 @@ class WorkerLifecycle:
             return
         log.log(
             self._level,
-            "the device worker (%s) hangs, %s, and is given up; %s; it has %s loaded and %d loads under way",
+            "killing the device worker (%s), which hangs: %s; %s; it has %s loaded and %d loads in progress",
             link.name,
             self._hang,
-            self.pulse.last_words,
+            self.pulse.last_report,
             ", ".join(loaded.name for loaded in self._loaded) or "nothing",
             self.num_loading,
         )

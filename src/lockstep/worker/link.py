@@ -1,7 +1,7 @@
-"""Links to a device worker: the protocol, and a worker in a child process or in threads of this process.
+"""Links to a device worker: runs a worker in a child process or in threads of this process, and defines their protocol.
 
-A process costs no contention for the interpreter, and a native crash ends nothing but it; threads are for the Python
-API, tests and stubs. Both carry the same messages.
+A worker process does not compete for this process's interpreter, and a native crash ends only that process. Threads are
+for the Python API, tests and stubs. Both exchange the same messages.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ log = logging.getLogger(__name__)
 
 MODULE = "lockstep.worker.child"
 MAX_UNSENT_BYTES = 64 << 20
-"""Commands that the process has not read; beyond it requests are refused."""
+"""Maximum size of commands that the process has not read. Beyond it, requests are rejected."""
 MAX_COMMANDS = 65_536
-"""Commands that may wait for the receiving thread before requests are refused."""
+"""Maximum number of commands that wait for the receiving thread. Beyond it, requests are rejected."""
 STOP_LIMIT_S = 5.0
-"""For an orderly end; then the stream is closed, at which the process ends at once unless it is stuck."""
+"""Time limit for an orderly exit. Then the stream is closed, which makes the process exit unless it is stuck."""
 EOF_LIMIT_S = 1.0
-"""For that; then the process is killed."""
+"""Time limit for the exit after the stream was closed. Then the process is killed."""
 JOIN_LIMIT_S = 10.0
-"""For the step under way in a thread; a thread cannot be ended, so one that takes longer is left to itself."""
+"""Time limit for the current step of a worker thread. A thread cannot be killed, so one that takes longer is
+abandoned."""
 _POLL_INTERVAL_S = 0.005
 
 
@@ -54,25 +55,25 @@ class Link(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Id of the worker's process; None: it is a thread of this one."""
+        """Id of the worker's process; None: the worker is a thread of this process."""
         ...
 
     @property
     def name(self) -> str:
-        """The worker, in words for the log."""
+        """Description of the worker for the log."""
         ...
 
     def send(self, command: Command) -> None:
-        """Queue a command; to a worker that is gone it goes nowhere.
+        """Queue a command. Commands to a worker that has ended are dropped.
 
         Raises:
             QueueFullError: the worker takes no more requests now.
-            InvalidParameterError: the request holds a number that no message can.
+            InvalidParameterError: a number of the request does not fit a message.
         """
         ...
 
     def kill(self) -> None:
-        """End a process that hangs, at once, so that it counts as lost; a thread cannot be ended, and goes on."""
+        """Kill a process that hangs, so that it counts as lost. A thread cannot be killed and continues."""
         ...
 
     async def close(self) -> None:
@@ -85,37 +86,39 @@ class WorkerOptions:
     """Options of a device worker: thread or process, health, logs, recording."""
 
     kind: Literal["thread", "process", "network"] = "thread"
-    """``process`` for servers: a native crash then ends requests, and not the server. ``network``: a worker that
-    another one has started, at ``address``."""
+    """``process``, for servers: a native crash then ends requests but not the server. ``network``: a worker at
+    ``address`` that another process has started."""
     address: WorkerAddress | None = None
     listen: ListenOptions | None = None
-    """Where a worker process listens for gateways on a network as well."""
+    """Network address at which a worker process also listens for gateways."""
     health: HealthLimits = field(default_factory=HealthLimits)
     trial: TrialOptions = field(default_factory=TrialOptions)
-    """Only a worker process tries what it does not know: who chose threads has chosen to share their fate."""
+    """Options of trials. Only a worker process tries unknown models; with threads, a crash ends the whole process
+    anyway."""
     log_format: LogFormat = "text"
     log_level: str = "warning"
-    """Of the worker process, which logs to standard error."""
+    """Log level of the worker process, which logs to standard error."""
     trace: TraceOptions | None = None
-    """What is recorded; None: nothing."""
+    """Options of the recording; None: nothing is recorded."""
     kv_events: KVEventsOptions | None = None
     """Where KV events are published; None: nowhere."""
     stream_interval_s: float = 0.0
-    """What streams get within less than this comes to their readers at once, except their first tokens and ends."""
+    """Minimum interval between wake-ups of a stream's reader. Outputs within it are delivered together, but first
+    tokens and ends come at once."""
     clock: Callable[[], float] = time.monotonic
     """Seconds of a clock that never goes back, by which the serving process measures waits and ages."""
     ahead: SpawnedWorker | None = None
-    """The first worker's process, if it was started ahead of all else; its creator ends it if it is not taken.
-    None: it is started when it is needed, as its successors are."""
+    """Process for the first worker, started early; its creator ends it if it is not used. None: the process is started
+    when it is needed, as for later workers."""
 
 
 async def open_link(options: WorkerOptions, handler: Handler) -> Link:
     """Start a device worker, with nothing loaded.
 
     Raises:
-        UsageError: this system cannot hand a socket to a process, or a worker on a network does not believe us.
+        UsageError: this system cannot pass a socket to a process, or a network worker rejects our credentials.
         ExecutorError: no process can be started.
-        UnavailableError: no one listens at the address.
+        UnavailableError: no worker listens at the address.
     """
     if options.kind == "thread":
         return ThreadLink(handler, options.trace, options.kv_events)
@@ -132,9 +135,10 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
 
 
 class SpawnedWorker:
-    """A worker process without commands so far: it imports what it needs, and touches nothing until the first.
+    """A worker process that has not received a command yet. It imports its modules and does nothing else until the
+    first command.
 
-    To be started on a thread that lives as long as the worker shall: on Linux the child ends with it.
+    Start it on a thread that lives as long as the worker: on Linux the child process ends when that thread ends.
     """
 
     def __init__(
@@ -148,11 +152,11 @@ class SpawnedWorker:
         """Start the process.
 
         Raises:
-            UsageError: this system cannot hand a socket to a process.
+            UsageError: this system cannot pass a socket to a process.
             ExecutorError: no process can be started.
         """
         if sys.platform == "win32":
-            raise UsageError("worker processes need a Unix system; choose the worker thread here")
+            raise UsageError("worker processes need a Unix system; use the worker thread instead")
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -163,7 +167,7 @@ class SpawnedWorker:
             command += [
                 "" if each is None else msgspec.json.encode(each).decode() for each in (trace, listen, kv_events)
             ]
-            try:  # what it prints is no answer of ours: standard output goes where errors go
+            try:  # standard output is ours, so the worker prints to standard error
                 self._process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2)
             except OSError as error:
                 ours.close()
@@ -171,22 +175,22 @@ class SpawnedWorker:
         ours.setblocking(False)
         self._sock = ours
         self.is_free = True
-        """Whether no one has taken it, or ended it."""
+        """True until the process is taken or ended."""
 
     def take(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The process and our end of its socket, for who speaks to it from now on; once."""
+        """Return the process and our end of its socket. Can be called once."""
         assert self.is_free, "a process is taken once"
         self.is_free = False
         return self._process, self._sock
 
     def discard(self) -> None:
-        """End it, if no one has taken it."""
+        """End the process if it was not taken."""
         if self.is_free:
             _end(*self.take())
 
 
 class ProcessLink(asyncio.Protocol):
-    """`Link` to a child process, over a socket pair. Made by `open`."""
+    """`Link` to a child process, over a socket pair. Created by `open`."""
 
     def __init__(self, handler: Handler, process: subprocess.Popen[bytes]) -> None:
         self.name = f"process {process.pid}"
@@ -197,15 +201,15 @@ class ProcessLink(asyncio.Protocol):
         self._encoder = command_encoder()
         self._transport: asyncio.Transport | None = None
         self._is_closing = False
-        self._obituary: asyncio.Task[None] | None = None
+        self._exit_task: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, handler: Handler, spawned: SpawnedWorker) -> ProcessLink:
-        """Speak to a worker process; it accepts commands at once and obeys when its imports are done."""
+        """Connect to a worker process. It accepts commands at once and executes them after its imports."""
         process, sock = spawned.take()
         try:
             _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(handler, process), sock=sock)
-        except BaseException:  # whoever opens it was cancelled: nobody would ever end it
+        except BaseException:  # the caller was cancelled, so end the process here
             _end(process, sock)
             raise
         return link
@@ -229,7 +233,7 @@ class ProcessLink(asyncio.Protocol):
     def kill(self) -> None:
         self._process.kill()
         if self._transport is not None:
-            self._transport.abort()  # also where it is in the hands of a device, and cannot even be killed
+            self._transport.abort()  # also if it is stuck in a device driver and cannot be killed
 
     async def close(self) -> None:
         self.send(Stop())
@@ -242,8 +246,8 @@ class ProcessLink(asyncio.Protocol):
             log.warning("the worker process %d is stuck and is killed", self._process.pid)
             self._process.kill()
             await self._has_ended(EOF_LIMIT_S)
-        if self._obituary is not None:
-            await self._obituary
+        if self._exit_task is not None:
+            await self._exit_task
 
     # -- asyncio.Protocol -----------------------------------------------------------------------------------------
 
@@ -259,15 +263,15 @@ class ProcessLink(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._is_closing:
-            self._obituary = asyncio.get_running_loop().create_task(self._bury())
+            self._exit_task = asyncio.get_running_loop().create_task(self._report_exit())
 
-    async def _bury(self) -> None:
-        """Find out how the process ended; one that closed its stream and lives on is killed."""
+    async def _report_exit(self) -> None:
+        """Report how the process ended. A process that closed its stream but still runs is killed."""
         if not await self._has_ended(EOF_LIMIT_S):
             self._process.kill()
             await self._has_ended(EOF_LIMIT_S)
         if not self._is_closing:
-            self._handler.lost(_how(self._process.returncode))
+            self._handler.lost(_exit_reason(self._process.returncode))
 
     async def _has_ended(self, limit_s: float) -> bool:
         loop = asyncio.get_running_loop()
@@ -280,7 +284,7 @@ class ProcessLink(asyncio.Protocol):
 
 
 class ThreadLink:
-    """`Link` to a device worker in threads of this process. Make it inside a running event loop."""
+    """`Link` to a device worker in threads of this process. Create it inside a running event loop."""
 
     pid = None
     name = "a thread"
@@ -288,12 +292,12 @@ class ThreadLink:
     def __init__(
         self, handler: Handler, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
     ) -> None:
-        from lockstep.worker.device import DeviceWorker  # engines are imported by whoever runs one
+        from lockstep.worker.device import DeviceWorker  # only processes that run an engine import it
 
         self._loop = asyncio.get_running_loop()
         self._handler = handler
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._worker = DeviceWorker(lambda event: self._tell(handler.received, event), trace=trace, kv_events=kv_events)
+        self._worker = DeviceWorker(lambda event: self._post(handler.received, event), trace=trace, kv_events=kv_events)
         self._steps = threading.Thread(target=self._run, name="lockstep-steps", daemon=True)
         self._steps.start()
         threading.Thread(target=self._receive, name="lockstep-receive", daemon=True).start()
@@ -320,12 +324,12 @@ class ThreadLink:
     def _run(self) -> None:
         try:
             self._worker.run()
-        except Exception as error:  # it has been logged, and every request was told
-            self._tell(self._handler.lost, repr(error))
+        except Exception as error:  # already logged, and every request has failed with it
+            self._post(self._handler.lost, repr(error))
             self._commands.put(Stop())
 
-    def _tell(self, function: Callable[[Any], None], value: Event | str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no one listens any more
+    def _post(self, function: Callable[[Any], None], value: Event | str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no receiver any more
             self._loop.call_soon_threadsafe(function, value)
 
 
@@ -335,7 +339,7 @@ def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
     process.wait()
 
 
-def _how(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     if code is None:
         return "no answer"
     return signal_name(-code) if code < 0 else f"exit code {code}"

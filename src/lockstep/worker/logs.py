@@ -1,6 +1,6 @@
-"""Logging of our processes: lines of text or JSON objects on standard error, with structured values at the end.
+"""Logging of our processes: writes lines of text or JSON objects to standard error, with structured values at the end.
 
-The server and its worker process log alike, so that one stream of lines can be read by one reader.
+The server and its worker process use the same format, so that one reader can parse both.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ LogFormat = Literal["text", "json"]
 FIELDS = "lockstep_fields"
 """Attribute of a log record that holds structured values: ``log.info("...", extra={FIELDS: {...}})``."""
 PUBLIC_FIELDS = "lockstep_public_fields"
-"""Attribute with those of them that may be shown elsewhere than in the log; where it lacks, all of them may."""
+"""Attribute with the values that may be shown outside of the log. Without it, all of them may."""
 
 
 def log_to_stderr(log_format: LogFormat, level: str, process: str) -> None:
-    """Send every logger of this process to standard error; our own from a level on, others' only warnings.
+    """Send every logger of this process to standard error: ours from a level on, others only warnings.
 
     Args:
         level: ``debug``, ``info``, ``warning`` or ``error``.
-        process: what this process is called in its lines.
+        process: name of this process in its lines.
     """
     handler = logging.StreamHandler(_Stderr())
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
@@ -35,7 +35,7 @@ def log_to_stderr(log_format: LogFormat, level: str, process: str) -> None:
 
 
 class _Stderr:
-    """Standard error as it is when a line is written, so that a progress display can put lines above itself."""
+    """The current standard error when a line is written, so that a progress display can insert lines above itself."""
 
     def write(self, text: str) -> None:
         sys.stderr.write(text)
@@ -66,7 +66,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, process, logger, message, then ``name=value``; a value that could break the line is JSON."""
+    """Time, level, process, logger, message, then ``name=value``. A value that could break the line is JSON."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, str) and value.isprintable() and not set(value) & set(' "='):
         return value
     text = json.dumps(value, ensure_ascii=False, default=str)
-    # JSON allows line separators and C1 controls as they are; a terminal obeys them.
+    # JSON does not escape line separators and C1 controls, which a terminal interprets.
     return text if text.isprintable() else json.dumps(value, default=str)
 
 

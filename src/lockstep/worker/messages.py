@@ -1,7 +1,7 @@
-"""Commands and events of a device worker: plain values, the whole of its interface.
+"""Commands and events of a device worker: plain values that are its whole interface.
 
-Commands go in, events come out; the other side may be a thread, a process or another host.
-Request ids and ask ids are the sender's. The order of a replica's events is the order in which they happened.
+Commands go in, and events come out. The other side may be a thread, a process or another host. Request ids and ask ids
+are chosen by the sender. The events of a replica arrive in the order in which they happened.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from lockstep.engine.sessions import SessionChange, SessionReport
 from lockstep.errors import LockstepError
 from lockstep.executors.base import Geometry
 
-GUEST_IDS = 1 << 40
-"""Ids of one link over a network: those of the n-th begin at n times this, so that an id names its link."""
+IDS_PER_CLIENT = 1 << 40
+"""Size of the id range of one network link. The ids of the n-th link start at n times this value, so an id identifies
+its link."""
 DEFAULT_TRIAL_LIMIT_S = 1800.0
-"""A trial reads, builds and compiles the model: minutes for large ones, on slow disks."""
+"""A trial reads, builds and compiles the model, which takes minutes for large models or on slow disks."""
 
 
 class TrialOptions(msgspec.Struct, frozen=True, array_like=True):
-    """Options of trials: loads of what this machine has never run, in a throw-away process first."""
+    """Options of trials: first loads of a model on this machine, done in a separate, temporary process."""
 
     enabled: bool = True
     limit_s: float = DEFAULT_TRIAL_LIMIT_S
-    """After so many seconds the trial is ended, and the load with it."""
+    """Time limit in seconds. A trial that exceeds it is ended, and the load fails."""
     is_forced: bool = False
-    """Also what has come through before: a worker has ended over it."""
+    """True to also try a model that has loaded before, because a worker has failed while loading it."""
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -45,44 +46,46 @@ class _Part(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AskMetrics(_Part, frozen=True):
-    """Metrics, also while a step runs: a MetricsReport."""
+    """Request metrics, also while a step runs. Answered by MetricsReport."""
 
 
 class AskHealth(_Part, frozen=True):
-    """A sign of life, also while a step runs: a HealthReport."""
+    """Request a health report, also while a step runs. Answered by HealthReport."""
 
 
 class Check(_Part, frozen=True):
-    """Assert the conservation of blocks and sequences between two steps: Checked."""
+    """Check the conservation of blocks and sequences between two steps. Answered by Checked."""
 
 
 class ResetPrefixCache(_Part, frozen=True):
-    """Forget all cached content: PrefixCacheReset."""
+    """Discard all cached content. Answered by PrefixCacheReset."""
 
 
 class AskSessions(_Part, frozen=True):
-    """The sessions that there are, between two steps: a SessionsReport."""
+    """List the sessions, between two steps. Answered by SessionsReport."""
 
 
 class AskKept(_Part, frozen=True):
-    """The sessions that are kept outside of the device, also while a step runs: a KeptReport."""
+    """List the sessions that are stored outside of the device, also while a step runs. Answered by KeptReport."""
 
     environments: tuple[bytes, ...]
-    """Keys as of `lockstep.executors.base.kv_environment`."""
+    """Environment keys, from `lockstep.executors.base.kv_environment`."""
 
 
 class Sweep(_Part, frozen=True):
-    """Free what idle sessions of a replica keep, between two steps; busy ones stay: SessionsSwept."""
+    """Free the blocks of a replica's idle sessions, between two steps. Busy sessions are left unchanged. Answered by
+    SweepReport."""
 
     replica: str
     session_id: str | None = None
     """None: every session."""
     owner: str | None = None
-    """None: every owner's."""
+    """None: the sessions of every owner."""
 
 
 class EndSession(_Part, frozen=True):
-    """Sweep sessions that will not come back: those that are busy keep nothing when they end. SessionsSwept."""
+    """Free the blocks of sessions that have ended. Busy sessions keep no blocks when their requests end. Answered by
+    SweepReport."""
 
     replica: str
     session_id: str
@@ -100,30 +103,30 @@ class Load(_Command, frozen=True):
     """Load a model in a side thread. Answered by Loading events, then Loaded or LoadFailed."""
 
     replica: str
-    """The key by which other commands name it."""
+    """Key that identifies the replica in other commands."""
     source: str
     options: LoadOptions
     trial: TrialOptions
     priority: int = Priority.NORMAL
-    """Its class where replicas take turns on the device; see `lockstep.worker.device_scheduler`."""
+    """Priority of its steps on the device; see `lockstep.worker.device_scheduler`."""
 
 
 class OpenStore(_Command, frozen=True):
-    """Keep what sessions come back for outside of the device from now on, or with other budgets than before; 0: in no
-    tier until there is one. Replicas that were there before the first of these do not. Nothing answers."""
+    """Open the KV store outside of the device, or change its budgets; a budget of 0 disables a tier. Replicas that were
+    loaded before the first of these commands do not use the store. Not answered."""
 
     options: KVStoreOptions
 
 
 class Prioritise(_Command, frozen=True):
-    """Change the class of a replica that is loading or loaded. Nothing answers."""
+    """Change the priority of a replica that is loading or loaded. Not answered."""
 
     replica: str
     priority: int
 
 
 class Unload(_Command, frozen=True):
-    """End a replica's requests with ``abort`` and free it. Answered by Unloaded."""
+    """Abort a replica's requests and free it. Answered by Unloaded."""
 
     replica: str
 
@@ -137,106 +140,106 @@ class Submit(_Command, frozen=True):
 
 
 class Abort(_Command, frozen=True):
-    """End requests before the replica's next step; unknown ids are left alone."""
+    """Abort requests before the replica's next step. Unknown ids are ignored."""
 
     replica: str
     request_ids: tuple[int, ...]
 
 
 class Ask(_Command, frozen=True):
-    """Ask a question. Answered by Answered, with the same id."""
+    """Send a query. Answered by Answered, with the same id."""
 
     ask_id: int
     question: Question
 
 
 class WatchSteps(_Command, frozen=True):
-    """Report so many steps of each replica in a second at most, in Outputs events; 0, as in the beginning: none."""
+    """Report at most this many steps of each replica per second, in Outputs events. The default, 0, reports none."""
 
     max_per_s: float
 
 
 class AnswerShown(_Command, frozen=True):
-    """Record in which chunks a streamed answer was shown to its client; where content is recorded. Nothing answers."""
+    """Record the chunks in which a streamed answer was sent to its client, if content is recorded. Not answered."""
 
     replica: str
     seq_id: int
-    """First sequence of its request."""
+    """Sequence id of the request's first sequence."""
     chunks: tuple[tuple[int, int, int], ...]
-    """As `lockstep.worker.flight.entries.Shown` has them."""
+    """Same format as in `lockstep.worker.flight.entries.Shown`."""
 
 
 class Stop(_Command, frozen=True):
-    """End every request, free every replica and end. Nothing answers."""
+    """Abort every request, free every replica and exit. Not answered."""
 
 
 Command = Load | OpenStore | Prioritise | Unload | Submit | Abort | Ask | WatchSteps | AnswerShown | Stop
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
-    """One step in figures: what it batched, and how long it took."""
+    """Statistics of one step: its batch and its duration."""
 
     replica: str
     step: int
-    """Its number in its replica."""
+    """Step number in its replica."""
     num_sequences: int
     num_tokens: int
-    """Computed by it, of prompts and of answers."""
+    """Tokens computed by the step, of prompts and of answers."""
     num_samples: int
-    """Sequences that got a token."""
+    """Number of sequences that got a token."""
     duration_s: float
     num_unreported: int
-    """Steps of the replica between the report before and this one."""
+    """Number of the replica's steps since the previous report."""
 
 
 class MetricsReport(_Part, frozen=True):
     replicas: dict[str, MetricsSnapshot]
     tiers: dict[str, TierStats] = {}
-    """Of the KV store: host, disk."""
+    """KV store statistics by tier: host, disk."""
 
 
 class HealthReport(_Part, frozen=True):
     waiting_s: float
-    """Seconds for which work has waited without a step being completed; 0: nothing waits."""
+    """Seconds for which work has waited without a completed step; 0: no work waits."""
     num_running: int
     num_waiting: int
     recording_fault: str = ""
-    """Why nothing is being recorded now; empty: it is, or nothing is to be."""
+    """The reason why nothing is being recorded now; empty: recording works, or is disabled."""
     kv_fault: str = ""
-    """Why less KV is kept outside of the device than its budgets allow; empty: it is not."""
+    """The reason why less KV is stored outside of the device than its budgets allow; empty: there is no such limit."""
 
 
 class Checked(_Part, frozen=True):
     fault: str
-    """What is not conserved; empty when all is well."""
+    """Description of the inconsistency; empty: there is none."""
     num_open: int
     """Requests that are being prepared, waiting or running."""
 
 
 class PrefixCacheReset(_Part, frozen=True):
     num_blocks: int
-    """Blocks that were forgotten."""
+    """Number of discarded blocks."""
 
 
 class SessionsReport(_Part, frozen=True):
     replicas: dict[str, tuple[SessionReport, ...]]
-    """Least recently used first."""
+    """Sessions by replica, least recently used first."""
 
 
 class KeptReport(_Part, frozen=True):
     sessions: tuple[tuple[KeptSession, ...], ...] | None
-    """Of each environment, in the order of the question; None: what is kept is not known yet."""
+    """Sessions of each environment, in the order of the query; None: the store has not been opened yet."""
 
 
-class SessionsSwept(_Part, frozen=True):
-    """Effect of a Sweep or an EndSession: nothing, where no such replica or session is there."""
+class SweepReport(_Part, frozen=True, tag="SessionsSwept"):
+    """Result of a Sweep or an EndSession: zeros if there is no such replica or session."""
 
     num_sessions: int
     num_blocks: int
-    """That became free; what others share or use stays."""
+    """Number of blocks that became free. Blocks that others share or use stay."""
 
 
-Answer = MetricsReport | HealthReport | Checked | PrefixCacheReset | SessionsReport | KeptReport | SessionsSwept
+Answer = MetricsReport | HealthReport | Checked | PrefixCacheReset | SessionsReport | KeptReport | SweepReport
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -244,19 +247,19 @@ class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Loading(_Event, frozen=True):
-    """A load has come to a stage, or further within it."""
+    """Progress of a load: a new stage, or progress within it."""
 
     replica: str
     stage: str
     fraction: float
-    """Of the stage, 0 to 1."""
+    """Completed fraction of the stage, 0 to 1."""
 
 
 class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
-    """Tokenizer payload: all that a `Tokenizer` is made of, with the vocabulary written out."""
+    """All data of a `Tokenizer`, with the full vocabulary."""
 
     tokenizer_json: str
-    """As ``tokenizers`` writes it; large vocabularies take megabytes."""
+    """JSON in the format of ``tokenizers``. Large vocabularies take megabytes."""
     chat_template: str | None
     bos_token: str | None
     eos_token: str | None
@@ -267,7 +270,7 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
         return cls(parts.tokenizer.to_str(), parts.chat_template, parts.bos_token, parts.eos_token, parts.end_token_ids)
 
     def parts(self) -> TokenizerParts:
-        """The parts that it was made of; a large vocabulary takes a second to read."""
+        """Rebuild the tokenizer's parts. Reading a large vocabulary takes a second."""
         from tokenizers import Tokenizer
 
         return TokenizerParts(
@@ -280,24 +283,24 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loaded(_Event, frozen=True):
-    """A loaded replica: what loading measured, and its tokenizer, so that the server needs no artifact."""
+    """A loaded replica: the measurements of loading, and its tokenizer, so that the server needs no artifact."""
 
     replica: str
     name: str
     fingerprint: str
-    """Of the artifact's content."""
+    """Fingerprint of the artifact's content."""
     config: SchedulerConfig
     geometry: Geometry
     sampling_defaults: dict[str, float | int]
     environment: dict[str, str]
-    """What the bits depend on."""
+    """Environment that affects the bits of the results."""
     machine: dict[str, str]
-    """Instruction set and threads: speed depends on them, bits do not."""
+    """Instruction set and threads. They affect speed but not bits."""
     has_hidden_states: bool
     load_s: float
     text: TokenizerPayload
     weights_bytes: int | None = None
-    """Memory that it takes beside its blocks; None: it could not be measured."""
+    """Memory that the replica takes in addition to its blocks; None: it could not be measured."""
 
 
 class LoadFailed(_Event, frozen=True):
@@ -313,41 +316,41 @@ class Outputs(_Event, frozen=True):
     """Outputs of one step."""
 
     accepted: list[int]
-    """Requests that got their place in the queue at the beginning of the step."""
+    """Requests that entered the queue at the beginning of the step."""
     outputs: list[TokenOutput]
     step: StepReport | None = None
-    """The step in figures, where it was requested and it is its turn to be reported."""
+    """Statistics of the step, if steps are watched and this one is due."""
     started: list[Started] = []
     """Requests whose computation began with the step."""
     waits: list[WaitReason] = []
-    """Reasons why others wait, now and then."""
+    """Reasons why other requests wait, reported at intervals."""
 
 
 class Welcome(_Event, frozen=True):
-    """First event of a link over a network. What is loaded follows, each as if it had just come."""
+    """First event of a network link. The loaded replicas follow, each as an ordinary Loaded event."""
 
     first_id: int
-    """Of the ids for requests and questions on this link; there are `GUEST_IDS` of them."""
+    """First id for requests and queries of this link. The link has `IDS_PER_CLIENT` ids."""
 
 
 class ContentsChanged(_Event, frozen=True):
-    """To remote clients: contents that a replica's prefix cache holds from now on, or no longer, in their order."""
+    """Sent to remote clients: contents that were added to or removed from a replica's prefix cache, in order."""
 
     replica: str
     news: list[ContentNews]
 
 
 class Listening(_Event, frozen=True):
-    """To the owner: where the worker listens for gateways on a network."""
+    """Sent to the parent process: the address at which the worker listens for gateways."""
 
     host: str
     port: int
     fault: str = ""
-    """Why it does not; empty: it does."""
+    """The reason why the worker does not listen; empty: it does."""
 
 
 class Refused(_Event, frozen=True):
-    """A request that the engine never saw."""
+    """A request that was rejected before it reached the engine."""
 
     request_id: int
     error: LockstepError
@@ -359,7 +362,7 @@ class Answered(_Event, frozen=True):
 
 
 class KVRejected(_Event, frozen=True):
-    """A kept KV block was not what had been written; it was removed, and is computed again."""
+    """A stored KV block did not match what was written. It was removed, and is computed again."""
 
     reason: str
 
@@ -388,10 +391,10 @@ Event = (
 
 
 class Handler(Protocol):
-    """Receiver of what a link brings, called on the event loop that opened it."""
+    """Receiver of a link's events, called on the event loop that opened the link."""
 
     def received(self, event: Event) -> None: ...
 
     def lost(self, reason: str) -> None:
-        """The worker is gone, and not because the link was closed; called once."""
+        """Called once when the worker is lost, except when the link was closed."""
         ...

@@ -1,7 +1,7 @@
-"""Link over a network to a device worker of another process; the other end is `lockstep.worker.remote_clients`.
+"""Network link: connects to a device worker of another process; the other end is `lockstep.worker.remote_clients`.
 
-The worker is shared: closing the link ends what came over it, and not the worker. Killing it for hanging only
-closes the connection, and what it sends later is dropped.
+The worker is shared. Closing the link ends its requests, but not the worker. Killing a worker that hangs only closes
+the connection, and its later events are dropped.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from lockstep.worker.remote_clients import check_plain, read_secret
 from lockstep.worker.wire import FrameReader, command_encoder, event_decoder, framed
 
 MAX_UNSENT_BYTES = 64 << 20
-"""Commands that the worker has not read; beyond it requests are refused."""
+"""Maximum size of commands that the worker has not read. Beyond it, requests are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """Address of a worker that listens, and how it is spoken to."""
+    """Address of a worker, with the credentials for the connection."""
 
     host: str
     port: int
     secret_file: str
     tls_ca: str = ""
-    """Whose certificates are believed; empty: no TLS."""
+    """File of trusted CA certificates; empty: no TLS."""
     allows_plain: bool = False
-    """Whether prompts may travel in clear beyond this machine."""
+    """Whether prompts may be sent unencrypted to other machines."""
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
 class NetworkLink(asyncio.Protocol):
-    """`Link` over TCP, with TLS or without. Made by `open`."""
+    """`Link` over TCP, with or without TLS. Created by `open`."""
 
     pid = None
 
@@ -55,7 +55,7 @@ class NetworkLink(asyncio.Protocol):
         self._handshake: GatewayHandshake | None = GatewayHandshake(
             secret, __version__, secrets.token_bytes(NONCE_BYTES)
         )
-        """None: it is done."""
+        """None: the handshake is done."""
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reader = FrameReader()
@@ -64,16 +64,16 @@ class NetworkLink(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_closing = False
         self._fault = ""
-        """Why this end hung up."""
+        """The reason why this end closed the connection."""
 
     @classmethod
     async def open(cls, handler: Handler, address: WorkerAddress) -> NetworkLink:
-        """Connect, and wait until each end has proved to the other who it is.
+        """Connect, and wait until both ends have authenticated.
 
         Raises:
-            UsageError: the secret or the certificates cannot be used, or prompts would travel in clear.
+            UsageError: the secret or the certificates cannot be used, or prompts would be sent unencrypted.
             LinkRefusedError: the worker has another secret or version.
-            UnavailableError: nobody answers there.
+            UnavailableError: no worker answers at the address.
         """
         check_plain(address.host, bool(address.tls_ca), address.allows_plain)
         secret = read_secret(address.secret_file)
@@ -128,16 +128,16 @@ class NetworkLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if TYPE_CHECKING:
             assert isinstance(transport, asyncio.Transport)
-        assert self._handshake is not None, "no message has come yet"
+        assert self._handshake is not None, "the handshake comes before any message"
         self._transport = transport
         transport.write(self._handshake.begin())
 
     def data_received(self, data: bytes) -> None:
         try:
             if self._handshake is not None:
-                data = self._shake(self._handshake, data)
+                data = self._feed_handshake(self._handshake, data)
             for body in self._reader.feed(data):
-                self._hear(body)
+                self._handle(body)
         except (LinkRefusedError, msgspec.MsgspecError, ValueError) as error:
             self._fault = str(error)
             if not self._welcome.done():
@@ -148,19 +148,19 @@ class NetworkLink(asyncio.Protocol):
         if not self._closed.done():
             self._closed.set_result(None)
         if not self._welcome.done():
-            self._welcome.set_exception(ConnectionResetError("it hung up"))
+            self._welcome.set_exception(ConnectionResetError("the connection was closed"))
         elif not self._is_closing and self._welcome.exception() is None:
-            self._handler.lost(self._fault or f"a link that was cut ({error or 'the other end hung up'})")
+            self._handler.lost(self._fault or f"a lost connection ({error or 'closed by the other end'})")
 
-    def _shake(self, handshake: GatewayHandshake, data: bytes) -> bytes:
-        assert self._transport is not None, "bytes come over it"
+    def _feed_handshake(self, handshake: GatewayHandshake, data: bytes) -> bytes:
+        assert self._transport is not None, "the transport delivers the bytes"
         self._transport.write(handshake.feed(data))
         if not handshake.is_done:
             return b""
         self._handshake = None
         return handshake.rest
 
-    def _hear(self, body: bytes) -> None:
+    def _handle(self, body: bytes) -> None:
         event = self._decoder.decode(body)
         self._handler.received(event)
         if isinstance(event, Welcome) and not self._welcome.done():
@@ -168,7 +168,7 @@ class NetworkLink(asyncio.Protocol):
 
 
 def _reason(error: OSError) -> str:
-    """A failed connection in words; `TimeoutError` is an `OSError`."""
+    """Description of a failed connection. `TimeoutError` is an `OSError`."""
     if isinstance(error, ssl.SSLError) or error.errno is None or error.errno < 0:
         return str(error) or f"no answer within {LIMIT_S:g} s"
     return os.strerror(error.errno)

@@ -1,4 +1,4 @@
-"""Parent-death signal of our processes: a child ends with its parent. Imported first, so it is light."""
+"""Parent-death signal of our processes: ends a child with its parent. Imported first, so it imports little."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
+"""Value from linux/prctl.h."""
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux to kill this process when the thread that started it ends, also while it is stuck in native code.
+    """Have Linux kill this process when the thread that started it ends, even if this process is stuck in native code.
 
     Args:
-        parent_pid: who started it; if that one is gone already, this process ends at once.
+        parent_pid: id of the parent process; if it is gone already, this process exits at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -25,7 +25,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def signal_name(number: int) -> str:
-    """A signal for people, e.g. ``signal 9 (SIGKILL)``."""
+    """Readable name of a signal, e.g. ``signal 9 (SIGKILL)``."""
     with contextlib.suppress(ValueError):
         return f"signal {number} ({signal.Signals(number).name})"
     return f"signal {number}"

@@ -1,10 +1,10 @@
-"""Preflight load: what this machine has never run is loaded in a throw-away process first.
+"""Preflight load: tries an artifact that is new on this machine in a separate process before the worker loads it.
 
-A native library that crashes on an artifact ends the trial, and not the worker with all that it serves. That an
-artifact came through is remembered in the cache directory under everything that decides what is executed.
+If a native library crashes on an artifact, only the trial process ends, and not the worker with all that it serves. A
+successful trial is recorded in the cache directory, with a key of everything that affects the executed code.
 
-Run as a module it is that process: it reads one `Load` from standard input. Exit code 0: it can be loaded. 1: standard
-output holds a `LoadFailed`. A signal: the artifact took the process down.
+This module is also the program of that process: it reads one `Load` from standard input. Exit code 0: it can be loaded.
+1: standard output contains a `LoadFailed`. A signal: the artifact crashed the process.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from lockstep.worker.wire import command_decoder, command_encoder, event_decoder
 
 COMMAND = (sys.executable, "-P", "-m", "lockstep.worker.preflight")
 TRUSTED = (STUB_SCHEME, "pocket://")
-"""A stub runs nothing native; the embedded model is tried with every release."""
+"""A stub runs no native code, and the embedded model is tested with every release."""
 MAX_RECORDS = 4096
-"""At this many the records start anew; each is an empty file."""
+"""Maximum number of records, each an empty file. When it is reached, all are deleted."""
 _MAX_SHOWN_CHARS = 400
 
 
 def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND) -> None:
-    """Run the trial of an artifact that has none on record; return when it may be loaded here.
+    """Run the trial of an artifact that has no record. Returns when it may be loaded here.
 
     Raises:
-        ArtifactError: it crashed, or did not come to an end.
+        ArtifactError: the trial crashed or exceeded its time limit.
         LockstepError: the error of the load.
     """
     if not load.trial.enabled or load.source.startswith(TRUSTED):
@@ -52,10 +52,10 @@ def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND
 
 
 def run_trial(load: Load, command: Sequence[str]) -> None:
-    """Load in another process, and raise what went wrong there.
+    """Load in another process, and raise its error.
 
     Raises:
-        ArtifactError: it crashed, or did not come to an end.
+        ArtifactError: the trial crashed or exceeded its time limit.
         LockstepError: the error of the load.
     """
     import subprocess
@@ -67,7 +67,7 @@ def run_trial(load: Load, command: Sequence[str]) -> None:
         )
     except subprocess.TimeoutExpired:
         raise ArtifactError(
-            f"loading it in a trial process took more than {limit_s:g} s; a larger limit would let it go on",
+            f"loading it in a trial process took more than {limit_s:g} s; raise the limit if it needs longer",
             path=load.source,
         ) from None
     if ended.returncode == 0:
@@ -75,7 +75,7 @@ def run_trial(load: Load, command: Sequence[str]) -> None:
     if ended.returncode < 0:
         raise ArtifactError(
             f"loading it in a trial process ended with {signal_name(-ended.returncode)}; the files are damaged, too "
-            "large for this machine's memory, or nothing that the executor can take",
+            "large for this machine's memory, or not supported by the executor",
             path=load.source,
         )
     raise _trial_error(ended.stdout, ended.returncode, load.source)
@@ -93,7 +93,7 @@ def _trial_error(output: bytes, code: int, source: str) -> LockstepError:
 
 
 def _record(load: Load, progress: Progress) -> Path:
-    """The file that remembers the success of this trial, whatever the artifact is called."""
+    """Path of the record of this trial, independent of the artifact's name."""
     from lockstep.artifacts.source import open_artifact
     from lockstep.executors.base import environment_digest
     from lockstep.executors.machine import instruction_set
@@ -107,7 +107,7 @@ def _record(load: Load, progress: Progress) -> Path:
 
 
 def _remember(record: Path) -> None:
-    """Write a record, whole or not at all; where nothing can be written, the next load is a trial again."""
+    """Write a record atomically. If it cannot be written, the next load is tried again."""
     import tempfile
 
     with contextlib.suppress(OSError):
@@ -122,7 +122,7 @@ def _remember(record: Path) -> None:
 
 
 def main() -> int:
-    """Run a trial in this process; returns the exit code."""
+    """Run a trial in this process. Returns the exit code."""
     die_with_parent(os.getppid())
     load = command_decoder().decode(sys.stdin.buffer.read())
     assert isinstance(load, Load), "a trial is started to load"

@@ -1,6 +1,6 @@
-"""Progress of a request through its calls: when it began to be computed, where, and what it waited for before.
+"""Progress of a request through its calls: records when and where its computation began, and what it waited for.
 
-Written on the event loop by the handlers of its calls, from the reports of their worker, and read there.
+The handlers of its calls write it on the event loop, from the reports of their worker, and it is read there.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.outputs import Started, WaitReason
 
-MAX_PLACES = 8
-"""Sequences that are remembered of one request."""
+MAX_SEQUENCES = 8
+"""Maximum number of sequences that are recorded for one request."""
 MAX_WAITS = 32
-"""Reasons that are, over all of its models."""
+"""Maximum number of wait reasons that are recorded for one request, over all of its models."""
 LOADING, PLACE = "LOADING", "PLACE"
-"""Limits before a worker has a call: a model that is not loaded, and a place among a model's sessions."""
+"""Wait reasons before the call reaches a worker: a model that is not loaded, and a slot among a model's sessions."""
 
 
 class RecordedSequence(NamedTuple):
@@ -28,7 +28,7 @@ class RecordedSequence(NamedTuple):
     replica: str
     seq_id: int
     step: int
-    """In which something of it was computed first."""
+    """Step in which its computation began."""
 
 
 class Wait(NamedTuple):
@@ -36,27 +36,27 @@ class Wait(NamedTuple):
 
     model: str
     reason: WaitReason
-    """As last reported."""
+    """The reason as last reported."""
     first_s: float
     last_s: float
-    """On the clock of the progress."""
+    """Times on the clock of the progress."""
     config: SchedulerConfig | None
-    """Of the scheduler that reported it."""
+    """Configuration of the scheduler that reported it."""
 
 
 @dataclass(slots=True)
 class CallProgress:
-    """Progress of one request; its calls share it. Times on the monotonic clock."""
+    """Progress of one request, shared by its calls. Times are those of the monotonic clock."""
 
     started_s: float | None = None
-    """Begin of the first step that computed something of it; known when that step has ended."""
-    places: list[RecordedSequence] = field(default_factory=list)
+    """Start of the first step that computed one of its tokens, set when that step has ended."""
+    sequences: list[RecordedSequence] = field(default_factory=list)
     waits: dict[tuple[str, str], Wait] = field(default_factory=dict)
-    """By model and limit, in the order in which they were met."""
+    """Wait reasons by model and limit, in order of the first report."""
     clock: Callable[[], float] = time.monotonic
 
     def waits_for(self, model: str, reason: WaitReason, config: SchedulerConfig | None = None) -> None:
-        """A call waits, and this is why."""
+        """Record the reason why a call waits."""
         key, now_s = (model, reason.limit), self.clock()
         before = self.waits.get(key)
         if before is not None or len(self.waits) < MAX_WAITS:
@@ -64,8 +64,8 @@ class CallProgress:
 
 
 @dataclass(slots=True)
-class CallStation:
-    """One call at a worker, which tells it what becomes of it there."""
+class CallObserver:
+    """Observer of one call at a worker, which records its progress."""
 
     progress: CallProgress
     model: str
@@ -74,13 +74,13 @@ class CallStation:
     submitted_s: float
 
     def started(self, started: Started) -> None:
-        """Something of it is being computed."""
+        """Record that its computation has begun."""
         progress = self.progress
         if progress.started_s is None:
             progress.started_s = self.submitted_s + started.queue_s
-        if len(progress.places) < MAX_PLACES:
-            progress.places.append(RecordedSequence(self.model, self.replica, started.seq_id, started.step))
+        if len(progress.sequences) < MAX_SEQUENCES:
+            progress.sequences.append(RecordedSequence(self.model, self.replica, started.seq_id, started.step))
 
     def waits_for(self, reason: WaitReason) -> None:
-        """It is passed over."""
+        """Record the reason why it is passed over."""
         self.progress.waits_for(self.model, reason, self.config)

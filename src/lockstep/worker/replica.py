@@ -1,4 +1,4 @@
-"""Replicas of a device: loaded artifacts with their engines, and the registry of those that are there."""
+"""Replicas of a device: opens loaded artifacts with their engines, and registers them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MIN_PROGRESS_INTERVAL_S = 0.1
-"""Reports of one stage follow each other no faster."""
+"""Minimum interval in seconds between two reports of one stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Replica:
     engine: Engine
     recorder: EngineRecorder | None = None
     kv_events: KVEventSource | None = None
-    """Of its cache, if they are published."""
+    """Source of its KV events; None: they are not published."""
 
     def metrics(self) -> MetricsSnapshot:
-        """The engine's metrics; whether it is recorded, and what its recording lacks."""
+        """The engine's metrics, with the state and the losses of its recording."""
         snapshot, recorder = self.engine.metrics(), self.recorder
         if recorder is None:
             return snapshot
@@ -57,14 +57,14 @@ def open_replica(
     wake: Callable[[], None] | None = None,
     publisher: KVEventPublisher | None = None,
 ) -> tuple[Replica, Loaded]:
-    """Try the artifact where it is unknown, then load it here.
+    """Try the artifact in another process if it is unknown, then load it here.
 
     Args:
         on_session: called on the step thread with each change of a session.
-        recorder: of the device, where it has one.
-        store: of the device, where it has one.
-        wake: called by any thread when the engine has got something to do by itself.
-        publisher: of KV events, where the device has one.
+        recorder: recorder of the device, if it has one.
+        store: KV store of the device, if it has one.
+        wake: called by any thread when the engine has work that no client submitted.
+        publisher: publisher of KV events, if the device has one.
 
     Raises:
         LockstepError: it cannot be loaded; the message states why.
@@ -103,7 +103,8 @@ def open_replica(
 
 
 def throttled(report: Progress) -> Progress:
-    """A progress that passes on every stage's beginning and then few reports: a download reports each of its pieces."""
+    """Limit the reports of a progress callback to the start of each stage and a few more, since a download reports each
+    piece."""
     last_stage, last_s = "", 0.0
 
     def pass_on(stage: str, fraction: float) -> None:
@@ -117,36 +118,36 @@ def throttled(report: Progress) -> Progress:
 
 
 class Present(NamedTuple):
-    """Replicas that are there at one moment, in order of loading; replaced as a whole and never changed."""
+    """Replicas that are loaded at one moment, in order of loading. It is replaced as a whole and never modified."""
 
     replicas: Mapping[str, Replica]
     classes: Mapping[str, int]
-    """Their priority classes."""
+    """Priorities of the replicas."""
 
 
 class ReplicaRegistry:
-    """Registry of a device's replicas. Any thread may look, change and take away.
+    """Registry of a device's replicas. Any thread may call its methods.
 
-    Keys are claimed when a load begins, and given back when it failed or the replica is gone.
+    A key is claimed when a load begins, and released when it has failed or the replica is gone.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._classes: dict[str, int] = {}
-        """Of all whose key is claimed."""
+        """Priorities of all claimed keys."""
         self._is_closed = False
         self.present = Present({}, {})
 
     @property
     def claimed(self) -> Mapping[str, int]:
-        """Priority classes of the replicas that are there and those that load."""
+        """Priorities of the replicas that are loaded or loading."""
         return self._classes
 
     def find(self, key: str) -> Replica | None:
         return self.present.replicas.get(key)
 
     def claim(self, key: str, priority: int) -> bool:
-        """Claim a key for a load that is about to begin; False: it is taken."""
+        """Claim a key for a load; False: it is taken."""
         with self._lock:
             is_free = key not in self._classes
             if is_free:
@@ -154,21 +155,21 @@ class ReplicaRegistry:
             return is_free
 
     def prioritise(self, key: str, priority: int) -> None:
-        """Change the class of a replica that is there or loads; others have none."""
+        """Change the priority of a replica that is loaded or loading. Other keys are ignored."""
         with self._lock:
             if key in self._classes:
                 self._classes[key] = priority
                 self._replace(self.present.replicas)
 
     def add(self, replica: Replica) -> bool:
-        """Enter a loaded replica under a key that was claimed; False: the device ends, and no one wants it any more."""
+        """Add a loaded replica under its claimed key; False: the registry is closed, and the replica is not needed."""
         with self._lock:
             if not self._is_closed:
                 self._replace({**self.present.replicas, replica.key: replica})
             return not self._is_closed
 
     def remove(self, key: str) -> None:
-        """Take a replica out, so that it is not found; its key stays claimed until `release`."""
+        """Remove a replica. Its key stays claimed until `release`."""
         with self._lock:
             self._replace({other: kept for other, kept in self.present.replicas.items() if other != key})
 
@@ -177,7 +178,7 @@ class ReplicaRegistry:
             self._classes.pop(key, None)
 
     def close(self) -> tuple[Replica, ...]:
-        """End: no replica is found from now on, or added. Returns those that were there."""
+        """Close the registry: no replica can be found or added from now on. Returns the replicas."""
         with self._lock:
             replicas = tuple(self.present.replicas.values())
             self._is_closed = True

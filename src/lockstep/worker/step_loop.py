@@ -1,7 +1,7 @@
-"""Step loop of a device: whose step is next, what is obeyed between two steps, and what is reported of each.
+"""Step loop of a device: chooses the replica of each step, executes commands between steps, and reports each step.
 
-It alone touches schedulers and executors. Other threads leave orders and the keys of replicas that have got something
-to do, and ring.
+Only this loop calls schedulers and executors. Other threads queue commands and the keys of replicas that have new work,
+then wake the loop.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from lockstep.worker.messages import (
     ResetPrefixCache,
     SessionsChanged,
     SessionsReport,
-    SessionsSwept,
     StepReport,
     Sweep,
+    SweepReport,
     Unload,
     Unloaded,
 )
@@ -52,23 +52,23 @@ log = logging.getLogger(__name__)
 Emit = Callable[[Event], None]
 """Called by several threads; must not block."""
 Order = Unload | Ask | AnswerShown
-"""Commands that the step thread obeys between two steps."""
+"""Commands that the step thread executes between two steps."""
 IDLE_WAIT_S = 1.0
 MAX_STEP_REPORTS_PER_S = 50.0
-"""Of each replica, whatever is requested."""
+"""Limit for each replica, even if more reports are requested."""
 
 
 class StepLoop:
     """Loop that runs the steps of all replicas.
 
     Args:
-        emit: where events go.
-        registry: the replicas that are there.
-        scheduler: weighs them.
+        emit: receives the events.
+        registry: the loaded replicas.
+        scheduler: chooses the replica of each step.
         clock: measures steps.
-        recorder: of the device, where it has one.
-        num_preparing: how many requests no engine has yet.
-        tells_contents: whether events say what each prefix cache holds.
+        recorder: recorder of the device; None: nothing is recorded.
+        num_preparing: returns the number of requests that are not in an engine yet.
+        reports_contents: whether events report the contents of each prefix cache.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StepLoop:
         clock: Clock,
         recorder: Recorder | None,
         num_preparing: Callable[[], int],
-        tells_contents: bool = False,
+        reports_contents: bool = False,
     ) -> None:
         self._emit = emit
         self._registry = registry
@@ -87,15 +87,15 @@ class StepLoop:
         self._now_s = clock.now_s
         self._recorder = recorder
         self._num_preparing = num_preparing
-        self._tells_contents = tells_contents
+        self._reports_contents = reports_contents
         self._orders: deque[Order] = deque()
-        """As many as were requested; each is answered once."""
-        self._called: deque[str] = deque()
-        """Replicas that have got something to do since the last turn."""
+        """Commands in order of arrival. Each query is answered once."""
+        self._woken: deque[str] = deque()
+        """Keys of replicas that got new work since the last step."""
         self._with_work: frozenset[str] = frozenset()
-        """Those that had something to do when it was looked at; replaced and never changed."""
+        """Replicas that had work at the last check. The set is replaced and never modified."""
         self._changes: list[SessionChange] = []
-        """Of the sessions of the replica that steps or obeys."""
+        """Session changes of the replica whose step or command runs now."""
         self.store: KVStore | None = None
         self.sampler = StepSampler()
         self._wake = threading.Event()
@@ -105,76 +105,76 @@ class StepLoop:
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
-    def call(self, key: str) -> None:
-        """Note that a replica has got something to do."""
-        self._called.append(key)
-        self._ring()
+    def wake(self, key: str) -> None:
+        """Record that a replica has new work, and wake the loop."""
+        self._woken.append(key)
+        self._wake_up()
 
     def order(self, order: Order) -> None:
-        """Have an order obeyed before the next step."""
+        """Queue a command for execution before the next step."""
         self._orders.append(order)
-        self._ring()
+        self._wake_up()
 
     def stop(self) -> None:
-        """End with the step under way."""
+        """End the loop after the current step."""
         self._stopping.set()
-        self._ring()
+        self._wake_up()
 
     @property
     def is_stopping(self) -> bool:
         return self._stopping.is_set()
 
     def on_session(self, change: SessionChange) -> None:
-        """Take note of a change of a session of the replica that steps or obeys; on the step thread."""
+        """Record a session change of the replica whose step or command runs now. Step thread only."""
         self._changes.append(change)
 
     def waiting_s(self) -> float:
-        """Seconds for which work has waited without a step being completed; 0: nothing waits."""
+        """Seconds for which work has waited without a completed step; 0: no work waits."""
         is_waiting = not self._is_idle and any(r.engine.has_work for r in self._registry.present.replicas.values())
         return max(0.0, self._now_s() - self._progress_s) if is_waiting else 0.0
 
-    def _ring(self) -> None:
-        """Wake the step thread; callers leave their work first, and the loop looks for it after it woke."""
+    def _wake_up(self) -> None:
+        """Wake the step thread. Callers queue their work first, and the loop checks for it after waking."""
         if not self._wake.is_set():
             self._wake.set()
 
     # -- the step thread ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Hand out steps until `stop`; frees every replica at its end.
+        """Run steps until `stop`, then free every replica.
 
         Raises:
-            Exception: a defect of ours; every request has ended with an error, and the worker cannot go on.
+            Exception: a bug; every request has ended with an error, and the worker cannot continue.
         """
         try:
             while not self._stopping.is_set():
-                self._turn()
+                self._run_once()
             self._close()
         except Exception as error:
-            log.exception("the device worker broke")
+            log.exception("the device worker failed")
             self._stopping.set()
             replicas = self._registry.close()
             for replica in replicas:
-                replica.engine.abandon(RequestFailedError(f"the device worker broke: {error!r}"))
+                replica.engine.abandon(RequestFailedError(f"the device worker failed: {error!r}"))
                 self._publish(replica)
             for replica in replicas:
                 replica.close()
             raise
 
-    def _turn(self) -> None:
-        """Obey what was ordered, then run one step of one replica, or wait for work."""
+    def _run_once(self) -> None:
+        """Execute queued commands, then run one step of one replica, or wait for work."""
         recorder = self._recorder
         if recorder is not None:
             recorder.begin_turn()
         while self._orders:
             self._execute(self._orders.popleft())
-        if self._called:
-            self._look_at_called()
+        if self._woken:
+            self._update_with_work()
         replicas, classes = self._registry.present
         with_work = self._with_work
         chosen = self._scheduler.choose(classes, with_work)
         if chosen is None:
-            self._rest(classes)
+            self._idle(classes)
             return
         replica = replicas[chosen]
         engine = replica.engine
@@ -184,8 +184,8 @@ class StepLoop:
             plan = engine.step().plan
         except Exception:
             raise
-        except BaseException:  # the step is over, its requests know, and nobody above this thread can be interrupted
-            log.exception("an interrupt in a step of %s", chosen)
+        except BaseException:  # the step is over, and no caller of this thread could handle it
+            log.exception("interrupted in a step of %s", chosen)
         ended_s = self._now_s()
         started_us, ended_us = int(started_s * 1e6), int(ended_s * 1e6)
         self._scheduler.spend(chosen, ended_us - started_us)
@@ -196,14 +196,14 @@ class StepLoop:
         self._progress_s = self._now_s()
         self._publish(replica, self._report(chosen, plan, ended_s - started_s, ended_s))
 
-    def _look_at_called(self) -> None:
-        """Take over which replicas were called and still have work."""
+    def _update_with_work(self) -> None:
+        """Add the woken replicas that still have work."""
         replicas = self._registry.present.replicas
-        called = [self._called.popleft() for _ in range(len(self._called))]
-        with_work = [key for key in called if key in replicas and replicas[key].engine.has_work]
+        woken = [self._woken.popleft() for _ in range(len(self._woken))]
+        with_work = [key for key in woken if key in replicas and replicas[key].engine.has_work]
         self._with_work = self._with_work.union(with_work)
 
-    def _rest(self, classes: Mapping[str, int]) -> None:
+    def _idle(self, classes: Mapping[str, int]) -> None:
         self._is_idle = True
         if self._recorder is not None:
             self._recorder.idle(classes)
@@ -212,16 +212,16 @@ class StepLoop:
         self._progress_s, self._is_idle = self._now_s(), False
 
     def _report(self, key: str, plan: StepPlan | None, duration_s: float, now_s: float) -> StepReport | None:
-        """Stats of the step, if steps are watched and this one is due."""
+        """Statistics of the step, if steps are watched and this one is due."""
         if plan is None or not self.sampler.is_watched:
             return None
         return self.sampler.report(key, plan, duration_s, now_s)
 
     def _publish(self, replica: Replica, step: StepReport | None = None) -> None:
-        """Emit one event for all that a step brought, one for what it meant to its replica's sessions, and before them
-        one for its cache, so that whoever hears an answer's end knows where its blocks are."""
+        """Emit the changes of the replica's cache, then one event with all outputs of the step, then its session
+        changes. The cache changes come first, so that the receiver of an answer's end can already locate its blocks."""
         news = replica.engine.scheduler.drain_contents()
-        if news and self._tells_contents:
+        if news and self._reports_contents:
             self._emit(ContentsChanged(replica.key, list(news)))
         if replica.kv_events is not None:
             replica.kv_events.changed(news)
@@ -257,7 +257,7 @@ class StepLoop:
             case AskSessions():
                 return SessionsReport({key: replica.engine.session_reports() for key, replica in replicas.items()})
             case Sweep() | EndSession():
-                return self._swept(question)
+                return self._sweep(question)
         raise AssertionError(f"{question} is answered while a step runs")
 
     def _checked(self) -> Checked:
@@ -270,17 +270,17 @@ class StepLoop:
             return Checked(repr(fault), num_open)
         return Checked("", num_open)
 
-    def _swept(self, order: Sweep | EndSession) -> SessionsSwept:
+    def _sweep(self, order: Sweep | EndSession) -> SweepReport:
         replica = self._registry.find(order.replica)
         if isinstance(order, EndSession) and self.store is not None:
             self.store.end(order.session_id, order.owner)
         if replica is None:
-            return SessionsSwept(0, 0)
+            return SweepReport(0, 0)
         sessions = replica.engine.sessions
         do = sessions.sweep if isinstance(order, Sweep) else sessions.end
-        swept = do(order.session_id, order.owner)
+        result = do(order.session_id, order.owner)
         self._publish(replica)
-        return SessionsSwept(*swept)
+        return SweepReport(*result)
 
     def _unload(self, key: str) -> None:
         replica = self._registry.find(key)
@@ -313,15 +313,15 @@ class StepLoop:
 
 
 class StepSampler:
-    """Choice of the steps that are reported. `watch` is for any thread, the rest for one."""
+    """Selects the steps that are reported. `watch` may be called by any thread, the other methods by one."""
 
     def __init__(self) -> None:
         self._interval_s = math.inf
         self._last: dict[str, tuple[float, int]] = {}
-        """When each replica was reported last, and how many of its steps were not since."""
+        """By replica: time of the last report, and the number of unreported steps since."""
 
     def watch(self, max_per_s: float) -> None:
-        """Report at most so many steps of each replica in a second; 0: none."""
+        """Report at most this many steps of each replica per second; 0: none."""
         self._last = {}
         self._interval_s = 1 / min(max_per_s, MAX_STEP_REPORTS_PER_S) if max_per_s > 0 else math.inf
 
@@ -331,7 +331,7 @@ class StepSampler:
         return self._interval_s < math.inf
 
     def report(self, replica: str, plan: StepPlan, duration_s: float, now_s: float) -> StepReport | None:
-        """Report a step that has ended now; None: it is not reported."""
+        """Report a step that has just ended; None: this step is not reported."""
         interval_s = self._interval_s
         last_s, num_unreported = self._last.get(replica, (-math.inf, 0))
         if now_s - last_s < interval_s or interval_s == math.inf:
@@ -343,5 +343,5 @@ class StepSampler:
         )
 
     def forget(self, replica: str) -> None:
-        """Forget a replica that is unloaded."""
+        """Remove a replica that is being unloaded."""
         self._last.pop(replica, None)

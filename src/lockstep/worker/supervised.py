@@ -1,8 +1,8 @@
-"""Supervised device worker: requests in, mailboxes out, and a new worker when one is lost.
+"""Supervised device worker: sends requests, fills mailboxes, and restarts a worker that is lost.
 
-Everything here runs on one event loop. Requests and loads that were in flight end with `WorkerLostError`. The next
-worker begins with nothing loaded: the receiver of the notice decides what it loads. One that hangs is killed, and is
-then lost like any other.
+Everything here runs on one event loop. When a worker is lost, its open requests and loads end with `WorkerLostError`.
+The next worker starts with nothing loaded: the receiver of the notice decides what it loads. A worker that hangs is
+killed, and then counts as lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.engine.kv_tiers import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sessions import SessionReport, Swept
+from lockstep.engine.sessions import SessionReport, SweepResult
 from lockstep.errors import LockstepError, UnavailableError, UsageError, WorkerLostError
 from lockstep.worker.lifecycle import Back, LoadState, Lost, WorkerLifecycle
 from lockstep.worker.link import WorkerOptions
@@ -53,10 +53,10 @@ from lockstep.worker.messages import (
     ResetPrefixCache,
     SessionsChanged,
     SessionsReport,
-    SessionsSwept,
     StepReport,
     Submit,
     Sweep,
+    SweepReport,
     TrialOptions,
     Unloaded,
     WatchSteps,
@@ -68,14 +68,15 @@ log = logging.getLogger(__name__)
 
 Report = TypeVar("Report", bound=Answer)
 Notice = SessionsChanged | ContentsChanged | KVRejected | StepReport | Loaded | Unloaded | Lost | Back
-"""What a worker and its life bring unasked; replicas that come and go by themselves, where others own the worker."""
+"""Notices of a worker and its lifecycle. If another process started the worker, Loaded and Unloaded report its
+replicas."""
 ANSWER_LIMIT_S = 5.0
-"""For what is answered without waiting for a step."""
+"""Time limit for queries that do not wait for a step."""
 MAX_AWAY_S = 5.0
-"""Calls wait for a worker that is started within this time; where it is later, they end with an error and a
+"""Calls wait for a worker that restarts within this time. If it takes longer, they end with an error and a
 `Retry-After`."""
 CHECK_LIMIT_S = 60.0
-"""For what is answered between two steps."""
+"""Time limit for queries that are answered between two steps."""
 
 
 class SupervisedWorker:
@@ -91,16 +92,16 @@ class SupervisedWorker:
         self._watched_per_s = 0.0
         self._store: OpenStore | None = None
         self.listening: Listening | None = None
-        """Where the present worker listens for gateways, by its own word."""
+        """Address at which the present worker listens for gateways, as the worker reported it."""
         self.kv_tiers: Mapping[str, TierStats] = {}
-        """Tiers of the KV store, host and disk, as of the last metrics."""
+        """Statistics of the KV store's tiers, host and disk, as of the last metrics."""
         self._open = PendingRequests(options.stream_interval_s)
-        self._life = WorkerLifecycle(options, self._received, self._lost, self._back)
+        self._lifecycle = WorkerLifecycle(options, self._received, self._lost, self._back)
         self._reason = ""
-        """What the last worker ended with."""
+        """The reason why the last worker ended."""
         self._closing: asyncio.Task[None] | None = None
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- lifecycle ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the worker, with nothing loaded.
@@ -108,21 +109,21 @@ class SupervisedWorker:
         Raises:
             UsageError, ExecutorError: no process can be started.
         """
-        await self._life.start()
+        await self._lifecycle.start()
 
     async def close(self, error: LockstepError | None = None) -> None:
-        """End the worker and what is open; within a bounded time. Every caller waits until that is done.
+        """End the worker and all open requests, within a bounded time. Every caller waits until that is done.
 
         Args:
-            error: of the requests that are open; None: the server is closing.
+            error: ends the open requests; None: the server is closing.
         """
         if self._closing is None:
             error = error or UnavailableError("the server is closing")
             self._closing = asyncio.get_running_loop().create_task(self._close(error))
-        await asyncio.shield(self._closing)  # who waits may be cancelled; the process ends all the same
+        await asyncio.shield(self._closing)  # a waiting caller may be cancelled; the process still ends
 
     async def _close(self, error: LockstepError) -> None:
-        link = await self._life.end(error)
+        link = await self._lifecycle.end(error)
         self._open.end(error)
         if link is not None:
             await link.close()
@@ -130,7 +131,7 @@ class SupervisedWorker:
     @property
     def pid(self) -> int | None:
         """Id of the worker's process; None: there is none."""
-        return None if self._life.link is None else self._life.link.pid
+        return None if self._lifecycle.link is None else self._lifecycle.link.pid
 
     # -- replicas -------------------------------------------------------------------------------------------------
 
@@ -144,111 +145,113 @@ class SupervisedWorker:
         *,
         is_suspect: bool = False,
     ) -> Loaded:
-        """Load a model into the present worker, while others serve.
+        """Load a model into the present worker, while other replicas serve.
 
         Args:
-            priority: its class where replicas take turns on the device.
-            is_suspect: workers ended over it, so that it is tried in a throw-away process first.
+            priority: priority of its steps on the device.
+            is_suspect: True if workers failed while loading it, so that it is first tried in a temporary process.
 
         Raises:
             LockstepError: it cannot be loaded.
-            WorkerLostError: the worker was lost over it, or is not there.
+            WorkerLostError: the worker was lost during the load, or is not running.
         """
         is_process = self._options.kind == "process"
         trial = replace(self._options.trial, is_forced=is_suspect) if is_process else TrialOptions(enabled=False)
-        life = self._life
+        lifecycle = self._lifecycle
         await self._unloaded(replica)
         if not self.is_up:
             raise WorkerLostError(self.trouble, retry_after_s=self.retry_after_s)
-        if life.replica(replica) is not None:
-            raise UsageError(f"a replica {replica!r} is there already")
-        life.send(Load(replica, source, options, trial, priority))
+        if lifecycle.replica(replica) is not None:
+            raise UsageError(f"replica {replica!r} is already loaded")
+        lifecycle.send(Load(replica, source, options, trial, priority))
         try:
-            loaded = await life.begin_load(replica, progress).answer
+            loaded = await lifecycle.begin_load(replica, progress).answer
         except asyncio.CancelledError:
-            life.begin_unload(replica)
+            lifecycle.begin_unload(replica)
             raise
         if isinstance(loaded, LockstepError):
             raise loaded
-        life.restarts.up(life.now_s())
+        lifecycle.restarts.up(lifecycle.now_s())
         return loaded
 
     def prioritise(self, replica: str, priority: int) -> None:
-        """Change the class of a replica that is there or is being loaded; others have none."""
-        self._life.send(Prioritise(replica, priority))
+        """Change the priority of a replica that is loaded or loading. Other keys are ignored."""
+        self._lifecycle.send(Prioritise(replica, priority))
 
     async def unload(self, replica: str) -> None:
-        """End a replica's requests with ``abort`` and free it; one that is not there is gone already."""
-        self._life.begin_unload(replica)
+        """Abort a replica's requests and free it. Does nothing if it is not loaded."""
+        self._lifecycle.begin_unload(replica)
         await self._unloaded(replica)
 
     async def _unloaded(self, key: str) -> None:
-        """Wait until a replica that is on its way out is gone."""
-        while (replica := self._life.replica(key)) is not None and replica.state is LoadState.UNLOADING:
+        """Wait until a replica that is unloading is gone."""
+        while (replica := self._lifecycle.replica(key)) is not None and replica.state is LoadState.UNLOADING:
             await asyncio.shield(replica.gone)
 
     def loaded(self, replica: str) -> Loaded | None:
-        """Measurements of a loaded replica; None: it is not there now."""
-        found = self._life.replica(replica)
+        """Measurements of a loaded replica; None: it is not loaded now."""
+        found = self._lifecycle.replica(replica)
         return None if found is None else found.loaded
 
     @property
     def is_up(self) -> bool:
-        """True if there is a worker to talk to."""
-        return self._life.link is not None
+        """True if a worker is running."""
+        return self._lifecycle.link is not None
 
     @property
     def trouble(self) -> str:
-        """The reason why no request would be answered now, in one sentence; empty: loaded replicas answer."""
-        return self._life.trouble
+        """The reason why requests cannot be answered now, in one sentence; empty: loaded replicas answer."""
+        return self._lifecycle.trouble
 
     def absence(self, replica: str, since_s: float | None = None) -> UnavailableError | None:
-        """The error of calls where waiting for a replica is of no use, as the next worker starts too late; None: they
+        """The error for calls that should not wait for a replica, because the next worker starts too late; None: they
         may wait.
 
         Args:
             replica: unused: one worker has all replicas.
             since_s: unused: the schedule of restarts decides.
         """
-        if self._life.away_s <= MAX_AWAY_S:
+        if self._lifecycle.away_s <= MAX_AWAY_S:
             return None
         return UnavailableError(self.trouble, retry_after_s=self.retry_after_s)
 
     @property
     def link_fault(self) -> str:
-        """Reason why the last attempt to start or reach the worker failed, in one sentence; empty: it did not."""
-        return self._life.link_fault
+        """The reason why the last attempt to start or reach the worker failed, in one sentence; empty: it succeeded."""
+        return self._lifecycle.link_fault
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds after which the next worker is likely to have all that the last one had."""
-        return self._life.restarts.retry_after_s(self._life.now_s())
+        """Seconds after which the next worker is likely to have loaded what the last one had."""
+        return self._lifecycle.restarts.retry_after_s(self._lifecycle.now_s())
 
     @property
     def recording_fault(self) -> str:
-        """The reason why nothing is recorded now, by the worker's last word; empty: it is, or nothing is to be."""
-        report = self._life.pulse.report
+        """The reason why nothing is recorded now, from the worker's last report; empty: recording works, or is
+        disabled."""
+        report = self._lifecycle.pulse.report
         return "" if report is None else report.recording_fault
 
     @property
     def kv_fault(self) -> str:
-        """The reason why less KV is kept outside of the device than its budgets allow; empty: it is as they allow."""
-        report = self._life.pulse.report
+        """The reason why less KV is stored outside of the device than its budgets allow; empty: there is no such
+        limit."""
+        report = self._lifecycle.pulse.report
         return "" if report is None else report.kv_fault
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, replica: str, request: GenerationRequest) -> Mailbox:
-        """Send a request; every mailbox goes back by `leave`.
+        """Send a request. Every mailbox must be returned with `leave`.
 
         Raises:
-            WorkerLostError: the replica is not there any more.
+            WorkerLostError: the replica is not loaded any more.
             QueueFullError: the worker takes no more requests now.
-            InvalidParameterError: the request holds a number that no message can.
+            InvalidParameterError: a number of the request does not fit a message.
         """
-        link = self._life.link
+        link = self._lifecycle.link
         if link is None or self.loaded(replica) is None:
-            raise self._life.lost_error(self._reason, "was about to answer; send the request again")
+            raise self._lifecycle.lost_error(self._reason, "was about to answer; send the request again")
         mailbox = self._open.open(replica)
         try:
             link.send(Submit(mailbox.request_id, replica, request))
@@ -258,13 +261,13 @@ class SupervisedWorker:
         return mailbox
 
     def leave(self, mailbox: Mailbox) -> None:
-        """Give a mailbox back; its request is aborted if it has not ended."""
+        """Return a mailbox. Its request is aborted if it has not ended."""
         if self._open.leave(mailbox):
-            self._life.send(Abort(mailbox.replica, (mailbox.request_id,)))
+            self._lifecycle.send(Abort(mailbox.replica, (mailbox.request_id,)))
 
     @contextmanager
     def open_mailbox(self, replica: str, request: GenerationRequest) -> Iterator[Mailbox]:
-        """The mailbox of a request for a block, as `submit`; leaving the block early aborts it."""
+        """Submit a request and yield its mailbox. Leaving the block early aborts the request."""
         mailbox = self.submit(replica, request)
         try:
             yield mailbox
@@ -272,7 +275,7 @@ class SupervisedWorker:
             self.leave(mailbox)
 
     def abort_all(self, error: LockstepError, of_replica: str | None = None) -> None:
-        """End every open request, or every one of a replica, with this error."""
+        """End all open requests, or those of one replica, with this error."""
         by_replica: dict[str, list[int]] = {}
         for mailbox in self._open.unended():
             if of_replica not in (None, mailbox.replica):
@@ -280,17 +283,17 @@ class SupervisedWorker:
             mailbox.fail(error)
             by_replica.setdefault(mailbox.replica, []).append(mailbox.request_id)
         for replica, request_ids in by_replica.items():
-            self._life.send(Abort(replica, tuple(request_ids)))
+            self._lifecycle.send(Abort(replica, tuple(request_ids)))
 
     @property
     def num_open(self) -> int:
-        """Mailboxes that were not left."""
+        """Number of mailboxes that are in use."""
         return self._open.num_requests
 
-    # -- questions ------------------------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------------------------
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
-        """Metrics by replica; empty while there is no worker, or none that answers."""
+        """Metrics by replica; empty if there is no worker or it does not answer."""
         report = await self._ask(AskMetrics(), MetricsReport, ANSWER_LIMIT_S)
         self.kv_tiers = {} if report is None else report.tiers
         return {} if report is None else report.replicas
@@ -300,62 +303,63 @@ class SupervisedWorker:
         return await self._ask(Check(), Checked)
 
     async def reset_prefix_cache(self) -> int:
-        """Forget all cached content; returns how many blocks that were."""
+        """Discard all cached content. Returns the number of discarded blocks."""
         report = await self._ask(ResetPrefixCache(), PrefixCacheReset)
         return 0 if report is None else report.num_blocks
 
     async def sessions(self) -> Mapping[str, tuple[SessionReport, ...]]:
-        """Sessions by replica, least recently used first; empty while there is no worker, or none that answers."""
+        """Sessions by replica, least recently used first; empty if there is no worker or it does not answer."""
         report = await self._ask(AskSessions(), SessionsReport)
         return {} if report is None else report.replicas
 
     async def session_locations(self, environments: Sequence[bytes]) -> tuple[SessionsReport | None, KeptReport | None]:
-        """Sessions on the device by replica, and those that are kept outside by environment; None: the worker
-        does not answer in a few seconds."""
+        """Sessions on the device by replica, and stored sessions by environment; None: the worker does not answer in
+        `ANSWER_LIMIT_S`."""
         return await asyncio.gather(
             self._ask(AskSessions(), SessionsReport, ANSWER_LIMIT_S),
             self._ask(AskKept(tuple(environments)), KeptReport, ANSWER_LIMIT_S),
         )
 
-    async def sweep(self, replica: str, session_id: str | None = None, owner: str | None = None) -> Swept:
-        """Free what idle sessions keep: that of one id, of one owner, or of all; busy ones stay as they are."""
+    async def sweep(self, replica: str, session_id: str | None = None, owner: str | None = None) -> SweepResult:
+        """Free the blocks of idle sessions: of one id, of one owner, or of all. Busy sessions are left unchanged."""
         return await self._sweep(Sweep(replica, session_id, owner))
 
-    async def end_session(self, replica: str, session_id: str, owner: str | None = None) -> Swept:
-        """Free what a session keeps, and let it keep nothing when what it is busy with ends."""
+    async def end_session(self, replica: str, session_id: str, owner: str | None = None) -> SweepResult:
+        """Free a session's blocks, and keep none when its busy requests end."""
         return await self._sweep(EndSession(replica, session_id, owner))
 
     def open_store(self, options: KVStoreOptions) -> None:
-        """Have this worker and its successors keep what sessions come back for outside of the device."""
+        """Open the KV store outside of the device in this worker and its successors."""
         self._store = OpenStore(options)
-        self._life.send(self._store)
+        self._lifecycle.send(self._store)
 
     def watch_steps(self, max_per_s: float) -> None:
-        """Be notified of so many steps of each replica in a second at most, by this worker and its successors."""
+        """Request notices of at most this many steps of each replica per second, from this worker and its
+        successors."""
         self._watched_per_s = max_per_s
-        self._life.send(WatchSteps(max_per_s))
+        self._lifecycle.send(WatchSteps(max_per_s))
 
     def shown(self, shown: AnswerShown) -> None:
-        """Have the worker record how an answer was shown."""
-        self._life.send(shown)
+        """Have the worker record how an answer was streamed."""
+        self._lifecycle.send(shown)
 
-    async def _sweep(self, question: Sweep | EndSession) -> Swept:
-        report = await self._ask(question, SessionsSwept)
-        return Swept(0, 0) if report is None else Swept(report.num_sessions, report.num_blocks)
+    async def _sweep(self, question: Sweep | EndSession) -> SweepResult:
+        report = await self._ask(question, SweepReport)
+        return SweepResult(0, 0) if report is None else SweepResult(report.num_sessions, report.num_blocks)
 
     async def _ask(self, question: Question, kind: type[Report], limit_s: float = CHECK_LIMIT_S) -> Report | None:
-        """The answer, of the kind that the question has; None: the worker does not answer."""
+        """Send a query and return its answer, of the given type; None: the worker does not answer."""
         if not self.is_up:
             return None
         ask_id = self._open.next_id()
-        self._life.send(Ask(ask_id, question))
+        self._lifecycle.send(Ask(ask_id, question))
         answer = await self._open.answer(ask_id, limit_s)
         return answer if isinstance(answer, kind) else None
 
-    # -- what the worker says ------------------------------------------------------------------------------------
+    # -- events of the worker -------------------------------------------------------------------------------------
 
     def _received(self, event: Event) -> None:
-        """One call, and one wake-up of the loop, per step."""
+        """Handle an event. There is one call, and one wake-up of the loop, per step."""
         match event:
             case Outputs():
                 self._open.outputs(event)
@@ -374,12 +378,12 @@ class SupervisedWorker:
 
     def _lost(self, reason: str) -> None:
         self._reason, self.listening = reason, None
-        self._open.end(self._life.lost_error(reason, "answered; send the request again"))
+        self._open.end(self._lifecycle.lost_error(reason, "answered; send the request again"))
         self._notify(Lost(reason))
 
     def _back(self) -> None:
         if self._watched_per_s:
-            self._life.send(WatchSteps(self._watched_per_s))
+            self._lifecycle.send(WatchSteps(self._watched_per_s))
         if self._store is not None:
-            self._life.send(self._store)
+            self._lifecycle.send(self._store)
         self._notify(Back())

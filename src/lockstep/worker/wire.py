@@ -1,4 +1,4 @@
-"""Messages as bytes: msgpack frames, each after its length, with forms for errors, vectors and paths.
+"""Wire format of messages: encodes messages as msgpack frames, including errors, vectors and paths.
 
 Format of a frame: uint32 little-endian length, then one msgpack array whose first element names the message.
 """
@@ -29,11 +29,11 @@ _PLAIN = (str, int, float, bool, type(None))
 _ERRORS = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, LockstepError)
 }
-"""Those that a message may name."""
+"""Error classes that a message may name."""
 
 
 def command_encoder() -> msgspec.msgpack.Encoder:
-    """Not to be shared by threads; the same holds for the others."""
+    """Create an encoder. Encoders and decoders must not be shared by threads."""
     return msgspec.msgpack.Encoder(enc_hook=_encode)
 
 
@@ -50,20 +50,20 @@ def event_decoder() -> msgspec.msgpack.Decoder[Event]:
 
 
 def request_decoder() -> msgspec.msgpack.Decoder[GenerationRequest]:
-    """A decoder of requests that are kept, and not sent."""
+    """Create a decoder for stored requests."""
     return msgspec.msgpack.Decoder(GenerationRequest, dec_hook=_decode)
 
 
 def framed(body: bytes) -> bytes:
-    """A frame around an encoded message."""
+    """Add the frame header to an encoded message."""
     return HEADER.pack(len(body)) + body
 
 
 def refusal_of(body: bytes, error: msgspec.ValidationError) -> Refused:
-    """The answer to a request that does not fit its types: the request's fault, not the worker's.
+    """The answer to a request that does not fit its types, which is an error of the request, not of the worker.
 
     Raises:
-        msgspec.ValidationError: it was not a request; the other end does not speak this format.
+        msgspec.ValidationError: the message was not a request, so the peer does not use this format.
     """
     match msgspec.msgpack.decode(body):
         case [Submit.__name__, int(request_id), *_]:
@@ -72,19 +72,19 @@ def refusal_of(body: bytes, error: msgspec.ValidationError) -> Refused:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames."""
+    """Splits a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        """The beginning of a frame."""
+        """Bytes of an incomplete frame."""
         self._wanted_bytes = HEADER.size
-        """As many make it whole, as far as one can tell."""
+        """Number of bytes that complete the frame, as far as it is known."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The bodies that these bytes complete, in order.
+        """Add bytes and return the bodies of the complete frames, in order.
 
         Raises:
-            ValueError: the sender claims an impossible length; it does not speak this format.
+            ValueError: a frame has an impossible length, so the peer does not use this format.
         """
         if self._rest:
             self._rest += data
@@ -97,7 +97,7 @@ class FrameReader:
         while end - at >= HEADER.size:
             (length,) = HEADER.unpack_from(data, at)
             if length > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are possible")
+                raise ValueError(f"a frame has {length} bytes; the limit is {MAX_FRAME_BYTES}")
             if end - at - HEADER.size < length:
                 self._wanted_bytes += length
                 break
@@ -117,7 +117,7 @@ def _encode(value: object) -> object:
         return value.astype("<f4").tobytes()
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"a message cannot hold {type(value).__name__}")
+    raise TypeError(f"a message cannot contain {type(value).__name__}")
 
 
 def _decode(kind: type, value: Any) -> object:
@@ -131,23 +131,24 @@ def _decode(kind: type, value: Any) -> object:
         return Path(value)
     if get_origin(kind) is np.ndarray or kind is np.ndarray:
         return np.frombuffer(value, "<f4")
-    raise TypeError(f"a message cannot hold {kind.__name__}")
+    raise TypeError(f"a message cannot contain {kind.__name__}")
 
 
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES = 256 << 20
-"""A server that leaves so much unread is stuck for good; the worker ends, with the events that would never be read."""
+"""Maximum size of unsent events. A server that leaves more unread is stuck, so the worker exits and the events are
+lost."""
 EXIT_UNREAD = 75
-"""Exit code of a worker whose events no one reads."""
+"""Exit code of a worker whose events are not read."""
 
 
 class Outbox:
-    """Posts events to a socket, from any thread and without ever waiting: at once where the socket takes them, kept in
-    order where not.
+    """Sends events to a socket, from any thread and without blocking: at once if the socket accepts them, else queued
+    in order.
 
-    The engine's thread sends what a step brought by itself, which costs a system call and no change of threads. Only
-    what a slow reader leaves over goes to a thread that may block.
+    The engine's thread itself sends the outputs of a step, which costs a system call but no thread switch. Only what a
+    slow reader does not accept is sent by a thread that may block.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -159,7 +160,7 @@ class Outbox:
         threading.Thread(target=self._send_backlog, name="lockstep-outbox", daemon=True).start()
 
     def post(self, event: Event) -> None:
-        """Send, or keep for the thread that waits for the reader."""
+        """Send an event, or queue it for the sending thread."""
         with self._changed:
             data = framed(self._encoder.encode(event))
             sent = 0
@@ -168,13 +169,13 @@ class Outbox:
                     sent = self._socket.send(data, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     pass
-                except OSError:  # nobody is there any more, which the receiving thread finds out as well
+                except OSError:  # the peer is gone, which the receiving thread detects as well
                     return
             if sent < len(data):
                 self._keep(data[sent:])
 
     def flush(self, limit_s: float) -> None:
-        """Wait until everything is sent, for so many seconds at most."""
+        """Wait until everything is sent, within a time limit."""
         with self._changed:
             self._changed.wait_for(lambda: not self._backlog, limit_s)
 
@@ -182,7 +183,7 @@ class Outbox:
         self._backlog.append(data)
         self._num_bytes += len(data)
         if self._num_bytes > MAX_BACKLOG_BYTES:
-            log.critical("%d bytes of events are unread; the worker ends", self._num_bytes)
+            log.critical("%d bytes of events are unread; the worker exits", self._num_bytes)
             os._exit(EXIT_UNREAD)
         self._changed.notify_all()
 

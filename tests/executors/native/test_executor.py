@@ -78,7 +78,7 @@ def test_hidden_states_are_what_the_head_turns_into_logits(executor: NativeExecu
         part = batch_of((PROMPT[start:end], start, TABLE), ([7, 8, 9], 0, (5,)))
         executor.execute(replace(part, hidden_rows=np.arange(end - start)))
         assert np.array_equal(executor.hidden_states, states[start:end])
-    with pytest.raises(InvalidPlanError, match="a row outside the step's 70 tokens"):
+    with pytest.raises(InvalidPlanError, match="a row is outside the step's 70 tokens"):
         executor.execute(replace(batch, hidden_rows=np.array([70])))
 
 

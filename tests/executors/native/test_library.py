@@ -54,7 +54,7 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 def test_a_missing_or_broken_library_is_described_in_a_sentence(tmp_path: Path) -> None:
     assert "was not built" in str(native_library(library=tmp_path / "none.so"))
     (tmp_path / "broken.so").write_bytes(b"no library")
-    assert "does not load" in str(native_library(library=tmp_path / "broken.so"))
+    assert "cannot be loaded" in str(native_library(library=tmp_path / "broken.so"))
 
 
 def test_a_machine_without_a_compiler_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def test_a_full_disk_costs_memory_and_nothing_else(tmp_path: Path, caplog: pytes
     with mounted(tmp_path / "disk", "256k") as disk, caplog.at_level(logging.WARNING):
         weights = load(artifact, disk)
         assert contents(weights) == contents(load(artifact, None))
-        assert "its packed weights are in memory and not in a file" in caplog.text
+        assert "packed weights are kept in memory instead of a file" in caplog.text
         assert os.strerror(errno.ENOSPC) in caplog.text
         assert not entries(disk)
 
@@ -239,10 +239,10 @@ def test_packs_of_models_that_are_gone_are_removed(tmp_path: Path) -> None:
     for number, path in enumerate((kept, gone)):
         path.touch()
         load(replace(random_artifact(encoding="Q8_0", seed=number), path=path), tmp_path).close()
-    assert [pack.source for pack in packs.kept_packs(tmp_path)] == [gone, kept]
+    assert [pack.source for pack in packs.stored_packs(tmp_path)] == [gone, kept]
     assert packs.remove_orphans(tmp_path, tmp_path) == 0
     gone.unlink()
-    [of_gone, of_kept] = packs.kept_packs(tmp_path)
+    [of_gone, of_kept] = packs.stored_packs(tmp_path)
     assert packs.remove_orphans(tmp_path, tmp_path / "elsewhere") == 0
     assert packs.remove_orphans(tmp_path, tmp_path) == of_gone.num_bytes
-    assert packs.kept_packs(tmp_path) == [of_kept]
+    assert packs.stored_packs(tmp_path) == [of_kept]

@@ -25,7 +25,7 @@ def items(said: object) -> Sequence[Mapping[str, Any]]:
 
 
 def messages(said: object, instructions: str | None = None) -> list[dict[str, object]]:
-    return checked_messages(messages_of(instructions, items(said)), knows_developer=True)
+    return checked_messages(messages_of(instructions, items(said)), supports_developer=True)
 
 
 def test_text_becomes_a_user_message() -> None:
@@ -46,7 +46,7 @@ def test_instructions_come_first() -> None:
 def test_parts_are_joined_as_in_chat() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     chat = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert messages([{"role": "user", "content": parts}]) == checked_messages(chat, knows_developer=True)
+    assert messages([{"role": "user", "content": parts}]) == checked_messages(chat, supports_developer=True)
 
 
 def test_one_turn_of_the_assistant_is_one_message() -> None:

@@ -29,11 +29,11 @@ from lockstep.worker.flight.entries import (
     Pinned,
     RequestDigest,
     RequestEntry,
-    Swept,
     Turn,
+    Unpinned,
 )
 from lockstep.worker.flight.options import MIN_SECRET_BYTES, TraceOptions
-from lockstep.worker.messages import Abort, SessionsSwept, Submit, Sweep
+from lockstep.worker.messages import Abort, Submit, Sweep, SweepReport
 from tests.replay.recordings import entries_in, files_of, record, rewrite
 from tests.worker.support import ENDLESS, running
 
@@ -262,12 +262,12 @@ def test_blocks_of_sessions_are_recorded_by_number(tmp_path: Path) -> None:
         bench.ready("a", "stub://alpha")
         bench.tell(Submit(1, "a", prompt))
         bench.answer(1)
-        assert bench.ask(Sweep("a"), SessionsSwept).num_sessions == 1
+        assert bench.ask(Sweep("a"), SweepReport).num_sessions == 1
     [path] = files_of(tmp_path)
     entries = entries_in(path)
     [added] = [entry for entry in entries if isinstance(entry, Added)]
     pinned = [content for entry in entries if isinstance(entry, Pinned) for content in entry.contents]
-    swept = [content for entry in entries if isinstance(entry, Swept) for content in entry.contents]
+    swept = [content for entry in entries if isinstance(entry, Unpinned) for content in entry.contents]
     assert pinned == list(added.contents[: len(pinned)]) != []
     assert set(swept) <= set(pinned)
     assert b"nobody shall find" not in b"".join(frame.data for frame in read_frames(path))

@@ -1,4 +1,4 @@
-"""The executor of models: packed weights, a KV pool, and a forward pass whose bits are the same everywhere."""
+"""Native executor: runs models with packed weights, a KV pool, and a forward pass with the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from lockstep.executors.step_inputs import NO_ROWS, Limits, TableRows, check_mov
 Report = Callable[[str, float], None]
 MAX_POOL_THREADS = 256
 BLOCK_TOKENS = 32
-"""Tokens of a KV block, as ``attention.hpp`` has them."""
+"""Tokens of a KV block, the same as in ``attention.hpp``."""
 
 
 _POOLS: dict[tuple[str, int], ThreadPool] = {}
-"""Threads of this process, by instruction set and number: replicas share them. They end with the process."""
+"""Thread pools of this process, by instruction set and number of threads. Replicas share them, and they end with the
+process."""
 
 
 def load_executor(artifact: Artifact, options: ExecutorOptions, report: Report) -> NativeExecutor:
-    """Pack or map the weights, and hand the program to the library; ``allocate`` then makes the pool.
+    """Pack or map the weights, and pass the program to the library. ``allocate`` then creates the pool.
 
     Args:
-        report: called with a stage (``pack``) and its fraction done.
+        report: called with a stage (``pack``) and its completed fraction.
 
     Raises:
-        UsageError: the library is not there, or not with the chosen instruction set.
+        UsageError: the library is not available, or does not have the chosen instruction set.
         ArtifactError: the artifact is corrupt or of an unknown kind.
-        ExecutorError: the library refuses the program.
+        ExecutorError: the library rejects the program.
     """
     library = _library(options.isa)
     _check_bits(library)
@@ -71,7 +72,7 @@ def load_executor(artifact: Artifact, options: ExecutorOptions, report: Report) 
 
 
 def environment_of(artifact: Artifact, options: ExecutorOptions) -> dict[str, str]:
-    """Everything that a model's bits depend on: neither the processor nor the number of threads is among it."""
+    """Everything that affects a model's bits. The processor and the number of threads do not."""
     return {
         "executor": "native",
         "bits": str(_library(options.isa).bits_version),
@@ -90,12 +91,16 @@ def _library(isa: str | None) -> NativeLibrary:
 
 @cache
 def _check_bits(library: NativeLibrary) -> None:
-    """UsageError where this processor gives other bits than it must; once for each instruction set."""
+    """Check that this processor computes the expected bits, once for each instruction set.
+
+    Raises:
+        UsageError: it does not.
+    """
     wrong = self_check(library)
     if wrong is not None:
         raise UsageError(
-            f"instruction set {library.isa!r} gives other bits here than the portable one in {wrong}; "
-            "choose another one with --isa, and report it"
+            f"instruction set {library.isa!r} computes other bits here than the portable one in {wrong}; "
+            "choose another one with --isa, and report this"
         )
 
 
@@ -111,31 +116,31 @@ def _check_config(artifact: Artifact) -> None:
     if config.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedArtifactError(
-            f"the executor has no architecture {config.architecture!r}; it has {known}",
+            f"the executor does not support the architecture {config.architecture!r}; it supports {known}",
             path=artifact.path,
         )
     if config.head_dim % HEAD_DIM_UNIT or config.head_dim > MAX_HEAD_DIM:
         raise UnsupportedArtifactError(
-            f"heads have {config.head_dim} dimensions; a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM} is expected",
+            f"heads have {config.head_dim} dimensions; this must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}",
             path=artifact.path,
         )
 
 
 def _frequencies(config: ModelConfig) -> Frequencies:
     factor = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
-    turns = [(inverse_frequencies(config, _plain_frequencies, row_math().log), factor)]
+    rotations = [(inverse_frequencies(config, _plain_frequencies, row_math().log), factor)]
     if config.local_rope_theta is not None:
-        turns.append((local_frequencies(config, _plain_frequencies), 1.0))
-    return turns
+        rotations.append((local_frequencies(config, _plain_frequencies), 1.0))
+    return rotations
 
 
 def _plain_frequencies(rotary_dim: int, theta: float) -> npt.NDArray[np.float32]:
-    """theta ** -(2 i / rotary_dim): see `rotary.plain_frequencies`."""
+    """theta ** -(2 i / rotary_dim); see `rotary.plain_frequencies`."""
     return row_math().power(theta, -np.arange(0, rotary_dim, 2) / rotary_dim).astype(np.float32)
 
 
 class NativeExecutor:
-    """Executor protocol."""
+    """`Executor` that uses the native library."""
 
     def __init__(
         self,
@@ -167,7 +172,7 @@ class NativeExecutor:
         self._logits, self._prompt_logits = _LogitsMemory(config.vocab_size), _LogitsMemory(config.vocab_size)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Create the pool; an earlier one is dropped with its contents."""
+        """Create the pool. An earlier one is dropped with its contents."""
         if self._forward is None:
             raise ExecutorError("the executor is closed")
         self._pool = None
@@ -178,12 +183,12 @@ class NativeExecutor:
         )
 
     def execute(self, batch: StepBatch) -> Logits:
-        """See the protocol. Any rows may be requested; an empty plan (only moves, or nothing) gives no rows."""
+        """See the protocol. Any rows may be requested; an empty plan (only moves, or nothing) returns no rows."""
         pool, plan = self._allocated(), batch.plan
-        assert self._limits is not None, "it is set with the pool"
+        assert self._limits is not None, "allocate sets it with the pool"
         assert self._forward is not None, "a closed executor has no pool"
         check_moves(plan, self._limits)
-        self._weights.refuse_damage()
+        self._weights.check_damage()
         chunks = None
         if plan.has_work:
             chunks = checked_chunks(batch, self._limits, self._table_rows)
@@ -222,7 +227,7 @@ class NativeExecutor:
         return self._pool
 
     def close(self) -> None:
-        """Release weights and pool; calling it again does nothing."""
+        """Release weights and pool. Calling this again has no effect."""
         if self._forward is not None:
             self._forward.close()
             self._weights.close()
@@ -230,13 +235,13 @@ class NativeExecutor:
 
 
 class _LogitsMemory:
-    """Memory for logits that is kept from step to step: new pages would cost more than small products."""
+    """Memory for logits that is reused from step to step, since new pages would cost more than small products."""
 
     def __init__(self, vocab_size: int) -> None:
         self._rows: Logits = np.empty((0, vocab_size), np.float32)
 
     def of(self, forward: Forward, rows: npt.NDArray[np.int64]) -> Logits:
-        """Logits of tokens of the latest step: valid until the next call."""
+        """Logits of tokens of the latest step, valid until the next call."""
         if len(self._rows) < len(rows):
             self._rows = np.empty((len(rows), self._rows.shape[1]), np.float32)
         logits = self._rows[: len(rows)]

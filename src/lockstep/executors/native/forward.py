@@ -1,4 +1,4 @@
-"""A program in the native library: handed over once, then run step by step."""
+"""Forward pass in the native library: passes a program to the library once, then runs it step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.executors.native.program import Op, Program
 from lockstep.executors.native.weights import KINDS, pointer
 
 STORAGES = ("f32", "f16", "int8")
-"""Precisions of keys and values by their numbers in ``attention.hpp``."""
+"""Precisions of keys and values, in the order of their numbers in ``attention.hpp``."""
 _FLOATS = ("epsilon", "factor", "divisor", "scale")
 _OPS = np.dtype([(name, "<f4" if name in _FLOATS else "<i4") for name in Op._fields])
 _WEIGHTS = np.dtype([("type", "<i8"), ("features", "<i8"), ("columns", "<i8"), ("data", "<u8"), ("bytes", "<i8")])
@@ -52,12 +52,12 @@ class Forward:
     """The forward pass of one model. One caller at a time.
 
     Args:
-        library: with the instruction set to use.
-        pool: its threads share the work; it must live longer.
+        library: library with the instruction set to use.
+        pool: thread pool for the work; it must outlive this object.
         storage: one of `STORAGES`.
 
     Raises:
-        ExecutorError: the library refuses the program.
+        ExecutorError: the library rejects the program.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Forward:
         self._free.restype = None
         self._hidden_size = config.hidden_size
         self._num_layers = config.num_layers
-        self._weights = program.weights  # the library reads them where they are
+        self._weights = program.weights  # the library reads them in place
         ops = np.array([tuple(op) for op in program.ops], _OPS)
         weights = np.array(
             [
@@ -102,13 +102,13 @@ class Forward:
             token_ids: ``[T]``.
             plan: see `Chunks.plan`.
             cache: ``[num_blocks, bytes]``: all layers of a block, one after the other.
-            hidden_rows: tokens of which hidden states are wanted.
+            hidden_rows: tokens whose hidden states are needed.
 
         Returns:
-            ``[len(hidden_rows), hidden_size]``: what the LM head is given.
+            ``[len(hidden_rows), hidden_size]``: the input of the LM head.
 
         Raises:
-            ExecutorError: the step does not fit the program, or there is no memory.
+            ExecutorError: the step does not fit the program, or there is not enough memory.
         """
         hidden = np.empty((len(hidden_rows), self._hidden_size), np.float32)
         assert cache.shape[1] % self._num_layers == 0
@@ -120,7 +120,7 @@ class Forward:
         return hidden
 
     def logits(self, rows: npt.NDArray[np.int64], out: npt.NDArray[np.float32]) -> None:
-        """Logits ``[len(rows), vocab_size]`` of tokens of the latest step."""
+        """Write the logits ``[len(rows), vocab_size]`` of tokens of the latest step."""
         assert out.flags.c_contiguous
         self._call(
             "logits", self._handle, pointer(rows), ctypes.c_int64(len(rows)), pointer(out),
@@ -133,12 +133,12 @@ class Forward:
             raise ExecutorError(f"the forward pass failed: {wrong.decode()}")
 
     def close(self) -> None:
-        """Release it; calling it again does nothing."""
+        """Release the program. Calling this again has no effect."""
         if self._handle:
             self._free(self._handle)
             self._handle = ctypes.c_void_p()
 
 
 def weight_type(encoding: Any) -> int:
-    """An encoding by its number in ``program.hpp``."""
+    """Number of an encoding in ``program.hpp``."""
     return KINDS.index(encoding) if encoding in KINDS else len(KINDS) + FLOAT_TYPES.index(encoding)

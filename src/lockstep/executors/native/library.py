@@ -1,7 +1,7 @@
-"""The native library: loads it, and chooses one of the instruction sets that it has and this processor runs.
+"""Native library: loads it, and chooses an instruction set that it has and this processor supports.
 
 ``hatch_build.py`` compiles the library from the C++ sources in ``cpp``. All instruction sets give the same bits, so the
-choice is one of speed.
+choice only affects speed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lockstep.executors.options import ISAS
 
 LIBRARY = Path(__file__).with_name("liblockstep_native.so")
 BITS_VERSION = 1
-"""The library's version that this package is written for, as bits.hpp has it."""
+"""Version of the bits that this package requires, the same as in bits.hpp."""
 ISA_VARIABLE = "LOCKSTEP_ISA"
-"""Of the environment: the instruction set where none is requested. All of them give the same bits."""
-_BUILD = "with a C++ compiler, `python hatch_build.py` builds it"
+"""Environment variable with the default instruction set. All instruction sets give the same bits."""
+_BUILD = "build it with `python hatch_build.py`, which needs a C++ compiler"
 _IN_LIBRARY, _RUNS_HERE = 1, 2
 
 
@@ -29,20 +29,20 @@ class NativeLibrary:
 
     handle: ctypes.CDLL
     bits_version: int
-    """Version of the bits of all results: results of two machines with the same one are equal."""
+    """Version of the bits of all results. Results of two machines with the same version are equal."""
     built: tuple[str, ...]
     """Instruction sets that the library has."""
     usable: tuple[str, ...]
-    """Those that this processor runs, the fastest first."""
+    """Instruction sets of the library that this processor supports, fastest first."""
     isa: str
     """The instruction set in use."""
 
 
 def native_library(isa: str | None = None, library: Path = LIBRARY) -> NativeLibrary | str:
-    """The library, or a sentence that describes why it cannot be used.
+    """The library, or a sentence that states why it cannot be used.
 
     Args:
-        isa: instruction set to use; None: the one that ``LOCKSTEP_ISA`` names, else the fastest one.
+        isa: instruction set to use; None: the one in ``LOCKSTEP_ISA``, else the fastest one.
     """
     handle = _load(library)
     if isinstance(handle, str):
@@ -57,7 +57,7 @@ def native_library(isa: str | None = None, library: Path = LIBRARY) -> NativeLib
     if chosen not in ISAS:
         return f"there is no instruction set {chosen!r}{origin}; the known ones are {', '.join(ISAS)}"
     if chosen not in usable:
-        reason = "this processor does not run" if chosen in built else "the native library does not have"
+        reason = "this processor does not support" if chosen in built else "the native library does not have"
         return f"{reason} the instruction set {chosen!r}{origin}; usable here: {', '.join(usable)}"
     return NativeLibrary(handle, version, built, usable, chosen)
 
@@ -73,5 +73,5 @@ def _load(library: Path) -> ctypes.CDLL | str:
         handle.native_packed_bytes.restype = ctypes.c_int64
         handle.native_pool_stop.restype = None
     except (OSError, AttributeError) as error:
-        return f"the native library does not load ({error}): {_BUILD}"
+        return f"the native library cannot be loaded ({error}): {_BUILD}"
     return handle

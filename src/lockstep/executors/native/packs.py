@@ -1,8 +1,8 @@
-"""Weights of a model as the forward pass reads them: packed once into a file that is mapped, else in memory.
+"""Packed weights of a model: packs weights for the forward pass into a file that is mapped, or into memory.
 
-Matrices in block encodings are packed as they are, float ones stay as they are stored, unless `quantize` rounds them.
-Files are entries of a `BuildCache`. Their content is checked in the background after they were mapped: reading all of
-it first would make a second start as long as a first one.
+Matrices in block encodings are packed without conversion. Float matrices stay as they are stored, unless `quantize`
+rounds them. Files are entries of a `BuildCache`. Their content is checked in the background after they are mapped:
+reading all of it first would make a second start as long as a first one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from lockstep.executors.quantise import check_tensor, int4_groups, int8_channels
 Bytes = npt.NDArray[np.uint8]
 Report = Callable[[str, float], None]
 LAYOUT_VERSION = "1"
-"""Raised whenever the same artifact and options would be packed into other bytes."""
+"""Increased whenever the same artifact and options would be packed into other bytes."""
 FOLDER = "packed"
-"""In the cache folder."""
+"""Subfolder of the cache folder."""
 TABLE, DATA = FILES = ("weights.json", "weights.bin")
 CHECKED_BYTES = 1 << 20
-"""Bytes that share a checksum."""
+"""Number of bytes that share a checksum."""
 _ALIGNMENT = 64
 _HUGE_PAGE = 2 << 20
 _HALF_INFINITY = 0x7C00
@@ -55,7 +55,7 @@ _SCALES_AT: Mapping[Encoding, tuple[int, ...]] = {
     Encoding.Q5_K: (0, 2),
     Encoding.Q6_K: (208,),
 }
-"""Where a block has its float16 numbers."""
+"""Byte offsets of the float16 numbers in a block."""
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +65,16 @@ class Matrix:
     """A matrix as the library reads it."""
 
     encoding: Encoding
-    """One of `KINDS`: in panels; a float type: rows as they are stored."""
+    """One of `KINDS` for a matrix in panels, or a float type for rows as they are stored."""
     features: int
     columns: int
-    """The tensor's own; panels may have more, filled with zeros."""
+    """Number of columns of the tensor. Panels may have more, filled with zeros."""
     data: Bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix that is packed, before it is."""
+    """Description of a matrix that will be packed."""
 
     name: str
     encoding: Encoding
@@ -87,9 +87,9 @@ class ModelWeights:
     """The matrices of a loaded model.
 
     Args:
-        matrices: by canonical name.
-        mapped_bytes: those of them that are mapped from files.
-        check: of the mapped file, if there is one.
+        matrices: matrices by canonical name.
+        mapped_bytes: size of the matrices that are mapped from files.
+        check: check of the mapped file, if there is one.
     """
 
     def __init__(self, matrices: Mapping[str, Matrix], mapped_bytes: int, check: FileCheck | None = None) -> None:
@@ -98,13 +98,17 @@ class ModelWeights:
         self.mapped_bytes = mapped_bytes
         self._check = check
 
-    def refuse_damage(self) -> None:
-        """ExecutorError where the mapped file was found damaged."""
+    def check_damage(self) -> None:
+        """Check that no damage was found in the mapped file.
+
+        Raises:
+            ExecutorError: it is damaged.
+        """
         if self._check is not None and self._check.fault is not None:
             raise ExecutorError(self._check.fault)
 
     def close(self) -> None:
-        """Release them; nothing may read them from here on."""
+        """Release the matrices. They must not be read afterwards."""
         if self._check is not None:
             self._check.stop()
         self._check, self.matrices = None, {}
@@ -118,21 +122,21 @@ def load_weights(
     max_cache_bytes: int,
     report: Report,
 ) -> ModelWeights:
-    """Map the packed weights of an artifact; they are packed first where there are none.
+    """Map the packed weights of an artifact. They are packed first if there are none.
 
     Args:
-        quantize: ``int8`` or ``int4``: what float matrices are rounded to.
-        cache_dir: where packed files are kept; None: they are packed into memory.
-        report: called with the stage ``pack`` and its fraction done.
+        quantize: ``int8`` or ``int4``: the type to which float matrices are rounded.
+        cache_dir: folder for packed files; None: weights are packed into memory.
+        report: called with the stage ``pack`` and its completed fraction.
 
     Raises:
         UsageError: there is nothing to quantise.
-        CorruptArtifactError: a tensor is absent, of the wrong size or not finite.
+        CorruptArtifactError: a tensor is missing, has the wrong size or is not finite.
     """
     names = _matrix_names(artifact)
     tensors = {name: artifact.weights[name] for name in names}
     if quantize is not None and not any(each.encoding in FLOAT_TYPES for each in tensors.values()):
-        raise UsageError(f"quantize is {quantize!r} and {artifact.name} has no float weights to quantise; leave it out")
+        raise UsageError(f"quantize is {quantize!r} and {artifact.name} has no float weights to quantise; omit it")
     floats, packed = _planned(library, tensors, quantize)
     packing = _Packing(artifact, library, packed, quantize, report)
     panels, check = _panels(packing, artifact, quantize, cache_dir, max_cache_bytes)
@@ -147,29 +151,30 @@ def load_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPack:
+class StoredPack:
     """Packed weights on disk."""
 
     folder: Path
     source: Path
-    """The artifact that they were packed from."""
+    """Path of the artifact that they were packed from."""
     num_bytes: int
 
 
-def kept_packs(cache_dir: Path) -> list[KeptPack]:
-    """Packed weights of a cache folder, by source; entries that are not whole are left out."""
+def stored_packs(cache_dir: Path) -> list[StoredPack]:
+    """Packed weights of a cache folder, by source. Incomplete entries are left out."""
     found = []
     for table in (cache_dir / FOLDER).glob(f"*/{TABLE}"):
         with suppress(OSError, ValueError, KeyError):
             source = Path(json.loads(table.read_text())["source"])
-            found.append(KeptPack(table.parent, source, table.with_name(DATA).stat().st_size))
+            found.append(StoredPack(table.parent, source, table.with_name(DATA).stat().st_size))
     return sorted(found, key=lambda kept: (kept.source, kept.folder))
 
 
 def remove_orphans(cache_dir: Path, folder: Path) -> int:
-    """Remove packed weights whose artifact was in a folder and is gone; returns the bytes that this frees."""
+    """Remove packed weights whose artifact was in a folder and no longer exists. Returns the number of bytes that were
+    freed."""
     orphans = [
-        each for each in kept_packs(cache_dir) if each.source.is_relative_to(folder) and not each.source.exists()
+        each for each in stored_packs(cache_dir) if each.source.is_relative_to(folder) and not each.source.exists()
     ]
     for orphan in orphans:
         shutil.rmtree(orphan.folder, ignore_errors=True)
@@ -177,7 +182,8 @@ def remove_orphans(cache_dir: Path, folder: Path) -> int:
 
 
 def loaded_form(artifact: Artifact, quantize: str | None) -> tuple[dict[str, int], int | None]:
-    """Matrices of a model as a load would have them: how many in each encoding, and their bytes; None: no library."""
+    """Describe a model's matrices as a load would store them: their number by encoding, and their bytes; None: no
+    library."""
     library, num_bytes = native_library(), 0
     found: Counter[str] = Counter()
     for name in _matrix_names(artifact):
@@ -192,18 +198,18 @@ def loaded_form(artifact: Artifact, quantize: str | None) -> tuple[dict[str, int
 
 
 def _as_blocks(tensor: Tensor, encoding: Encoding) -> Tensor:
-    """A matrix in an encoding that is packed, in whole groups of columns."""
+    """Description of a matrix in a packed encoding, with whole groups of columns."""
     features, columns = tensor.shape
     return Tensor(tensor.name, encoding, (features, -(-columns // GROUP_SIZE) * GROUP_SIZE), tensor.data)
 
 
 def _matrix_names(artifact: Artifact) -> list[str]:
-    """Canonical names of the matrices of the forward pass, a tied head once."""
+    """Canonical names of the matrices of the forward pass. A tied head is listed once."""
     return [name for name, shape in expected_tensors(artifact.config).items() if len(shape) == 2]
 
 
 def packed_encoding(name: str, tensor: Tensor, quantize: str | None) -> Encoding | None:
-    """The encoding in which a matrix is packed; None: it stays floats as they are stored."""
+    """The encoding in which a matrix is packed; None: it stays in floats as it is stored."""
     if tensor.encoding not in FLOAT_TYPES:
         return tensor.encoding
     if quantize is None:
@@ -215,7 +221,7 @@ def packed_encoding(name: str, tensor: Tensor, quantize: str | None) -> Encoding
 def _planned(
     library: NativeLibrary, tensors: Mapping[str, Tensor], quantize: str | None
 ) -> tuple[dict[str, Matrix], list[PackedMatrix]]:
-    """Float matrices as they are stored, and those to be packed, in the order in which they lie in the file."""
+    """Float matrices as they are stored, and the matrices to be packed, in the order of the file."""
     floats, packed = {}, []
     for name, tensor in tensors.items():
         features, columns = tensor.shape
@@ -249,7 +255,7 @@ class _Packing:
         self.num_bytes = sum(_aligned(each.num_bytes) for each in packed)
 
     def panels(self) -> Iterator[Bytes]:
-        """Panels of each matrix, filled up to the alignment; valid until the next one is requested."""
+        """Yield the panels of each matrix, padded to the alignment. They are valid until the next one is requested."""
         memory = np.zeros(max((_aligned(each.num_bytes) for each in self._packed), default=0), np.uint8)
         num_done = 0
         for each in self._packed:
@@ -261,7 +267,7 @@ class _Packing:
             yield memory[:size]
 
     def into(self, memory: Bytes) -> None:
-        """Pack all of them into memory."""
+        """Pack all matrices into memory."""
         begin = 0
         for panels in self.panels():
             memory[begin : begin + len(panels)] = panels
@@ -286,7 +292,7 @@ class _Packing:
 def _panels(
     packing: _Packing, artifact: Artifact, quantize: str | None, cache_dir: Path | None, max_cache_bytes: int
 ) -> tuple[Bytes, FileCheck | None]:
-    """All panels one after the other: mapped from a file, or in memory."""
+    """All panels one after the other, mapped from a file or in memory."""
     if cache_dir is not None and packing.num_bytes:
         cache = BuildCache(cache_dir / FOLDER, max_cache_bytes, FILES)
         key = {"artifact": artifact.fingerprint, "layout": LAYOUT_VERSION, "quantize": quantize or "none"}
@@ -294,9 +300,9 @@ def _panels(
             table = cache.find(key) or cache.store(key, lambda path: _write(path, packing, artifact))
             return _mapped(table)
         except (OSError, ValueError) as error:
-            # A full or read-only disk costs memory and the next load time, never this one its model.
+            # With a full or read-only disk, the model still loads; it takes memory, and the next load takes longer.
             reason = " ".join(str(error).split())
-            log.warning("%s: its packed weights are in memory and not in a file: %s", artifact.name, reason)
+            log.warning("%s: packed weights are kept in memory instead of a file: %s", artifact.name, reason)
     memory = huge_memory(packing.num_bytes)
     packing.into(memory)
     return memory, None
@@ -325,10 +331,10 @@ def _write(path: Path, packing: _Packing, artifact: Artifact) -> None:
 
 
 def _mapped(table: Path) -> tuple[Bytes, FileCheck]:
-    """A file's panels, mapped read-only, and their check, which has begun.
+    """Map a file's panels read-only and start their check.
 
     Raises:
-        OSError, ValueError: the file is gone, or not what its table describes.
+        OSError, ValueError: the file is missing, or does not match its table.
     """
     facts = json.loads(table.read_text())
     path = table.with_name(DATA)
@@ -337,19 +343,19 @@ def _mapped(table: Path) -> tuple[Bytes, FileCheck]:
         written = os.fstat(file.fileno())
     if len(memory) != facts["bytes"]:
         raise ValueError(f"{path} has {len(memory)} bytes; {facts['bytes']} were written")
-    with suppress(OSError, AttributeError):  # a system without it
+    with suppress(OSError, AttributeError):  # not available on every system
         memory.madvise(mmap.MADV_HUGEPAGE)
     panels = np.frombuffer(memory, np.uint8)
     return panels, FileCheck(path, written, panels, facts["part"], facts["crc32"])
 
 
 class FileCheck:
-    """Compares a mapped file with its checksums in a thread of its own.
+    """Compares a mapped file with its checksums in a separate thread.
 
     A damaged file is removed with its folder, so that the next load packs it again.
 
     Args:
-        written: the file that is mapped; another one that took its path meanwhile stays.
+        written: status of the mapped file. If another file has replaced it meanwhile, that file stays.
     """
 
     def __init__(self, path: Path, written: os.stat_result, panels: Bytes, part: int, checksums: Sequence[int]) -> None:
@@ -382,7 +388,7 @@ class FileCheck:
                 shutil.rmtree(self._path.parent)
 
     def join(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the check."""
         self._thread.join()
 
     def stop(self) -> None:
@@ -391,7 +397,7 @@ class FileCheck:
 
 
 def huge_memory(size: int) -> Bytes:
-    """Zeros that begin at a huge page, in huge pages where the system has them."""
+    """Zeroed memory that begins at a huge page, and uses huge pages if the system has them."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -405,7 +411,7 @@ def _aligned(size: int) -> int:
 
 
 def _refuse_non_finite_scales(tensor: Tensor) -> None:
-    """Codes are always finite; only scales and offsets can be wrong."""
+    """Check the scales and offsets, since codes are always finite."""
     blocks = tensor.data.view(np.uint8).reshape(-1, BLOCKS[tensor.encoding][1])
     for at in _SCALES_AT[tensor.encoding]:
         halves = np.ascontiguousarray(blocks[:, at : at + 2]).view("<u2")

@@ -1,4 +1,4 @@
-"""Products of packed and of float weights with rows of activations, by the native library.
+"""Products of weights and activations: multiplies packed and float weights with rows, using the native library.
 
 Results have the same bits for every number of rows, thread count and instruction set.
 """
@@ -19,7 +19,7 @@ from lockstep.executors.native.weights import KINDS, PackedWeights, pointer
 
 Floats = npt.NDArray[np.float32]
 FLOAT_TYPES = (Encoding.F32, Encoding.F16, Encoding.BF16)
-"""Encodings of float weights by their numbers in the library."""
+"""Encodings of float weights, in the order of their numbers in the library."""
 ACTIVATION_GROUP = np.dtype([("scale", "<f4"), ("sums", "<i2", 2), ("numbers", "i1", GROUP_SIZE)])
 """``Numbers`` of product.hpp: one group of a quantised row."""
 
@@ -40,7 +40,7 @@ class ThreadPool:
         return self._handle
 
     def stop(self) -> None:
-        """End the threads; nothing else may use the pool."""
+        """End the threads. The pool must not be in use."""
         self._library.handle.native_pool_stop(self._handle)
         self._handle = ctypes.c_void_p()
 
@@ -54,9 +54,9 @@ class ThreadPool:
 
 
 def quantise(library: NativeLibrary, x: Floats, pool: ThreadPool | None = None) -> npt.NDArray[np.void]:
-    """Rows of activations ``[rows, columns]`` as int8 with a scale per group of 32: ``[rows, groups]``.
+    """Quantise rows of activations ``[rows, columns]`` to int8 with a scale per group of 32: ``[rows, groups]``.
 
-    A row with NaN or infinity gets a scale of NaN in that group, so all its products are NaN and no other row's.
+    A group with NaN or infinity gets the scale NaN, so that all products of its row are NaN, and no other row's.
     """
     rows, columns = x.shape
     groups = np.empty((rows, -(-columns // GROUP_SIZE)), ACTIVATION_GROUP)
@@ -71,7 +71,7 @@ def multiply(
     pool: ThreadPool | None = None,
     out: Floats | None = None,
 ) -> Floats:
-    """Products of quantised rows ``[rows, groups]`` with packed weights: ``[rows, features]``.
+    """Multiply quantised rows ``[rows, groups]`` with packed weights: ``[rows, features]``.
 
     Raises:
         ValueError: sizes do not agree; nothing was written.
@@ -97,7 +97,7 @@ def multiply(
 def multiply_floats(
     library: NativeLibrary, encoding: Encoding, weights: npt.NDArray[Any], x: Floats, pool: ThreadPool | None = None
 ) -> Floats:
-    """Products of rows ``[rows, columns]`` with float weights ``[features, columns]`` as they are stored."""
+    """Multiply rows ``[rows, columns]`` with float weights ``[features, columns]`` as they are stored."""
     result = np.empty((len(x), weights.shape[0]), np.float32)
     _call(
         library,
@@ -115,7 +115,7 @@ def multiply_floats(
 
 
 def _rows(array: Floats) -> tuple[Floats, int, int]:
-    """An array of rows, the number of its elements and the distance of its rows, as the library takes them."""
+    """An array of rows, the number of its elements and the stride of its rows, in the library's format."""
     assert array.dtype == np.float32
     assert array.flags.c_contiguous
     return array, array.size, array.shape[1]

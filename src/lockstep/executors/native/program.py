@@ -1,6 +1,6 @@
-"""A model's forward pass as operations for the native library (``program.hpp``), from its configuration.
+"""Program of a model: translates a model's configuration into operations of the native library (``program.hpp``).
 
-What differs between architectures is data: fields of `ModelConfig`, and which tensors exist.
+Differences between architectures are data: fields of `ModelConfig`, and which tensors exist.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lockstep.executors.native.weights import KINDS
 Floats = npt.NDArray[np.float32]
 NONE = -1
 HEAD_DIM_UNIT, MAX_HEAD_DIM = 8, 512
-"""Sizes of heads that native attention has: multiples of the first, up to the second."""
+"""Head sizes that native attention supports: multiples of the first, up to the second."""
 
 
 class Action(IntEnum):
-    """Operations; ``program.hpp`` describes what each does."""
+    """Operations, which ``program.hpp`` describes."""
 
     EMBED, NORM, QUANTISE, PRODUCT, GATE, ADD, ATTENTION = range(7)
 
@@ -59,38 +59,38 @@ class Op(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Memory of one row of each token."""
+    """Memory for one row of each token."""
 
     columns: int
     is_groups: bool
-    """Quantised, in groups of 32; else floats."""
+    """True for quantised values in groups of 32; else floats."""
     is_of_step: bool
-    """All rows of a step are kept; else those that are computed together."""
+    """True if all rows of a step are kept; else only the rows that are computed together."""
 
 
 class Rotary(NamedTuple):
     """A rotation of heads."""
 
     vector: int
-    """Where its frequencies begin."""
+    """Index of its first frequency."""
     num_pairs: int
     factor: float
-    """Of cosines and sines."""
+    """Factor of cosines and sines."""
 
 
 @dataclass(slots=True)
 class Program:
-    """The operations of a model and what they use. Numbers of buffers and weights are places in these lists."""
+    """The operations of a model and their data. Buffers and weights are identified by their index in these lists."""
 
     ops: list[Op] = field(default_factory=list)
     final_begin: int = 0
-    """The first operation after the last layer."""
+    """Index of the first operation after the last layer."""
     head_begin: int = 0
-    """The first operation from hidden states to logits."""
+    """Index of the first operation from hidden states to logits."""
     weights: list[Matrix] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     vectors: list[Floats] = field(default_factory=list)
-    """Norms, biases and frequencies, which the program holds one after the other."""
+    """Norms, biases and frequencies, which the program stores one after the other."""
     rotaries: list[Rotary] = field(default_factory=list)
     state: int = NONE
     gathered: int = NONE
@@ -99,33 +99,37 @@ class Program:
 
 
 Vector = Callable[[str, int], Floats]
-"""A norm's weights or a bias by its canonical name and size."""
+"""Function that returns a norm's weights or a bias by its canonical name and size."""
 Frequencies = Sequence[tuple[Floats, float]]
-"""Angles per position of each pair of dimensions, and the factor of cosines and sines: for all layers, and in a second
-entry for those with a window, where they are rotated apart."""
+"""Angles per position of each pair of dimensions, and the factor of cosines and sines: one entry for all layers, and a
+second entry for layers with a window if their rotation differs."""
 
 
 def build_program(
-    config: ModelConfig, matrices: Mapping[str, Matrix], vector: Vector, has: Callable[[str], bool], turns: Frequencies
+    config: ModelConfig,
+    matrices: Mapping[str, Matrix],
+    vector: Vector,
+    has: Callable[[str], bool],
+    rotations: Frequencies,
 ) -> Program:
-    """The forward pass of a model.
+    """Build the forward pass of a model.
 
     Args:
-        matrices: by canonical name.
+        matrices: matrices by canonical name.
         vector: reads one of the artifact's vectors.
-        has: whether the artifact has a tensor.
-        turns: frequencies of rotations.
+        has: tests whether the artifact has a tensor.
+        rotations: frequencies of rotations.
 
     Raises:
-        CorruptArtifactError: a vector is absent, of the wrong size or not finite.
+        CorruptArtifactError: a vector is missing, has the wrong size or is not finite.
     """
-    return _Builder(config, matrices, vector, has, turns).build()
+    return _Builder(config, matrices, vector, has, rotations).build()
 
 
 class _Builder:
     def __init__(
         self, config: ModelConfig, matrices: Mapping[str, Matrix], vector: Vector, has: Callable[[str], bool],
-        turns: Frequencies,
+        rotations: Frequencies,
     ) -> None:  # fmt: skip
         self.config = config
         self.matrices = matrices
@@ -134,7 +138,7 @@ class _Builder:
         self.program = Program()
         self._names: dict[str, int] = {}
         self._num_numbers = 0
-        for frequencies, factor in turns:
+        for frequencies, factor in rotations:
             self.program.rotaries.append(Rotary(self._add_vector(frequencies), len(frequencies), factor))
 
     def build(self) -> Program:
@@ -188,7 +192,7 @@ class _Builder:
         self._to_state(gated, down, prefix, norms.after_mlp)
 
     def _normed(self, prefix: str, name: str | None) -> int:
-        """The state as the next products see it."""
+        """The state as input of the next products, normalised if the model does so."""
         if name is None:
             return self.program.state
         normed = self._buffer("normed", self.config.hidden_size)
@@ -196,7 +200,7 @@ class _Builder:
         return normed
 
     def _to_state(self, x: int, weight: str, prefix: str, norm: str | None) -> None:
-        """Add a product to the state, normalised before that where the model does it."""
+        """Add a product to the state, after normalising it if the model does so."""
         state, factor, size = self.program.state, self.config.residual_scale, self.config.hidden_size
         if norm is None:
             self._product(x, [weight], state, adds=True, factor=factor)
@@ -209,7 +213,7 @@ class _Builder:
     def _product(
         self, x: int, names: list[str], out: int, *, adds: bool = False, factor: float = 1.0, divisor: float = 1.0
     ) -> None:
-        """Products of several weights side by side, with their biases where the artifact has some."""
+        """Products of several weights side by side, with their biases if the artifact has any."""
         biases = [f"{name.removesuffix('weight')}bias" for name in names]
         bias = NONE
         if any(self.has(each) for each in biases):
@@ -223,7 +227,7 @@ class _Builder:
         self._add(Action.PRODUCT, out, vector=bias, adds=adds, factor=factor, divisor=divisor, **operands, **weights)
 
     def _operands(self, x: int, names: list[str]) -> dict[str, int]:
-        """The input of products as their weights take it: quantised for those in panels, else as floats."""
+        """The input of products in the form of their weights: quantised for panels, else as floats."""
         if self.program.buffers[x].is_groups:
             return {"in_groups": x}
         packed = [name for name in names if self.matrices[name].encoding in KINDS]
@@ -254,7 +258,7 @@ class _Builder:
         return {"first_weight": first, "num_weights": len(names)}
 
     def _buffer(self, name: str, columns: int, *, is_groups: bool = False, is_of_step: bool = False) -> int:
-        """The buffer of that name; it is made when it is first requested."""
+        """The buffer with that name, created on first use."""
         if name not in self._names:
             self._names[name] = len(self.program.buffers)
             self.program.buffers.append(Buffer(columns, is_groups, is_of_step))

@@ -1,6 +1,6 @@
-"""A check, at each load, that the chosen instruction set gives the bits of the portable one here.
+"""Self-check of the native library: compares the bits of the chosen instruction set with the portable one at each load.
 
-It costs some milliseconds. `lockstep models verify` tries a model thoroughly.
+It takes some milliseconds. `lockstep models verify` checks a model thoroughly.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lockstep.executors.native.weights import KINDS, pack
 _FEATURES, _COLUMNS, _ROWS = 40, 512, 7
 _CONFIG = ModelConfig("llama", 1, 64, 48, 4, 2, 16, 50, 256, 1e-5, 1e4, tied_embeddings=True, qk_norm=True)
 _TOKENS = 140
-"""More than a segment of attention has."""
+"""More tokens than a segment of attention."""
 _SMALL_HALVES = 0x23FF
-"""Bits of a float16 that are kept in random ones: they are small and positive then."""
+"""Mask for random float16 bits that makes them small and positive."""
 
 
 def self_check(library: NativeLibrary) -> str | None:
@@ -38,7 +38,7 @@ def self_check(library: NativeLibrary) -> str | None:
 
 
 def _results(library: NativeLibrary) -> Iterator[tuple[str, bytes]]:
-    """Results of each kind of computation for fixed numbers, by its name."""
+    """Yield the name and result of each kind of computation for fixed numbers."""
     x = _numbers(_ROWS * _COLUMNS).reshape(_ROWS, _COLUMNS) * np.float32(8)
     x[3] *= np.float32(2.0**-130)  # denormals
     rows = quantise(library, x)
@@ -68,8 +68,8 @@ def _pass(library: NativeLibrary, storage: str) -> bytes:
         name: Matrix(Encoding.F32, *shape, _numbers(shape[0] * shape[1]).view(np.uint8))
         for name, shape in shapes.items()
     }
-    turns = [(np.float32(1) / np.arange(1, config.head_dim // 2 + 1, dtype=np.float32), 1.0)]
-    program = build_program(config, matrices, lambda name, size: _numbers(size), lambda name: False, turns)
+    rotations = [(np.float32(1) / np.arange(1, config.head_dim // 2 + 1, dtype=np.float32), 1.0)]
+    program = build_program(config, matrices, lambda name, size: _numbers(size), lambda name: False, rotations)
     size = int(library.handle.native_block_bytes(config.num_kv_heads, config.head_dim, STORAGES.index(storage)))
     num_blocks = -(-_TOKENS // 32)
     cache = np.zeros((num_blocks + 1, size), np.uint8)
@@ -84,7 +84,7 @@ def _pass(library: NativeLibrary, storage: str) -> bytes:
 
 
 def _blocks(encoding: Encoding) -> npt.NDArray[np.uint8]:
-    """Blocks of any codes, with scales that are small and positive."""
+    """Blocks with arbitrary codes, and scales that are small and positive."""
     num_values, num_bytes = BLOCKS[encoding]
     blocks = _bytes(_FEATURES * _COLUMNS // num_values * num_bytes).reshape(-1, num_bytes)
     for at in (208,) if encoding is Encoding.Q6_K else (0, 2):
@@ -100,7 +100,7 @@ def _floats(encoding: Encoding) -> npt.NDArray[np.generic]:
 
 
 def _bytes(count: int) -> npt.NDArray[np.uint8]:
-    """Fixed bytes without a pattern that kernels could miss."""
+    """Fixed bytes without a regular pattern, which could hide errors of kernels."""
     numbers = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return (numbers >> np.uint64(51)).astype(np.uint8)
 

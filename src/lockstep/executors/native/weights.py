@@ -1,7 +1,7 @@
-"""Weights as the panels that native products read (``product.hpp``): the numbers of the file in another order.
+"""Weights in panels: reorders the numbers of a weight file for the native products (``product.hpp``).
 
-Block encodings of GGUF files are packed as they are. Weights that were rounded to int8 with a scale per row, or to int4
-with a scale per group, are written as blocks of Q8_0 and Q4_0 first, which loses nothing.
+Block encodings of GGUF files are packed without conversion. Weights that were rounded to int8 with a scale per row, or
+to int4 with a scale per group, are first written as blocks of Q8_0 and Q4_0, which is lossless.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = (
     Encoding.Q5_K,
     Encoding.Q6_K,
 )
-"""Encodings by their numbers in ``product.hpp``."""
+"""Encodings in the order of their numbers in ``product.hpp``."""
 _ALIGNMENT = 64
 
 
@@ -40,17 +40,17 @@ class PackedWeights:
     encoding: Encoding
     features: int
     columns: int
-    """Columns of the blocks: a multiple of 32, filled up with zeros where the weights have fewer."""
+    """Columns of the blocks: a multiple of 32, padded with zeros if the weights have fewer."""
     panels: Bytes
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of memory for each weight, with scales and with the unused places of the last panel."""
+        """Bits of memory for each weight, including scales and the unused part of the last panel."""
         return 8 * self.panels.nbytes / (self.features * self.columns)
 
 
 def packed_bytes(library: NativeLibrary, tensor: Tensor) -> int:
-    """Bytes of a matrix once it is packed.
+    """Size in bytes of a packed matrix.
 
     Raises:
         CorruptArtifactError: see `pack`.
@@ -73,7 +73,7 @@ def pack(library: NativeLibrary, tensor: Tensor, memory: Bytes | None = None) ->
     """Pack a matrix in a block encoding.
 
     Args:
-        memory: where to; new memory without it. Products are fastest where it has huge pages.
+        memory: destination; None: new memory. Products are fastest in memory with huge pages.
 
     Raises:
         CorruptArtifactError: the tensor cannot be packed; the message names it.
@@ -91,7 +91,8 @@ def pack(library: NativeLibrary, tensor: Tensor, memory: Bytes | None = None) ->
 
 
 def int8_blocks(name: str, values: npt.NDArray[np.int8], scales: npt.NDArray[np.float16]) -> Tensor:
-    """Integers ``[features, columns]`` with a scale ``[features, 1]`` per row, or one per group of 32, as Q8_0."""
+    """Convert integers ``[features, columns]`` with a scale ``[features, 1]`` per row, or one per group of 32, to
+    Q8_0."""
     features, columns = values.shape
     groups = -(-columns // GROUP_SIZE)
     blocks = np.zeros((features, groups, 2 + GROUP_SIZE), np.uint8)
@@ -103,7 +104,7 @@ def int8_blocks(name: str, values: npt.NDArray[np.int8], scales: npt.NDArray[np.
 
 
 def int4_blocks(name: str, values: Bytes, scales: npt.NDArray[np.float16]) -> Tensor:
-    """Codes 0..15 with zero point 8 ``[features, groups, 32]`` and scales ``[features, groups]`` as Q4_0."""
+    """Convert codes 0..15 with zero point 8 ``[features, groups, 32]`` and scales ``[features, groups]`` to Q4_0."""
     features, groups, _ = values.shape
     blocks = np.empty((features, groups, 2 + GROUP_SIZE // 2), np.uint8)
     blocks[..., :2] = np.ascontiguousarray(scales.astype("<f2"))[..., None].view(np.uint8)

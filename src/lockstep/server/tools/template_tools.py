@@ -95,7 +95,7 @@ def with_result_names(messages: Sequence[Message]) -> Sequence[Message]:
     if not _has(messages, "tool"):
         return messages
     names: dict[object, str] = {}
-    checked = checked_messages(messages, knows_developer=True)
+    checked = checked_messages(messages, supports_developer=True)
     for message in checked:
         calls: Any = message.get("tool_calls")
         names |= {call.get("id"): call["function"]["name"] for call in calls or ()}
@@ -108,7 +108,7 @@ def with_calls_in_content(messages: Sequence[Message], call_format: CallFormat) 
     """Return the messages with their calls as text, in the model's own format."""
     if not _has(messages, "assistant"):
         return messages
-    checked = checked_messages(messages, knows_developer=True)
+    checked = checked_messages(messages, supports_developer=True)
     for message in checked:
         calls: Any = message.pop("tool_calls", None)
         if calls:
@@ -120,7 +120,7 @@ def with_calls_in_content(messages: Sequence[Message], call_format: CallFormat) 
 def with_tools_in_system(messages: Sequence[Message], tools: Sequence[Shown]) -> Sequence[Message]:
     """Return the messages, starting with a system message that has the functions as JSON text."""
     text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-    checked = checked_messages(messages, knows_developer=False)
+    checked = checked_messages(messages, supports_developer=False)
     if checked[0]["role"] != "system":
         checked.insert(0, {"role": "system", "content": _SYSTEM})
     checked[0]["tools"] = text

@@ -223,7 +223,7 @@ def with_system_text(messages: Sequence[Message], text: str, *, takes_system: bo
 def calls_as_text(messages: Sequence[Message]) -> list[Message]:
     """Convert past calls and results to text of assistant and user messages. Consecutive results become one message."""
     rewritten: list[Message] = []
-    for message in checked_messages(messages, knows_developer=True):
+    for message in checked_messages(messages, supports_developer=True):
         calls = message.pop("tool_calls", None)
         if calls:
             assert isinstance(calls, list), "checked messages have lists of calls"
@@ -243,7 +243,7 @@ def calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with call ids of nine letters and digits. Equal ids stay equal."""
-    checked = checked_messages(messages, knows_developer=True)
+    checked = checked_messages(messages, supports_developer=True)
     for message in checked:
         if "tool_call_id" in message:
             message["tool_call_id"] = short_id(str(message["tool_call_id"]))

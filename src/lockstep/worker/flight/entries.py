@@ -22,7 +22,7 @@ import msgspec
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
-from lockstep.worker.device_scheduler import SeatRow
+from lockstep.worker.device_scheduler import CreditRow
 
 SCHEMA_VERSION = 11
 SUFFIX = ".lstrace"
@@ -105,11 +105,11 @@ class Checkpoint(_Entry, frozen=True, tag=3):
         return ids_of(self.runs)
 
 
-class SeatsEntry(_Entry, frozen=True, tag=4):
+class CreditsEntry(_Entry, frozen=True, tag=4):
     """State of the device's turns (`lockstep.worker.device_scheduler`), at the beginning of a file."""
 
     num_turns: int
-    seats: list[SeatRow]
+    credits: list[CreditRow]
 
 
 class Priorities(_Entry, frozen=True, tag=5):
@@ -241,7 +241,7 @@ class Pinned(_Cached, frozen=True, tag=9):
     """Blocks of a session are to be evicted last."""
 
 
-class Swept(_Cached, frozen=True, tag=10):
+class Unpinned(_Cached, frozen=True, tag=10):
     """Blocks of a session are given up."""
 
 
@@ -347,12 +347,12 @@ class Shown(_Entry, frozen=True, tag=24):
     """(completion of ``n``, its tokens that are new, microseconds since the chunk before, or since the request came)"""
 
 
-Command = Added | Aborted | Named | Pinned | Swept | Filled | CacheReset
+Command = Added | Aborted | Named | Pinned | Unpinned | Filled | CacheReset
 Entry = (
     Header
     | EngineEntry
     | Checkpoint
-    | SeatsEntry
+    | CreditsEntry
     | Priorities
     | Arrival
     | RequestDigest

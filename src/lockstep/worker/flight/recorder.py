@@ -41,6 +41,7 @@ from lockstep.worker.flight.entries import (
     CacheReset,
     Checkpoint,
     Closed,
+    CreditsEntry,
     End,
     EngineEntry,
     Entry,
@@ -54,11 +55,10 @@ from lockstep.worker.flight.entries import (
     Record,
     RequestDigest,
     RequestEntry,
-    SeatsEntry,
     Shown,
-    Swept,
     Tokens,
     Turn,
+    Unpinned,
     WithWork,
     runs_of,
 )
@@ -282,7 +282,7 @@ class Recorder:
             engine.begin_file()
         self.contents.end_forgetting()
         self.tenants.end_forgetting()
-        self.chunk.put(SeatsEntry(*self._turns.seats()))
+        self.chunk.put(CreditsEntry(*self._turns.credit_rows()))
         self._priorities, self._places = None, (0,)
         files.begin(beginning + self.chunk.take(), tuple(self._needs))
         self._flush_s = time.monotonic() + FLUSH_INTERVAL_S
@@ -410,7 +410,7 @@ class EngineRecorder:
     @guarded
     def unpinned(self, hashes: Seq[bytes], step: int) -> None:
         if self._records():
-            self._put(Swept(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
+            self._put(Unpinned(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
 
     @guarded
     def filled(self, hashes: Seq[bytes], start: int, step: int) -> None:
