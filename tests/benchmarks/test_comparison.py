@@ -12,10 +12,11 @@ from typing import Literal
 
 import pytest
 
-from lockstep.bench.backends import answers_of, trial
+from benchmarks.comparison.backends import answers_of, trial
+from benchmarks.comparison.report import as_json, ratios, text_of
+from benchmarks.comparison.rounds import Comparison, ComparisonOptions, run_comparison
+from benchmarks.comparison.workloads import Answer, Work
 from lockstep.bench.client import Outcome
-from lockstep.bench.comparison import Comparison, ComparisonOptions, as_json, ratios, run_comparison, text_of
-from lockstep.bench.workloads import Answer, Work
 from lockstep.cli.main import invoke
 from tests.server.process import serve
 

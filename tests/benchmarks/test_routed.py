@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.comparison.routed import RoutedRequests, ollama_lines
+from benchmarks.comparison.workloads import NUM_ROUTED, Work
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
-from lockstep.bench.routed import RoutedRequests, ollama_lines
-from lockstep.bench.workloads import NUM_ROUTED, Work
 from lockstep.errors import RemoteError, UsageError
 from tests.bench.conftest import Start
 from tests.bench.standin import MODEL
