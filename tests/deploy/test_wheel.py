@@ -127,12 +127,6 @@ def test_a_pure_wheel_loads_stubs_and_names_what_models_lack(pure: Installed) ->
     assert "Traceback" not in done.stderr
 
 
-def test_a_wheel_names_the_checkout_that_a_comparison_with_peers_needs(pure: Installed) -> None:
-    done = pure.do("lockstep", "bench", "peers", "stub://a", code=2)
-    assert "needs a checkout of the repository" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def test_an_empty_environment_gets_all_that_a_wheel_needs_and_shows_the_demo(binary: Installed, tmp_path: Path) -> None:
     """By `pip install` as a user types it, from the package index that is set up here."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, timeout=HANG_S)
