@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import httpx2
 import numpy as np
 
-from lockstep.bench.backends import own_server, start_server
+from benchmarks.comparison.backends import own_server, start_server
 from lockstep.bench.samples import RandomLengths
 from lockstep.bench.serve import Dataset, ServeOptions, run_serve
 from lockstep.executors.machine import available_cores, machine_name

@@ -16,10 +16,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from lockstep.bench.backends import Engine, trial
-from lockstep.bench.comparison import OURS, Comparison, ComparisonOptions, as_json, run_comparison
+from benchmarks.comparison.backends import Engine, trial
+from benchmarks.comparison.report import as_json
+from benchmarks.comparison.rounds import OURS, Comparison, ComparisonOptions, run_comparison
+from benchmarks.comparison.workloads import Work
 from lockstep.bench.prompts import Units
-from lockstep.bench.workloads import Work
 from lockstep.executors.machine import available_cores, machine_name
 from lockstep.version import __version__
 

@@ -22,13 +22,13 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.comparison.backends import own_server, start_server
+from benchmarks.comparison.workloads import Work, figures
 from benchmarks.sampling import CASES, peaked, states_of
 from benchmarks.scheduler import make_scheduler, step
-from lockstep.bench.backends import own_server, start_server
 from lockstep.bench.compare import MACHINE
 from lockstep.bench.prompts import Units
 from lockstep.bench.throughput import ThroughputOptions, run_throughput
-from lockstep.bench.workloads import Work, figures
 from lockstep.engine.llm import LLM
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.executors.machine import available_cores, machine_name

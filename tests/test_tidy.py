@@ -259,7 +259,6 @@ def test_no_dead_modules() -> None:
         "lockstep.cli.main",
         "lockstep.__main__",
         "lockstep.worker.child",
-        "lockstep.bench.backend_process",
     }
     entry_points |= {home.partition(":")[0] for home, _ in VERBS.values()}
     for path in MODULES:

@@ -19,7 +19,7 @@ ELSEWHERE: Mapping[str, str] = {
     "Also on disk: sessions survive a restart of the server.": "tests/server/test_sessions_survive.py",
     "Prints NRT's published figures in the last column. [Figures](#figures-beside-nrts)": "tests/bench/test_cluster.py",
     "Four prompts of 32 tokens at temperature 0, and routed requests. [Figures](#figures-beside-nrts)": (
-        "tests/bench/test_routed.py"
+        "tests/benchmarks/test_routed.py"
     ),
     "Replicas of a model on any machines of the Ray cluster.": "tests/hosts/test_two_hosts.py",
     "What each replica reserves.": "tests/hosts/test_values.py",

@@ -15,9 +15,8 @@ from itertools import pairwise
 from typing import cast
 
 import httptools
-import msgspec
 
-from lockstep.bench.protocol import ChunkReader, Target
+from lockstep.bench.protocol import ChunkReader, Target, reason_of
 from lockstep.cluster.completion_chunks import Chunk, Usage, error_message
 
 REQUEST_LIMIT_S = 6 * 3600.0
@@ -206,7 +205,7 @@ def read_exchange(exchange: Exchange, start_s: float, prompt_tokens: int | None)
     delay_s = max(0.0, exchange.sent_s - start_s)
     error = exchange.error
     if not error and exchange.status != OK:
-        error = f"HTTP {exchange.status}: {_reason(exchange)}"
+        error = f"HTTP {exchange.status}: {reason_of(b''.join(piece for _, piece in exchange.reads))}"
     if not error:
         try:
             return _measure(exchange, start_s, prompt_tokens, delay_s)
@@ -257,12 +256,3 @@ def _chunks(exchange: Exchange) -> Iterator[tuple[float, Chunk]]:
             chunk = reader.read(line)
             if chunk is not None:
                 yield at_s, chunk
-
-
-def _reason(exchange: Exchange) -> str:
-    """Reason of a refusal, from whatever body the server sent."""
-    body = b"".join(piece for _, piece in exchange.reads)
-    try:
-        return error_message(msgspec.json.decode(body))
-    except ValueError:
-        return error_message(body.decode("utf-8", "replace")) or "no reason given"

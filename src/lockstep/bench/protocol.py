@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from lockstep.cluster.completion_chunks import DONE, Chunk
+from lockstep.cluster.completion_chunks import DONE, Chunk, error_message
 from lockstep.errors import UsageError
 from lockstep.version import __version__
 
@@ -97,3 +97,11 @@ class ChunkReader:
             self.is_done = True
             return None
         return self._decoder.decode(content)
+
+
+def reason_of(body: bytes) -> str:
+    """Reason of a refusal, from whatever body the server sent."""
+    try:
+        return error_message(msgspec.json.decode(body))
+    except ValueError:
+        return error_message(body.decode("utf-8", "replace")) or "no reason given"

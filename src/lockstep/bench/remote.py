@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 
-from lockstep.bench.protocol import ChunkReader, Target
+from lockstep.bench.protocol import ChunkReader, Target, reason_of
 from lockstep.cluster.completion_chunks import Chunk, error_message
 from lockstep.errors import RemoteError
 
@@ -166,15 +166,11 @@ def _read(reader: ChunkReader, line: str) -> Chunk | None:
 
 
 def _checked(response: httpx2.Response) -> Any:
+    """The JSON of an answer; RemoteError if the server refuses, or sends something else."""
+    code = response.status_code
+    if code != httpx2.codes.OK:
+        raise RemoteError(f"{response.url} answered {code}: {reason_of(response.content)}{_HINTS.get(code, '')}")
     try:
-        value = response.json()
+        return response.json()
     except ValueError:
-        value = response.text or "no reason given"
-        if response.status_code == httpx2.codes.OK:
-            raise RemoteError(
-                f"{response.url} did not answer with JSON; is this an OpenAI-compatible server?"
-            ) from None
-    if response.status_code != httpx2.codes.OK:
-        code = response.status_code
-        raise RemoteError(f"{response.url} answered {code}: {error_message(value)}{_HINTS.get(code, '')}")
-    return value
+        raise RemoteError(f"{response.url} did not answer with JSON; is this an OpenAI-compatible server?") from None

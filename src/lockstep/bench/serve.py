@@ -123,8 +123,6 @@ class ServeResult:
 
     figures: dict[str, Any]
     outcomes: list[Outcome]
-    prompts: str
-    """Origin of the prompts' lengths."""
     was_interrupted: bool
     pairs: tuple[Pair, ...] = ()
     """With a candidate: each request as both servers answered it."""
@@ -174,12 +172,11 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
         warm = run_load(targets, warmups, options.max_concurrency, Watch(len(warmups)))
         if warm.was_interrupted:
             raise KeyboardInterrupt
-    method = calibration.units.method
     where = " and ".join(f"{target.url}{options.endpoint}" for target in targets)
-    say(f"{len(samples)} requests to {where}, model {model}, prompts {method}")
+    say(f"{len(samples)} requests to {where}, model {model}, prompts {calibration.units.method}")
     with progress(len(jobs), options.shows_progress) as watch:
         run = run_load(targets, jobs, options.max_concurrency, watch)
-    result = _result(options, model, jobs, run, method)
+    result = _result(options, model, jobs, run)
     if options.candidate is None:
         return result
     return _with_pairs(options, result, pairs_of(jobs, run.outcomes))
@@ -215,7 +212,7 @@ def _with_pairs(options: ServeOptions, result: ServeResult, pairs: Sequence[Pair
     return replace(result, figures=result.figures | {"candidate": candidate}, pairs=tuple(pairs))
 
 
-def _result(options: ServeOptions, model: str, jobs: Sequence[Job], run: Run, prompts: str) -> ServeResult:
+def _result(options: ServeOptions, model: str, jobs: Sequence[Job], run: Run) -> ServeResult:
     outcomes = [outcome for job, outcome in zip(jobs, run.outcomes, strict=True) if outcome and job.target == 0]
     total_tokens = sum(outcome.output_tokens for outcome in outcomes)
     delays_ms = [outcome.send_delay_s * 1e3 for outcome in outcomes] or [0.0]
@@ -235,7 +232,7 @@ def _result(options: ServeOptions, model: str, jobs: Sequence[Job], run: Run, pr
         "client_cpu_us_per_token": run.cpu_s * 1e6 / total_tokens if total_tokens else None,
         "p99_send_delay_ms": float(np.percentile(delays_ms, 99)),
     }
-    return ServeResult(result, outcomes, prompts, run.was_interrupted)
+    return ServeResult(result, outcomes, run.was_interrupted)
 
 
 def request_id(seed: int, index: int) -> str:

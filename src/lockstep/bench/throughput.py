@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from lockstep.core.request import FinishReason
-from lockstep.engine.llm import LLM
-from lockstep.engine.outputs import TokenOutput
-from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, UsageError
-from lockstep.executors.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from lockstep.engine.llm import LLM
+    from lockstep.engine.outputs import TokenOutput
+    from lockstep.engine.request import GenerationRequest
 
 MAX_PROMPTS = 1_000_000
 
@@ -24,13 +23,19 @@ class ThroughputOptions:
     """The load: prompts of random tokens and of one length, answers of one length."""
 
     num_prompts: int = 64
+    """Requests."""
     input_len: int = 200
+    """Tokens of each prompt."""
     output_len: int = 64
+    """Tokens of each answer."""
     concurrency: int = 32
     """Requests in the engine at once."""
     temperature: float = 0.0
+    """0 is greedy."""
     seed: int = 0
+    """Same seed, same requests."""
     num_warmups: int = 1
+    """Requests before the run that are not measured."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len", "concurrency"):
@@ -50,10 +55,18 @@ def run_throughput(
     Args:
         report: called with the number of completed requests.
     """
+    import numpy as np
+
+    from lockstep.engine.request import GenerationRequest
+    from lockstep.executors.sampling_params import SamplingParams
+
     vocab_size = llm.model.vocab_size
+    params = SamplingParams(
+        temperature=options.temperature, seed=options.seed, max_tokens=options.output_len, ignore_eos=True
+    )
     rng = np.random.default_rng([options.seed, 4])
     prompts = rng.integers(0, vocab_size, (options.num_prompts + options.num_warmups, options.input_len))
-    requests = [GenerationRequest(tuple(prompt), _params(options)) for prompt in prompts.tolist()]
+    requests = [GenerationRequest(tuple(prompt), params) for prompt in prompts.tolist()]
     for request in requests[: options.num_warmups]:
         answer_all(llm, [request], 1, lambda done: None)
     cpu_s, started_s = time.process_time(), time.perf_counter()
@@ -73,9 +86,12 @@ def run_throughput(
     }
 
 
-def _params(options: ThroughputOptions) -> SamplingParams:
-    return SamplingParams(
-        temperature=options.temperature, seed=options.seed, max_tokens=options.output_len, ignore_eos=True
+def text_of(result: Mapping[str, Any]) -> str:
+    """The result as a line."""
+    return (
+        f"{result['request_throughput']:.2f} requests/s, {result['output_throughput']:.1f} output tokens/s, "
+        f"{result['total_token_throughput']:.1f} total tokens/s, "
+        f"{result['cpu_s_per_token'] * 1e3:.3f} ms CPU per output token"
     )
 
 

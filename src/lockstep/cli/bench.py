@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lockstep.bench.throughput import ThroughputOptions
 from lockstep.cli import bench_peers
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as shared
-from lockstep.cli.flag_groups import SWITCH, Flag, show_help_without_command, with_flags
+from lockstep.cli.flag_groups import SWITCH, Flag, OptionFlags, show_help_without_command, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.replay_options import settings_of
 from lockstep.cli.writing import check_outputs, write_file
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from lockstep.bench.protocol import Target
     from lockstep.bench.serve import ServeOptions, ServeResult
 
-EXIT_ALL_FAILED = 1
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXAMPLES = Path("examples")
 """Of the repository, in which the bench is run."""
@@ -163,7 +164,7 @@ def serve(
     from lockstep.bench.serve import lines_of, run_serve
 
     options = load.options(more_goals or [], shows_progress=not as_json)
-    check_outputs(((load.save_pairs, "the pairs"),))
+    check_outputs(((load.result_filename, "the result"), (load.save_pairs, "the pairs")))
     result = run_serve(options, lambda sentence: print(sentence, file=sys.stderr))
     content = result.as_json(detailed=load.save_detailed)
     if load.save_result or load.save_detailed or load.result_filename is not None:
@@ -192,27 +193,15 @@ def _print_result(result: ServeResult, options: ServeOptions, as_json: bool) -> 
     if result.was_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     if not result.figures["completed"]:
-        raise typer.Exit(EXIT_ALL_FAILED)
+        raise typer.Exit(EXIT_FAILED)
 
 
-@dataclass(frozen=True, slots=True)
-class ThroughputFlags:
-    """The load, as `lockstep.bench.throughput.ThroughputOptions` has it."""
-
-    num_prompts: int = 64
-    """Requests."""
-    input_len: int = 200
-    """Tokens of each prompt."""
-    output_len: int = 64
-    """Tokens of each answer."""
-    concurrency: int = 32
-    """Requests in the engine at once."""
-    num_warmups: int = 1
-    """Requests before the run that are not measured."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    seed: int = 0
-    """Same seed, same requests."""
+THROUGHPUT_FLAGS = OptionFlags(
+    ThroughputOptions,
+    dict.fromkeys(
+        ("num_prompts", "input_len", "output_len", "concurrency", "num_warmups", "temperature", "seed"), Flag()
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +209,7 @@ class ThroughputRun:
     """Flags of `lockstep bench throughput`."""
 
     model: flags.Model
-    load: ThroughputFlags = field(default_factory=ThroughputFlags)
+    load: Annotated[ThroughputOptions, THROUGHPUT_FLAGS] = field(default_factory=ThroughputOptions)
     save_result: SaveResult = False
     result_filename: ResultFile = None
     pool: flags.Pool = field(default_factory=EngineOptions)
@@ -234,19 +223,19 @@ class ThroughputRun:
 @with_flags
 def throughput(given: ThroughputRun) -> None:
     """Measure the engine in this process: requests, tokens and processor time, with no server around it."""
-    from lockstep.bench.throughput import ThroughputOptions, run_throughput
+    from lockstep.bench.throughput import run_throughput, text_of
     from lockstep.engine.llm import LLM
 
-    options = ThroughputOptions(**asdict(given.load))
+    check_outputs(((given.result_filename, "the result"),))
     engine = flags.checked(replace(given.pool, max_num_seqs=given.load.concurrency))
     loading = LoadOptions(engine, given.executor, given.cache_dir)
     with loading_progress(given.model) as progress:
         llm = LLM(given.model, loading, progress=progress)
     with llm, loading_progress(given.model) as progress:
-        result = run_throughput(llm, options, lambda done: progress("requests", done / given.load.num_prompts))
+        result = run_throughput(llm, given.load, lambda done: progress("requests", done / given.load.num_prompts))
     if given.save_result or given.result_filename is not None:
-        _save(result, given.result_filename or Path(f"throughput-{llm.model.name}-{_now()}.json"))
-    print(json.dumps(result) if given.as_json else _throughput_text(result))
+        _save(result, given.result_filename or Path(f"throughput-{llm.model.name}-{datetime.now():%Y%m%d-%H%M%S}.json"))
+    print(json.dumps(result) if given.as_json else text_of(result))
 
 
 @bench_app.command()
@@ -265,11 +254,7 @@ def cluster(
     options = ClusterBenchOptions(examples, num_calls, worker)
     results = run_cluster_bench(options, lambda suite: print(f"measuring {suite}", file=sys.stderr))
     print(json.dumps(results) if as_json else text_of(results))
-    faults = [fault for result in results for fault in result["faults"]]
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    if faults:
-        raise typer.Exit(EXIT_ALL_FAILED)
+    _print_faults([fault for result in results for fault in result["faults"]])
 
 
 @bench_app.command()
@@ -289,22 +274,19 @@ def replay(
     overrides, options = settings_of(settings), reading.options()
     result = run_replay_bench(file, overrides, options, rounds, lambda sentence: print(sentence, file=sys.stderr))
     print(json.dumps(result) if as_json else text_of(result))
-    for fault in result["faults"]:
-        print(fault, file=sys.stderr)
-    if result["faults"]:
-        raise typer.Exit(EXIT_ALL_FAILED)
+    _print_faults(result["faults"])
 
 
 bench_app.command()(bench_peers.peers)
 bench_app.command()(bench_peers.compare)
 
 
-def _throughput_text(result: Mapping[str, Any]) -> str:
-    return (
-        f"{result['request_throughput']:.2f} requests/s, {result['output_throughput']:.1f} output tokens/s, "
-        f"{result['total_token_throughput']:.1f} total tokens/s, "
-        f"{result['cpu_s_per_token'] * 1e3:.3f} ms CPU per output token"
-    )
+def _print_faults(faults: Sequence[str]) -> None:
+    """Print what is wrong with a result, and end the command with `EXIT_FAILED` if anything is."""
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if faults:
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _endpoint(backend: str | None, endpoint: str | None) -> tuple[str, str]:
@@ -334,13 +316,5 @@ def _file_name(content: Mapping[str, Any]) -> Path:
     return Path(f"{content['backend']}-{content['request_rate']}qps{concurrency}-{model}-{content['date']}.json")
 
 
-def _now() -> str:
-    return datetime.now().strftime("%Y%m%d-%H%M%S")
-
-
 def _save(content: Mapping[str, Any], path: Path) -> None:
-    try:
-        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--result-filename {path} cannot be written ({error})") from None
-    print(f"result written to {path}", file=sys.stderr)
+    write_file(path, json.dumps(content).encode() + b"\n", "the result")

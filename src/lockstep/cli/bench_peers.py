@@ -1,4 +1,7 @@
-"""`lockstep bench peers` and `lockstep bench compare`: Lockstep beside other engines, and two results side by side."""
+"""`lockstep bench peers` and `lockstep bench compare`: Lockstep beside other engines, and two results side by side.
+
+The comparison with peers itself is in the repository's `benchmarks/comparison`, which is no part of a wheel.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from lockstep.errors import UsageError
 
 EXIT_INTERRUPTED = 130
 EXIT_WORSE = 1
+CHECKOUT = Path(__file__).absolute().parents[3]
+"""Root of the repository if the package is installed from a checkout; a wheel has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,10 @@ def peers(
     debug: flags.Debug = False,
 ) -> None:
     """Race against llama.cpp, OpenVINO GenAI and running servers: same model, same work, in rounds."""
-    from lockstep.bench.comparison import ComparisonOptions, run_comparison, text_of
-    from lockstep.bench.comparison import as_json as result_of
+    _require_checkout()
+    from benchmarks.comparison.report import as_json as result_of
+    from benchmarks.comparison.report import text_of
+    from benchmarks.comparison.rounds import ComparisonOptions, run_comparison
 
     options = ComparisonOptions(
         model=model,
@@ -110,6 +117,18 @@ def compare(
     print(json.dumps(content_of(found)) if as_json else text_of(found))
     if any(change.verdict == "worse" for change in found):
         raise typer.Exit(EXIT_WORSE)
+
+
+def _require_checkout() -> None:
+    """Make the repository's `benchmarks` importable; UsageError if the package is not run from a checkout."""
+    sys.path.insert(0, str(CHECKOUT))
+    try:
+        import benchmarks.comparison  # noqa: F401  to find out whether it is there
+    except ModuleNotFoundError:
+        raise UsageError(
+            "`lockstep bench peers` needs a checkout of the repository: a wheel has no drivers of other engines; "
+            "run `make peers` in a checkout, or run `pip install -e .` there and then this command"
+        ) from None
 
 
 def _lines(result: dict[str, Any]) -> bytes:

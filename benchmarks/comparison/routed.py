@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparison.workloads import NUM_ROUTED, Answer, Work
 from lockstep.bench.remote import Remote
-from lockstep.bench.workloads import NUM_ROUTED, Answer, Work
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.routing import Router, addressed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.comparison.workloads import NUM_LONG, SHORT, SHORT_PER_LONG, Answer, Done, Work, figures
 from lockstep.bench.prompts import Units, prompt_of
-from lockstep.bench.workloads import NUM_LONG, SHORT, SHORT_PER_LONG, Answer, Done, Work, figures
 
 
 def test_decoding_is_counted_while_every_stream_is_in_it() -> None:

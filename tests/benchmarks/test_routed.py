@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.comparison.routed import RoutedRequests, ollama_lines
+from benchmarks.comparison.workloads import NUM_ROUTED, Work
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
-from lockstep.bench.routed import RoutedRequests, ollama_lines
-from lockstep.bench.workloads import NUM_ROUTED, Work
 from lockstep.errors import RemoteError, UsageError
-from tests.bench.conftest import Start
-from tests.bench.standin import MODEL
+from tests.bench.standin import MODEL, Behaviour, serving
 
 SUPPORT = Path("examples/customer-support.yaml")
 WORK = Work(64, 1, 6, "routed")
+Server = tuple[str, Behaviour]
 
 
-def test_other_servers_receive_the_entry_prompt_and_then_the_request(standin: Start) -> None:
-    url, seen = standin()
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """URL of a server that routes nothing, and what it sees."""
+    seen = Behaviour()
+    with serving(seen) as url:
+        yield url, seen
+
+
+def test_other_servers_receive_the_entry_prompt_and_then_the_request(server: Server) -> None:
+    url, seen = server
     with Remote(Target.parse(url)) as remote:
         answers = RoutedRequests(SUPPORT).ask_others(remote, MODEL, WORK, 3)
     assert len(answers) == NUM_ROUTED
@@ -31,16 +40,16 @@ def test_other_servers_receive_the_entry_prompt_and_then_the_request(standin: St
     assert len({tuple(question) for question in questions}) == NUM_ROUTED
 
 
-def test_prompts_differ_between_rounds(standin: Start) -> None:
-    url, seen = standin()
+def test_prompts_differ_between_rounds(server: Server) -> None:
+    url, seen = server
     with Remote(Target.parse(url)) as remote:
         for seed in (1, 2):
             RoutedRequests(SUPPORT).ask_others(remote, MODEL, WORK, seed)
     assert len({str(body["messages"]) for body in seen.bodies}) == 2 * NUM_ROUTED
 
 
-def test_a_server_that_answers_by_itself_has_not_routed(standin: Start) -> None:
-    url, seen = standin()
+def test_a_server_that_answers_by_itself_has_not_routed(server: Server) -> None:
+    url, seen = server
     with Remote(Target.parse(url)) as remote, pytest.raises(RemoteError):
         RoutedRequests(SUPPORT).ask_ours(remote, WORK, 1)
     assert len(seen.bodies) <= 1

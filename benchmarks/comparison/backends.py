@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 import psutil
 
+from benchmarks.comparison.routed import RoutedRequests
+from benchmarks.comparison.workloads import Answer, Done, Work
 from lockstep.bench.client import Outcome
 from lockstep.bench.prompts import Asking, Units, calibrate, prompt_of
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
-from lockstep.bench.routed import RoutedRequests
 from lockstep.bench.runner import Job, Watch, run_load
-from lockstep.bench.workloads import Answer, Done, Work
 from lockstep.errors import LockstepError, RemoteError
 
 START_LIMIT_S = 300.0
@@ -34,8 +34,6 @@ _PROBE_TOKENS = 2048
 _TRIAL_TOKENS, _TRIAL_OUTPUT = 1024, 24
 """Prompt tokens in all, and tokens of each answer, of what warms a number of streams and chooses between ways."""
 _SCRIPT = Path(__file__).with_name("backend_process.py")
-# The folder of a script comes first among a Python's modules; ours has a statistics.py, which is not theirs.
-_RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 class OutError(LockstepError):
@@ -65,7 +63,7 @@ class Watched:
 
 
 class Engine:
-    """An engine under some Python, driven by `lockstep.bench.backend_process`."""
+    """An engine under some Python, driven by `backend_process.py`."""
 
     kind: Literal["engine"] = "engine"
 
@@ -73,7 +71,7 @@ class Engine:
         self.name = name
         self._ways: dict[int, str] = {}
         limits = (threads, max(w.streams for w in works), max(w.streams * (w.context + w.output + 64) for w in works))
-        command = [python, "-c", _RUN, str(_SCRIPT), name, model, *map(str, limits)]
+        command = [python, str(_SCRIPT), name, model, *map(str, limits)]
         try:
             self._process = subprocess.Popen(
                 command,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,12 +14,15 @@ from typing import Literal
 
 import pytest
 
-from lockstep.bench.backends import answers_of, trial
+from benchmarks.comparison.backends import answers_of, trial
+from benchmarks.comparison.report import as_json, ratios, text_of
+from benchmarks.comparison.rounds import Comparison, ComparisonOptions, run_comparison
+from benchmarks.comparison.workloads import Answer, Work
 from lockstep.bench.client import Outcome
-from lockstep.bench.comparison import Comparison, ComparisonOptions, as_json, ratios, run_comparison, text_of
-from lockstep.bench.workloads import Answer, Work
 from lockstep.cli.main import invoke
+from tests.processes import SOURCES
 from tests.server.process import serve
+from tests.waiting import HANG_S
 
 TINY = ("--contexts", "8", "--streams", "1,2", "--output-len", "12", "--rounds", "2")
 
@@ -173,3 +178,20 @@ def test_work_that_has_no_time_left_is_not_begun() -> None:
     assert list(comparison.seen) == [("8/12 x1", "lockstep")]
     assert comparison.ended_by == "--limit-s 1200, which has no room for a round of 8/900000 x1"
     assert "not measured: 8/900000 x1" in text_of(comparison)
+
+
+def test_an_installation_without_a_checkout_names_what_the_verb_needs(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "lockstep").symlink_to(SOURCES / "lockstep")
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "bench", "peers", "stub://alpha"],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 2
+    assert "needs a checkout of the repository" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.bench.backend_process import ENGINES, Prompts, Times, fastest
-from lockstep.bench.comparison import ENGINES as RACING
-from lockstep.bench.comparison import OURS
+from benchmarks.comparison.backend_process import ENGINES, Prompts, Times, fastest
+from benchmarks.comparison.rounds import ENGINES as RACING
+from benchmarks.comparison.rounds import OURS
 
-SCRIPT = ("-m", "lockstep.bench.backend_process")
+SCRIPT = ("-m", "benchmarks.comparison.backend_process")
 
 
 class Timed:
