@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.shown import change, duration, milliseconds, percent, printable, rate, size
+from lockstep.shown import aligned, duration, milliseconds, percent, printable, rate, signed_percent, size
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,12 @@ def test_figures_are_short() -> None:
     assert [rate(value) for value in (0.0, 1.25, 99.0, 1_234.5)] == ["0", "1.2", "99.0", "1,234"]
     assert [milliseconds(value) for value in (0.0042, 2.5, 12.0)] == ["4 ms", "2,500 ms", "12.0 s"]
     assert percent(0.424) == "42%"
-    assert [change(value) for value in (0.0425, -0.12, 0.0)] == ["+4.25 %", "-12 %", "+0 %"]
-    assert change(0.0425, ".1f") == "+4.2 %"
+    assert [signed_percent(value) for value in (0.0425, -0.12, 0.0)] == ["+4.25 %", "-12 %", "+0 %"]
+    assert signed_percent(0.0425, ".1f") == "+4.2 %"
+
+
+def test_values_stand_below_each_other() -> None:
+    assert aligned({"a": "1", "long": "x"}, "- ") == "- a     1\n- long  x"
 
 
 def test_text_of_others_moves_no_terminal() -> None:

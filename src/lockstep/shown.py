@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 UNITS = ("B", "kB", "MB", "GB")
 
 
@@ -38,13 +40,15 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%"
 
 
-def change(share: float, digits: str = ".3g") -> str:
-    """A relative change with its sign: ``+4.25 %``, ``-12 %``.
-
-    Args:
-        digits: format of the number, as `format` takes it.
-    """
+def signed_percent(share: float, digits: str = ".3g") -> str:
+    """A relative change: ``+4.25 %``, ``-12 %``; ``digits`` is the number's format, as `format` takes it."""
     return f"{100 * share:+{digits}} %"
+
+
+def aligned(facts: Mapping[str, str], indent: str = "") -> str:
+    """Lines of names and their values, the values below each other."""
+    width = max(map(len, facts))
+    return "\n".join(f"{indent}{name:{width}}  {value}" for name, value in facts.items())
 
 
 def printable(text: str) -> str:

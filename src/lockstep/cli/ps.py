@@ -134,15 +134,13 @@ def text_of(snapshot: ClusterSnapshot) -> str:
     tables = [grid(MODELS_WITH_BYTES, model_rows(snapshot))]
     if snapshot.hosts or snapshot.places:
         tables += [grid(HOSTS, snapshot.hosts), grid(PLACES, snapshot.places)]
-    notes = [f"{model.id}: {model.reason}" for model in snapshot.models if model.reason]
-    notes += [place.sentence for place in snapshot.places if place.sentence and place.sentence not in snapshot.warnings]
     counters = {name: value for name, value in msgspec.to_builtins(snapshot.counters).items() if value}
     counted = ", ".join(f"{name} {value}" for name, value in counters.items())
     return "\n".join(
         [
             "\n\n".join("\n".join(line.plain.rstrip() for line in table) for table in tables),
             "",
-            *notes,
+            *snapshot.reasons,
             *(_budget(budget) for budget in snapshot.budgets),
             f"sessions: {len(snapshot.sessions)} named, {snapshot.sessions_live} live",
             f"counted: {counted or 'nothing yet'}",

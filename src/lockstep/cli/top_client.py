@@ -16,7 +16,7 @@ import msgspec
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
 from lockstep.cluster.cluster_stats import MAX_WINDOW_S, ClusterStats
-from lockstep.cluster.events import ClusterEvent
+from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.cluster.snapshot import ClusterSnapshot
 from lockstep.errors import LockstepError, RemoteError
 from lockstep.server.request_rows import RequestList, RequestRow
@@ -26,12 +26,8 @@ SILENCE_LIMIT_S = 10.0
 """A server that does not answer for so long is shown as gone."""
 MAX_EVENTS = 200
 """The latest that are kept; no terminal shows more."""
-_EVENT_TYPES = (
-    *("tier_changed", "hop", "session_admitted", "session_evicted", "co_activation_warmed", "manifest_replacing"),
-    *("manifest_replaced", "kv_rejected", "worker_restarted"),
-)
+_EVENTS = "/v1/events?after=0" + "".join(f"&type={each}" for each in EVENTS if each not in ("step", LAGGED))
 """All but steps, of which there are hundreds a second."""
-_EVENTS = "/v1/events?after=0" + "".join(f"&type={each}" for each in _EVENT_TYPES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,10 +117,7 @@ def _header(view: View, width: int) -> list[Text]:
         _number("promotions", cluster.counters.promotions),
         _number("demotions", cluster.counters.demotions),
     ]
-    told = [Text(printable(warning), "yellow") for warning in cluster.warnings]
-    told += [Text(printable(f"{model.id}: {model.reason}"), "yellow") for model in cluster.models if model.reason]
-    sentences = [place.sentence for place in cluster.places if place.sentence not in ("", *cluster.warnings)]
-    told += [Text(printable(sentence), "yellow") for sentence in sentences]
+    told = [Text(printable(words), "yellow") for words in (*cluster.warnings, *cluster.reasons)]
     notes = [*told[:2], *([Text(f"… {len(told) - 2} more", "dim")] if len(told) > 2 else [])]
     trouble = [Text(f"trying again: {printable(view.trouble)}", "bold red")] if view.trouble else []
     return [joined(first, width), *trouble, joined(second, width), *notes]
@@ -161,9 +158,7 @@ def _memory(view: View, width: int) -> list[Text]:
     return rows
 
 
-def _bar(used: int, whole: int | None, cells: int) -> Text:
-    if whole is None:
-        return Text.assemble((" " * cells, ""), f" {size(used):>8} in use, {NO_LIMIT}")
+def _bar(used: int, whole: int, cells: int) -> Text:
     share = min(1.0, used / whole) if whole else 0.0
     full = round(share * cells) or int(used > 0)
     style = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"
