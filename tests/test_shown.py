@@ -42,8 +42,8 @@ def test_figures_are_short() -> None:
     assert signed_percent(0.0425, ".1f") == "+4.2 %"
 
 
-def test_values_stand_below_each_other() -> None:
-    assert aligned({"a": "1", "long": "x"}, "- ") == "- a     1\n- long  x"
+def test_columns_are_two_spaces_apart() -> None:
+    assert aligned([("a", "1", "yes"), ("long", "12", "")], "- ") == "- a     1   yes\n- long  12"
 
 
 def test_text_of_others_moves_no_terminal() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 
 UNITS = ("B", "kB", "MB", "GB")
 
@@ -45,10 +45,12 @@ def signed_percent(share: float, digits: str = ".3g") -> str:
     return f"{100 * share:+{digits}} %"
 
 
-def aligned(facts: Mapping[str, str], indent: str = "") -> str:
-    """Lines of names and their values, the values below each other."""
-    width = max(map(len, facts))
-    return "\n".join(f"{indent}{name:{width}}  {value}" for name, value in facts.items())
+def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> str:
+    """Rows as lines, their columns two spaces apart, each as wide as its widest cell."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(f"{indent}{line}" for line in lines)
 
 
 def printable(text: str) -> str:

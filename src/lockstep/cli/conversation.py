@@ -308,7 +308,7 @@ def _help(conversation: Conversation, rest: str) -> None:
         "//TEXT": "Sends /TEXT as a message.",
         "Ctrl-C": "Stops an answer, whose words so far are kept; at the prompt, twice, leaves.",
     }
-    _print_note(aligned(shown, "  "))
+    _print_note(aligned(shown.items(), "  "))
     _print_note(f"Parameters of /set: {', '.join(SETTINGS)}.")
 
 
@@ -340,7 +340,7 @@ SETTINGS = (
 
 
 def _show(conversation: Conversation, rest: str) -> None:
-    _print_note(aligned(conversation.facts(), "  "))
+    _print_note(aligned(conversation.facts().items(), "  "))
 
 
 def _set(conversation: Conversation, rest: str) -> None:

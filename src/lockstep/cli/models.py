@@ -60,7 +60,7 @@ def info(
     if as_json:
         print(json.dumps(facts, ensure_ascii=False, indent=2))
         return
-    print(aligned({name.replace("_", " "): _shown(value) for name, value in facts.items()}))
+    print(aligned((name.replace("_", " "), _shown(value)) for name, value in facts.items()))
 
 
 @models_app.command()

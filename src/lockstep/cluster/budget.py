@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from lockstep.cluster.manifest import Resources, Tier
-from lockstep.shown import size
+from lockstep.shown import aligned, size
 
 WEIGHTS_FACTOR = 1.03
 """What loaded weights take at most, in parts of their files: Q4_K as it is packed."""
@@ -235,7 +235,7 @@ def _row(need: Need, footprint: Footprint, is_resident: bool, owner: str | None)
 def table_text(table: BudgetTable) -> str:
     """The table as a refused boot tells it: a line a model, then a line a budget."""
     models = [("model", "tier", *COLUMNS), *((row.model, row.tier, *cells_of(row)) for row in table.rows)]
-    return "\n".join([*aligned(models), *map(str, table.budgets)])
+    return "\n".join([aligned(models), *map(str, table.budgets)])
 
 
 def cells_of(row: Row) -> tuple[str, str, str, str]:
@@ -246,12 +246,6 @@ def cells_of(row: Row) -> tuple[str, str, str, str]:
         return f"with {row.shares_with}", "-", row.origin, row.verdict
     gpu, ram = (size(each) if each else "-" for each in (row.gpu_bytes, row.ram_bytes))
     return gpu, ram, row.origin, row.verdict
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, their columns under each other."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def cut_texts(budgets: Budgets) -> list[str]:
