@@ -202,7 +202,7 @@ HOSTS: tuple[Column[HostSnapshot], ...] = (
     Column("REPLICAS", 2, lambda host: host.num_replicas),
     Column("FREE", 4, _free, is_word=True),
 )
-PLACES: tuple[Column[PlaceSnapshot], ...] = (
+REPLICAS: tuple[Column[PlaceSnapshot], ...] = (
     Column("REPLICA", 0, lambda place: place.name, width=_MIN_NAME, is_word=True),
     _state(1, lambda place: place.state, 8),
     Column("HOST", 2, lambda place: place.host or None, is_word=True),

@@ -128,12 +128,12 @@ def _left(place: PlaceSnapshot) -> str:
 def text_of(snapshot: ClusterSnapshot) -> str:
     """The tables, then why something is not, then a line per budget, then the counters that are not zero. Bytes stand
     with the first model of those that share them."""
-    from lockstep.cli.cluster_tables import HOSTS, MODELS_WITH_BYTES, PLACES, model_rows
+    from lockstep.cli.cluster_tables import HOSTS, MODELS_WITH_BYTES, REPLICAS, model_rows
     from lockstep.cli.top_layout import grid
 
     tables = [grid(MODELS_WITH_BYTES, model_rows(snapshot))]
     if snapshot.hosts or snapshot.places:
-        tables += [grid(HOSTS, snapshot.hosts), grid(PLACES, snapshot.places)]
+        tables += [grid(HOSTS, snapshot.hosts), grid(REPLICAS, snapshot.places)]
     counters = {name: value for name, value in msgspec.to_builtins(snapshot.counters).items() if value}
     counted = ", ".join(f"{name} {value}" for name, value in counters.items())
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Layout of `lockstep top`: tables and sections of lines that fit a terminal of any size. Pure."""
+"""Layout of `lockstep ps` and `lockstep top`: tables, and sections of lines that fit a terminal of any size. Pure."""
 
 from __future__ import annotations
 

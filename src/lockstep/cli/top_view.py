@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
-from lockstep.cli.cluster_tables import HOSTS, MODELS, PLACES, REQUESTS, SESSIONS, STYLES, ModelRow, model_rows
+from lockstep.cli.cluster_tables import HOSTS, MODELS, REPLICAS, REQUESTS, SESSIONS, STYLES, ModelRow, model_rows
 from lockstep.cli.top_client import View, transitions
 from lockstep.cli.top_layout import (
     GAP,
@@ -194,7 +194,7 @@ def _hosts(view: View, width: int) -> list[Section]:
     """Hosts, and the replicas on them; none where everything runs on one machine."""
     cluster = view.reading.cluster
     hosts = [_table(HOSTS, cluster.hosts, width)] if cluster.hosts else []
-    return hosts + ([_table(PLACES, cluster.places, width)] if cluster.places else [])
+    return hosts + ([_table(REPLICAS, cluster.places, width)] if cluster.places else [])
 
 
 def _requests(view: View, width: int) -> list[Section]:

@@ -125,7 +125,7 @@ def _css_class(cell: object, column: Column) -> str:
 
 
 def policy_of(scripts: Iterable[str], styles: Iterable[str], *more: str) -> str:
-    """Policy by which a browser runs only these scripts and styles of a page, and loads nothing; ``more`` extends it."""
+    """Policy by which a browser runs only these scripts and styles of a page; ``more`` has further rules."""
 
     def digests(texts: Iterable[str]) -> str:
         found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
