@@ -150,7 +150,7 @@ def _of_ms(ms: float) -> str:
     return milliseconds(ms / 1e3)
 
 
-def _end(row: RequestRow) -> str:
+def _outcome(row: RequestRow) -> str:
     return row.error or ",".join(row.finish_reasons)
 
 
@@ -170,7 +170,7 @@ REQUESTS: tuple[Column[RequestRow], ...] = (
     Column("CACHED", 6, lambda row: row.cached_tokens, width=6),
     Column("OUTPUT", 5, lambda row: row.output_tokens, width=6),
     Column("SESSION", 8, lambda row: row.session_id, is_word=True),
-    Column("ENDED", 3, _end, width=6, is_word=True, style=lambda row: "red" if row.error else "dim"),
+    Column("ENDED", 3, _outcome, width=6, is_word=True, style=lambda row: "red" if row.error else "dim"),
     Column("WHY IT WAITED", 9, _waits, is_word=True, style="yellow"),
 )
 
