@@ -1,10 +1,10 @@
-"""Sizes keep three digits or more, and foreign text steers nothing."""
+"""Sizes and numbers keep the digits that matter, and foreign text steers nothing."""
 
 from __future__ import annotations
 
 import pytest
 
-from lockstep.shown import printable, size
+from lockstep.shown import aligned, duration, milliseconds, percent, printable, rate, signed_percent, size
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,26 @@ from lockstep.shown import printable, size
 )
 def test_sizes(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1.0, "0 s"), (90, "90 s"), (150, "2 min"), (9_000, "2.5 h"), (200_000, "2.3 d")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_figures_are_short() -> None:
+    assert [rate(value) for value in (0.0, 1.25, 99.0, 1_234.5)] == ["0", "1.2", "99.0", "1,234"]
+    assert [milliseconds(value) for value in (0.0042, 2.5, 12.0)] == ["4 ms", "2,500 ms", "12.0 s"]
+    assert percent(0.424) == "42%"
+    assert [signed_percent(value) for value in (0.0425, -0.12, 0.0)] == ["+4.25 %", "-12 %", "+0 %"]
+    assert signed_percent(0.0425, ".1f") == "+4.2 %"
+
+
+def test_columns_are_two_spaces_apart() -> None:
+    assert aligned([("a", "1", "yes"), ("long", "12", "")], "- ") == "- a     1   yes\n- long  12"
 
 
 def test_text_of_others_moves_no_terminal() -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from lockstep.cli.main import invoke
-from lockstep.cli.top import keys_in
 from tests.processes import Program, run
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.waiting import HANG_S
@@ -239,7 +238,3 @@ def test_a_lost_server_is_shown_and_reconnected() -> None:
                 terminal.sees(lambda lines: not has("trying again: ")(lines) and has("ready")(lines))
                 terminal.presses("q")
                 assert terminal.leaves() == 0
-
-
-def test_keys_are_letters_and_names_and_all_else_is_passed_over() -> None:
-    assert list(keys_in("sx\x1b[A\x1bOB\x1b[6~\x1b[1;5Cq")) == ["s", "up", "down", "page down", "q"]

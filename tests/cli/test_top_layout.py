@@ -7,9 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
-from lockstep.cli.top_layout import Column, Section, allot, duration, grid, joined, milliseconds, number, to_ascii
+from lockstep.cli.top_layout import Column, Section, allot, grid, joined, to_ascii
 
-COLUMNS = (Column("NAME", 0, 6, True), Column("A", 1, 5), Column("B", 3), Column("C", 2))
+COLUMNS: tuple[Column[tuple[str | float | None, ...]], ...] = (
+    Column("NAME", 0, lambda row: row[0], width=6, is_word=True),
+    Column("A", 1, lambda row: row[1], width=5),
+    Column("B", 3, lambda row: row[2], "{:.0f}".format),
+    Column("C", 2, lambda row: row[3]),
+)
 
 
 def rows(*texts: str) -> list[Text]:
@@ -17,7 +22,7 @@ def rows(*texts: str) -> list[Text]:
 
 
 def test_numbers_stand_to_the_right_of_their_column() -> None:
-    lines = grid(COLUMNS, [rows("one", "1", "22", "333")], 80)
+    lines = grid(COLUMNS, [("one", 1, 22.0, "333")], 80)
     assert [line.plain.rstrip() for line in lines] == ["NAME        A   B    C", "one         1  22  333"]
 
 
@@ -26,14 +31,19 @@ def test_numbers_stand_to_the_right_of_their_column() -> None:
     [(30, "NAME"), (22, "NAME        A   B    C"), (20, "NAME        A    C"), (14, "NAME        A"), (8, "NAME")],
 )
 def test_columns_of_the_highest_rank_are_left_out_first(width: int, head: str) -> None:
-    shown = grid(COLUMNS, [rows("one", "1", "22", "333")], width)[0].plain
+    shown = grid(COLUMNS, [("one", 1, 22.0, "333")], width)[0].plain
     assert shown.startswith(head)
     assert len(shown) == width
 
 
 def test_a_long_name_is_narrowed_before_a_column_goes() -> None:
-    lines = grid(COLUMNS, [rows("a name that is long", "1", "22", "333")], 25)
+    lines = grid(COLUMNS, [("a name that is long", 1, 22, "333")], 25)
     assert lines[1].plain == "a name t…      1  22  333"
+
+
+def test_a_table_without_a_bound_is_as_wide_as_its_cells() -> None:
+    lines = grid(COLUMNS, [("one", 1, None, "a\nb")])
+    assert [line.plain for line in lines] == ["NAME  A  B    C", "one   1  -  a�b"]
 
 
 def test_a_section_counts_what_has_no_place() -> None:
@@ -76,16 +86,3 @@ def test_parts_that_do_not_fit_are_left_out_whole() -> None:
 def test_a_terminal_with_ascii_only_is_sent_nothing_else() -> None:
     [line] = to_ascii([Text("█░ … · → ▼ é")])
     assert line.plain == '#. ~ " > v ?'
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(None, "-"), (-1.0, "0 s"), (90, "90 s"), (150, "2 min"), (9_000, "2.5 h"), (200_000, "2.3 d")],
-)
-def test_durations(seconds: float | None, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_figures_are_short() -> None:
-    assert [number(value) for value in (None, 0.0, 1.25, 99.0, 1_234.5)] == ["-", "0", "1.2", "99.0", "1,234"]
-    assert [milliseconds(value) for value in (None, 0.0042, 2.5, 12.0)] == ["-", "4 ms", "2,500 ms", "12.0 s"]

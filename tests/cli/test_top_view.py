@@ -7,11 +7,13 @@ import random
 
 from msgspec.structs import replace as changed
 
-from lockstep.cli.top_client import Event, RequestReplay, RequestRow, RequestWait, View
+from lockstep.cli.top_client import View
 from lockstep.cli.top_view import SORTS, ViewOptions, frame
 from lockstep.cluster.cluster_stats import EngineStats, StoreTier
+from lockstep.cluster.events import ClusterEvent
 from lockstep.cluster.snapshot import BudgetSnapshot, EngineSnapshot, SessionSnapshot
-from tests.cli.views import URL, snapshot_of, view_of
+from lockstep.server.request_rows import RequestReplay, RequestWait
+from tests.cli.views import URL, request_of, snapshot_of, view_of
 from tests.server.managing import Hosted
 
 MANY = tuple(f"model-{at:02}" for at in range(50))
@@ -31,8 +33,9 @@ def crowded() -> View:
     """Much of everything, with names that nobody would choose."""
     sessions = tuple(SessionSnapshot(f"{HOSTILE}{at}", HOSTILE, "idle", 9.0, at, 1, 64, 32) for at in range(30))
     cluster = snapshot_of((HOSTILE, *MANY), sessions=sessions, warnings=(HOSTILE, "b", "c"), cluster=HOSTILE)
-    events = tuple(Event(at, "hop", {"model": HOSTILE, "target": HOSTILE}) for at in range(40))
-    requests = tuple(RequestRow(f"{HOSTILE}{at}", "ended", HOSTILE, HOSTILE, HOSTILE) for at in range(20))
+    events = tuple(ClusterEvent(at, at, "hop", {"model": HOSTILE, "target": HOSTILE}) for at in range(40))
+    fields = {"model": HOSTILE, "session_id": HOSTILE, "error": HOSTILE}
+    requests = tuple(request_of(f"{HOSTILE}{at}", "ended", **fields) for at in range(20))
     return view_of(cluster, tiers=STORE, events=events, requests=requests, trouble=HOSTILE)
 
 
@@ -85,7 +88,7 @@ def test_fifty_models_are_cut_and_scrolled() -> None:
     shown = lines_of(view, height=20)
     assert models_of(shown) == list(MANY[: len(models_of(shown))])
     assert f"… {50 - len(models_of(shown))} more" in shown
-    look = ViewOptions().press("page down", 50)
+    look = ViewOptions().press("pagedown", 50)
     assert models_of(lines_of(view, look, height=20))[0] == "model-10"
     assert models_of(lines_of(view, look.press("end", 50), height=20))[-1] == "model-49"
     assert look.press("home", 50) == ViewOptions()
@@ -120,7 +123,7 @@ def test_keys_choose_what_is_sorted_in_turn_and_pause() -> None:
     assert not look.press("p", 4).press(" ", 4).is_paused
     assert look.press("down", 4).press("j", 4).press("k", 4).offset == 1
     assert look.press("up", 4).offset == 0
-    assert look.press("page down", 4).offset == 3
+    assert look.press("pagedown", 4).offset == 3
     assert look.press("x", 4) == look
 
 
@@ -174,10 +177,10 @@ def test_sessions_and_requests_and_events_stand_newest_first() -> None:
     idle_s = {"old": 8.0, "new": 1.0}
     sessions = tuple(SessionSnapshot(name, "router", "idle", 9.0, each, 2, 64, 96) for name, each in idle_s.items())
     events = (
-        Event(1.0, "hop", {"model": "router", "target": "legal", "duration_ms": 12.0}),
-        Event(2.0, "kv_rejected", {"reason": "checksum"}),
+        ClusterEvent(1, 1.0, "hop", {"model": "router", "target": "legal", "duration_ms": 12.0}),
+        ClusterEvent(2, 2.0, "kv_rejected", {"reason": "checksum"}),
     )
-    requests = (RequestRow("req-2", "running", "router"), RequestRow("req-1", "ended", error="deadline"))
+    requests = (request_of("req-2", "running", model="router"), request_of("req-1", "ended", error="deadline"))
     lines = lines_of(view_of(snapshot_of(sessions=sessions), events=events, requests=requests), width=100)
     whole = "\n".join(lines)
     assert whole.index("req-2") < whole.index("req-1") < whole.index("new") < whole.index("old")
@@ -195,11 +198,13 @@ def test_a_lost_server_and_failed_models_are_shown() -> None:
 
 
 def test_a_request_shows_why_it_waited_and_the_newest_shows_its_replay_command() -> None:
-    places = tuple(RequestReplay(at, 40 + at, f"lockstep replay --verify /trace{HOSTILE}") for at in range(2))
-    waits = (RequestWait("1 place for a sequence, which is taken"), RequestWait(HOSTILE))
+    command = f"lockstep replay --verify /trace{HOSTILE}"
+    places = tuple(RequestReplay("router", "0", at, 40 + at, command) for at in range(2))
+    reasons = ("1 place for a sequence, which is taken", HOSTILE)
+    waits = tuple(RequestWait("router", "no_place", reason, 0.0, 0.0) for reason in reasons)
     requests = (
-        RequestRow("req-3", "waiting"),
-        *(RequestRow(f"req-{at}", "ended", waits=waits, replay=places) for at in (2, 1)),
+        request_of("req-3", "waiting"),
+        *(request_of(f"req-{at}", "ended", waits=waits, replay=places) for at in (2, 1)),
     )
     lines = lines_of(view_of(snapshot_of(), requests=requests), width=400)
     [second] = [line for line in lines if line.startswith("req-2")]
@@ -207,5 +212,5 @@ def test_a_request_shows_why_it_waited_and_the_newest_shows_its_replay_command()
     [told] = [line for line in lines if line.startswith("replay of ")]
     assert told.startswith("replay of req-2: lockstep replay --verify /trace")
     assert told.endswith("(sequence 0 from step 40)")
-    hidden = (RequestRow("req-1", "ended", replay=(RequestReplay(0, 1),)),)
+    hidden = (request_of("req-1", "ended", replay=(RequestReplay("router", "0", 0, 1, None),)),)
     assert not [line for line in lines_of(view_of(snapshot_of(), requests=hidden)) if "replay of" in line]

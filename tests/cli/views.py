@@ -1,14 +1,16 @@
-"""Views of clusters that a test makes up: any number of models, and stats of their engines."""
+"""Views of clusters that a test makes up: any number of models, stats of their engines, and requests."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from lockstep.cli.top_client import Event, Reading, RequestRow, View
+from lockstep.cli.top_client import Reading, View
 from lockstep.cluster.cluster_stats import ClusterStats, EngineStats, StoreTier
+from lockstep.cluster.events import ClusterEvent
 from lockstep.cluster.snapshot import ClusterSnapshot, ReplicaSnapshot
+from lockstep.server.request_rows import RequestRow
 from tests.server.managing import Managed
 
 URL = "http://127.0.0.1:9000"
@@ -25,6 +27,16 @@ def snapshot_of(names: tuple[str, ...] = ("router",), **changes: Any) -> Cluster
     return replace(whole, **{"models": models, "replicas": replicas, **changes})
 
 
+def request_of(id_: str, state: Literal["waiting", "running", "ended"], **fields: Any) -> RequestRow:
+    """A request of which nothing is known but these fields."""
+    unknown = ("model", "session_id", "priority", "status", "error", "waited_ms", "ttft_ms", "tokens_per_second")
+    zero = ("number", "at_s", "total_ms", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
+    empty = ("hops", "finish_reasons", "waits", "replay")
+    values: dict[str, Any] = {**dict.fromkeys(unknown), **dict.fromkeys(zero, 0), **dict.fromkeys(empty, ())}
+    values |= {"endpoint": "/v1/completions", "caller": "", "stream": False, **fields}
+    return RequestRow(id=id_, state=state, **values)
+
+
 def view_of(
     cluster: ClusterSnapshot,
     tokens_per_s: dict[str, float] | None = None,
@@ -32,7 +44,7 @@ def view_of(
     tiers: tuple[StoreTier, ...] = (),
     uptime_s: float | None = None,
     status: str = "ready",
-    events: tuple[Event, ...] = (),
+    events: tuple[ClusterEvent, ...] = (),
     requests: tuple[RequestRow, ...] | None = None,
     trouble: str = "",
 ) -> View:

@@ -21,7 +21,8 @@ from lockstep.engine.wait_reasons import PRIORITY, RETURNING, SESSION
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext
-from lockstep.server.request_log import KINDS, MAX_SHOWN_CHARS, Kind, RequestLog, chosen, plain, waits_of
+from lockstep.server.request_log import KINDS, MAX_SHOWN_CHARS, RequestLog, chosen, plain, waits_of
+from lockstep.server.request_rows import Kind
 from lockstep.worker.progress import LOADING, PLACE, Wait
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import client_of, error_of

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lockstep.errors import UsageError
 from lockstep.report.document import Table, numbers, words
 from lockstep.report.text import to_lines
+from lockstep.shown import signed_percent
 
 MIN_ROUNDS = 3
 """Fewer values on a side do not show their noise."""
@@ -115,7 +116,7 @@ def text_of(found: Sequence[Change]) -> str:
     for change in found:
         ratio = change.ratio
         moved = {"better": "BETTER", "worse": "WORSE", "same": "", "unknown": "noise unknown"}[change.verdict]
-        shown = "-" if ratio is None else f"{(ratio - 1) * 100:+.1f} %"
+        shown = "-" if ratio is None else signed_percent(ratio - 1, ".1f")
         table.rows.append((change.name, f"{change.before.median:.4g}", f"{change.after.median:.4g}", shown, moved))
     counts = {verdict: sum(change.verdict == verdict for change in found) for verdict in ("better", "worse", "unknown")}
     lines = [to_lines(table), f"\n{counts['better']} better, {counts['worse']} worse, of {len(found)} figures"]

@@ -22,6 +22,7 @@ from lockstep.cli.terminal import AnswerWriter, CtrlC, Piece, Pipe, Reader, Term
 from lockstep.errors import LockstepError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.option_fields import option_types
+from lockstep.shown import aligned
 from lockstep.spelling import nearest
 
 GREETING = "Chat with {}. Type a message. /help lists the commands, Ctrl-C stops an answer, /bye or Ctrl-D leaves."
@@ -302,16 +303,12 @@ def _run_command(conversation: Conversation, line: str) -> bool:
 
 
 def _help(conversation: Conversation, rest: str) -> None:
-    shown = {command.usage: command.help for command in COMMANDS.values()}
-    width = max(map(len, shown))
-    for usage, text in shown.items():
-        _print_note(f"  {usage:{width}}  {text}")
-    for usage, text in (
-        ('"""', 'Begins a message of several lines; """ at a line\'s end ends it.'),
-        ("//TEXT", "Sends /TEXT as a message."),
-        ("Ctrl-C", "Stops an answer, whose words so far are kept; at the prompt, twice, leaves."),
-    ):
-        _print_note(f"  {usage:{width}}  {text}")
+    shown = {command.usage: command.help for command in COMMANDS.values()} | {
+        '"""': 'Begins a message of several lines; """ at a line\'s end ends it.',
+        "//TEXT": "Sends /TEXT as a message.",
+        "Ctrl-C": "Stops an answer, whose words so far are kept; at the prompt, twice, leaves.",
+    }
+    _print_note(aligned(shown.items(), "  "))
     _print_note(f"Parameters of /set: {', '.join(SETTINGS)}.")
 
 
@@ -343,10 +340,7 @@ SETTINGS = (
 
 
 def _show(conversation: Conversation, rest: str) -> None:
-    facts = conversation.facts()
-    width = max(map(len, facts))
-    for name, text in facts.items():
-        _print_note(f"  {name:{width}}  {text}")
+    _print_note(aligned(conversation.facts().items(), "  "))
 
 
 def _set(conversation: Conversation, rest: str) -> None:

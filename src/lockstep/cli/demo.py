@@ -23,6 +23,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.errors import RemoteError
+from lockstep.shown import signed_percent
 
 if TYPE_CHECKING:
     import httpx2
@@ -327,7 +328,7 @@ def _show_prediction(console: Console, prediction: dict[str, Any]) -> None:
         figure = prediction["figures"][name]
         numbers = [figure[each] for each in ("measured", "baseline", "candidate")]
         values = ["-" if number is None else f"{number:.1f}" for number in numbers]
-        table.add_row(words, *values, "-" if figure["change"] is None else f"{100 * figure['change']:+.0f} %")
+        table.add_row(words, *values, "-" if figure["change"] is None else signed_percent(figure["change"], ".0f"))
     console.print(table)
     console.print(f"[dim]  {prediction['trust']}[/dim]", highlight=False)
 

@@ -93,7 +93,7 @@ def check(
     debug: flags.Debug = False,
 ) -> None:
     """Report every fault of a manifest, or the placement of its models; exit code 2 if it would not boot."""
-    from lockstep.cluster.placement import lines_of, place
+    from lockstep.cluster.placement import place, text_of
 
     served_by = backend_of(backend)
     is_piped = str(file) == "-"
@@ -109,7 +109,7 @@ def check(
     if as_json:
         _print_json(_facts(STANDARD_INPUT if is_piped else str(file), str(served_by), placement))
     else:
-        print("\n".join(lines_of(placement)))
+        print(text_of(placement))
         sys.stdout.flush()
         for warning in placement.warnings:
             print(f"lockstep: warning: {warning}", file=sys.stderr)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from lockstep.cli.flag_groups import show_help_without_command, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import MissingTokenizerError, UsageError
-from lockstep.shown import size
+from lockstep.shown import aligned, size
 
 if TYPE_CHECKING:
     from lockstep.artifacts.hub.cache import CachedModel
@@ -59,9 +60,7 @@ def info(
     if as_json:
         print(json.dumps(facts, ensure_ascii=False, indent=2))
         return
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        print(f"{name.replace('_', ' '):{width}}  {_shown(value)}")
+    print(aligned((name.replace("_", " "), _shown(value)) for name, value in facts.items()))
 
 
 @models_app.command()
@@ -96,7 +95,7 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
 
     config = artifact.config
     tensors = [artifact.weights[name] for name in artifact.weights.names()]
-    num_parameters = sum(_size(tensor.shape) for tensor in tensors)
+    num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     encodings, loaded_bytes = loaded_form(artifact, quantize)
     facts: dict[str, Any] = {
         "name": artifact.name,
@@ -129,13 +128,6 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
         "end_tokens": {str(i): parts.tokenizer.id_to_token(i) for i in parts.end_token_ids},
         "chat_template": parts.chat_template is not None,
     }
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size
 
 
 def _shown(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
@@ -14,27 +14,18 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli.flag_groups import Flag, with_flags
-from lockstep.errors import RemoteError, UsageError
+from lockstep.errors import UsageError
 from lockstep.option_fields import Range
 from lockstep.shown import size
 
 if TYPE_CHECKING:
     from lockstep.bench.remote import Remote
-    from lockstep.cluster.snapshot import (
-        BudgetSnapshot,
-        ClusterSnapshot,
-        HostSnapshot,
-        ModelSnapshot,
-        PlaceSnapshot,
-        ReplicaSnapshot,
-    )
+    from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, PlaceSnapshot
 
 EXIT_LEFT = 1
 """A host that was drained still has replicas."""
 DRAIN_LIMIT_S = 120.0
 POLL_S = 0.5
-_WORDS = ("MODEL", "TIER", "STATE")
-_NUMBERS = ("PREDICTED", "MEASURED", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +51,7 @@ def ps(given: PsFlags) -> None:
     """Show a running cluster: models, hosts and replicas, budgets and counters; or drain one of its hosts."""
     from lockstep.bench.protocol import Target
     from lockstep.bench.remote import Remote
+    from lockstep.cli.top_client import cluster_of
 
     drain, undrain, wait, as_json = given.drain, given.undrain, given.wait, given.as_json
     if drain is not None and undrain is not None:
@@ -75,17 +67,7 @@ def ps(given: PsFlags) -> None:
         elif as_json:
             print(json.dumps(remote.get("/v1/cluster")))
         else:
-            print(text_of(_snapshot(remote)))
-
-
-def _snapshot(remote: Remote) -> ClusterSnapshot:
-    from lockstep.cluster.snapshot import ClusterSnapshot
-
-    try:
-        return msgspec.convert(remote.get("/v1/cluster"), ClusterSnapshot)
-    except msgspec.ValidationError as error:
-        url = remote.target.url
-        raise RemoteError(f"{url} shows its cluster otherwise than this version reads it ({error})") from None
+            print(text_of(cluster_of(remote)))
 
 
 # -- draining ---------------------------------------------------------------------------------------------------------
@@ -97,9 +79,11 @@ def _path_of(host: str) -> str:
 
 def _drain(remote: Remote, name: str, limit_s: float, as_json: bool) -> None:
     """Drain a host and wait for its replicas to leave; ends the command with `EXIT_LEFT` where some did not in time."""
+    from lockstep.cli.top_client import cluster_of
+
     name = remote.post(_path_of(name), {})["name"]
     until_s = time.monotonic() + limit_s
-    while not _is_empty(snapshot := _snapshot(remote), name) and time.monotonic() < until_s:
+    while not _is_empty(snapshot := cluster_of(remote), name) and time.monotonic() < until_s:
         time.sleep(min(POLL_S, max(0.0, until_s - time.monotonic())))
     is_empty = _is_empty(snapshot, name)
     places = [each for each in snapshot.places if (each.state != "ready" if is_empty else each.host == name)]
@@ -144,85 +128,24 @@ def _left(place: PlaceSnapshot) -> str:
 def text_of(snapshot: ClusterSnapshot) -> str:
     """The tables, then why something is not, then a line per budget, then the counters that are not zero. Bytes stand
     with the first model of those that share them."""
-    from lockstep.report.document import Table, numbers, words
-    from lockstep.report.text import to_lines
+    from lockstep.cli.cluster_tables import HOSTS, MODELS_WITH_BYTES, REPLICAS, model_rows
+    from lockstep.cli.top_layout import grid
 
-    replicas = {replica.key: replica for replica in snapshot.replicas}
-    table = Table("", (*words(*_WORDS), *numbers(*_NUMBERS)))
-    table.rows += [_row(model, replicas.get(model.replica or "")) for model in snapshot.models]
-    tables = [table]
+    tables = [grid(MODELS_WITH_BYTES, model_rows(snapshot))]
     if snapshot.hosts or snapshot.places:
-        hosts = Table("", (*words("HOST", "ADDRESS", "STATE"), *numbers("REPLICAS"), *words("FREE")))
-        hosts.rows += map(host_row, snapshot.hosts)
-        columns = ("RUNNING", "ROUTED", "RETRIED", "CACHED", "STARTS", "AWAY", "PID")
-        places = Table("", (*words("REPLICA", "STATE", "HOST", "ADDRESS"), *numbers(*columns)))
-        places.rows += map(place_row, snapshot.places)
-        tables += [hosts, places]
-    notes = [f"{model.id}: {model.reason}" for model in snapshot.models if model.reason]
-    notes += [place.sentence for place in snapshot.places if place.sentence and place.sentence not in snapshot.warnings]
+        tables += [grid(HOSTS, snapshot.hosts), grid(REPLICAS, snapshot.places)]
     counters = {name: value for name, value in msgspec.to_builtins(snapshot.counters).items() if value}
     counted = ", ".join(f"{name} {value}" for name, value in counters.items())
     return "\n".join(
         [
-            "\n\n".join(map(to_lines, tables)),
+            "\n\n".join("\n".join(line.plain.rstrip() for line in table) for table in tables),
             "",
-            *notes,
+            *snapshot.reasons,
             *(_budget(budget) for budget in snapshot.budgets),
             f"sessions: {len(snapshot.sessions)} named, {snapshot.sessions_live} live",
             f"counted: {counted or 'nothing yet'}",
             *(f"warning: {warning}" for warning in snapshot.warnings),
         ]
-    )
-
-
-def _row(model: ModelSnapshot, replica: ReplicaSnapshot | None) -> tuple[str, ...]:
-    name = model.id if model.set is None else f"{model.set}.{model.id}"
-    predicted = measured = "-"
-    if replica is not None and replica.models[:1] not in ((), (model.id,)):
-        predicted = f"with {replica.models[0]}"
-    elif replica is not None:
-        predicted = size(replica.predicted_bytes)
-        measured = "-" if replica.measured_bytes is None else size(replica.measured_bytes)
-    return (
-        name,
-        model.tier,
-        model.state,
-        predicted,
-        measured,
-        str(model.num_running),
-        str(model.num_waiting),
-        f"{model.num_sessions}/{'-' if model.max_active_sessions is None else model.max_active_sessions}",
-        str(model.num_requests),
-        "-" if model.idle_s is None else f"{model.idle_s:.0f} s",
-    )
-
-
-def host_row(host: HostSnapshot) -> tuple[str, ...]:
-    """Cells of a host: name, address, state, replicas and free resources."""
-    is_so = (("lost", not host.is_there), ("drained", host.is_drained))
-    states = ", ".join(state for state, is_it in is_so if is_it) or "there"
-    free = ", ".join(_free(name, amount, host.free) for name, amount in host.resources.items()) if host.is_there else ""
-    return host.name, host.address, states, str(host.num_replicas), free or "-"
-
-
-def _free(name: str, amount: float, free: Mapping[str, float]) -> str:
-    left = free.get(name, 0.0)
-    if name == "memory":
-        return f"{size(int(left))} of {size(int(amount))} memory"
-    return f"{left:g} of {amount:g} {name}"
-
-
-def place_row(place: PlaceSnapshot) -> tuple[str, ...]:
-    """Cells of a replica: name, state, host, address, counts of requests, blocks, starts and losses, and its pid."""
-    numbers = (place.num_running, place.num_routed, place.num_retried, place.num_cached_blocks)
-    return (
-        place.name,
-        place.state,
-        place.host or "-",
-        place.address or "-",
-        *map(str, (*numbers, place.num_starts)),
-        f"{place.num_away}x, {place.away_s:.1f} s" if place.num_away else "-",
-        str(place.pid) if place.pid else "-",
     )
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,28 +19,16 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from lockstep.bench.protocol import Target
-    from lockstep.cli.top_client import Reading
+    from lockstep.cli.top_client import Reading, View
+    from lockstep.cli.top_view import ViewOptions
 
 PIPE_WIDTH = 160
 """Columns where the terminal does not report its width."""
 EXIT_SIGNAL = 128
 KEYS = "q quit  s S sort  r reverse  p pause  ↑ ↓ scroll"
-_ESCAPES = {
-    **{
-        f"\x1b{lead}{letter}": name
-        for lead in "[O"
-        for letter, name in zip("ABHF", ("up", "down", "home", "end"), strict=True)
-    },
-    "\x1b[5~": "page up",
-    "\x1b[6~": "page down",
-    "\x1b[1~": "home",
-    "\x1b[4~": "end",
-}
-"""What terminals send for keys without a letter."""
-_PRINTED_KEYS = "qsSrp jk\x03\x04"
-"""The last two are Ctrl-C and Ctrl-D."""
 
 
 def top(
@@ -73,89 +61,66 @@ def top(
         raise typer.Exit(code)
 
 
-def keys_in(text: str) -> Iterator[str]:
-    """Keys that a terminal sent, by their letter or their name; what is none of ours is passed over."""
-    while text:
-        for sequence, name in _ESCAPES.items():
-            if text.startswith(sequence):
-                yield name
-                text = text[len(sequence) :]
-                break
-        else:
-            if text[0] in _PRINTED_KEYS:
-                yield text[0]
-            text = text[1:]
-
-
 def _print(target: Target, reading: Reading) -> None:
     """One frame of any length: with colours on a terminal, as plain lines elsewhere."""
     from rich.console import Console
 
     from lockstep.cli.top_client import View
-    from lockstep.cli.top_layout import to_ascii
-    from lockstep.cli.top_view import ViewOptions, frame
+    from lockstep.cli.top_view import ViewOptions
 
     console = Console(highlight=False)
     width = console.width if console.is_terminal else shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
-    lines = frame(View(target.url, reading), ViewOptions(), max(20, width), None)
-    if console.options.ascii_only:
-        lines = to_ascii(lines)
-    for line in lines:
+    for line in _frame(console, View(target.url, reading), ViewOptions(), max(20, width), None):
         if console.is_terminal:
             console.print(line, no_wrap=True, crop=True)
         else:
             print(line.plain.rstrip())
 
 
+def _frame(
+    console: Console, view: View, look: ViewOptions, width: int, height: int | None, keys: str = ""
+) -> list[Text]:
+    """Lines of a frame in letters that the console has."""
+    from lockstep.cli.top_layout import to_ascii
+    from lockstep.cli.top_view import frame
+
+    lines = frame(view, look, width, height, keys)
+    return to_ascii(lines) if console.options.ascii_only else lines
+
+
 def _watch(target: Target, first: Reading, interval_s: float) -> int:
     """Draw until a key or a signal ends it; the exit code, not 0 after a signal."""
-    from rich.console import Console
-    from rich.control import Control
+    from prompt_toolkit.input import create_input
+    from rich.console import Console, Group
+    from rich.live import Live
 
     from lockstep.cli.top_client import TopClient
     from lockstep.cli.top_view import ViewOptions
 
-    console = Console(highlight=False)
+    console, keyboard = Console(highlight=False), create_input()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    feed = TopClient(target, interval_s, first, lambda: _ring(wake))
+    client = TopClient(target, interval_s, first, lambda: _ring(wake))
     ended_by: list[int] = []
-    look, view = ViewOptions(), feed.view()
-    with _screen(console, wake, ended_by):
-        feed.start()
+    look, view = ViewOptions(), client.view()
+    screen = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    with _signals(wake, ended_by), keyboard.raw_mode(), screen:  # Ctrl-C is a key like q
+        client.start()
         while not ended_by:
             if not look.is_paused:
-                view = feed.view()
-            console.control(Control.home())
-            _draw(console, view, look, interval_s)
-            ready, _, _ = select.select([sys.stdin.fileno(), woken], [], [])
+                view = client.view()
+            lines = _frame(console, view, look, *console.size, f"{KEYS}  every {interval_s:g} s")
+            screen.update(Group(*lines), refresh=True)
+            ready, _, _ = select.select([keyboard.fileno(), woken], [], [])
             if woken in ready:
                 os.read(woken, 4096)
-            if sys.stdin.fileno() not in ready:
-                continue
-            typed = os.read(sys.stdin.fileno(), 1024)
-            if not typed:  # the terminal is gone
-                return EXIT_SIGNAL + signal.SIGHUP
-            for key in keys_in(typed.decode(errors="replace")):
-                if key in ("q", "\x03", "\x04"):
+            for press in keyboard.read_keys():
+                if press.key in ("q", "c-c", "c-d"):
                     return 0
-                look = look.press(key, len(view.reading.cluster.models))
+                look = look.press(press.key, len(view.reading.cluster.models))
+            if keyboard.closed:  # the terminal is gone
+                return EXIT_SIGNAL + signal.SIGHUP
     return EXIT_SIGNAL + ended_by[0]
-
-
-def _draw(console: Console, view: Any, look: Any, interval_s: float) -> None:
-    """Write one frame over the one before, in one piece so that nothing flickers."""
-    from rich.text import Text
-
-    from lockstep.cli.top_layout import to_ascii
-    from lockstep.cli.top_view import frame
-
-    width, height = console.size
-    lines = frame(view, look, width, height, f"{KEYS}  every {interval_s:g} s")
-    if console.options.ascii_only:
-        lines = to_ascii(lines)
-    whole = Text("\n").join(Text.assemble(line, " " * (width - line.cell_len)) for line in lines)
-    console.print(whole, end="", no_wrap=True, crop=True, overflow="crop")
 
 
 def _ring(wake: int) -> None:
@@ -164,33 +129,23 @@ def _ring(wake: int) -> None:
 
 
 @contextmanager
-def _screen(console: Console, wake: int, ended_by: list[int]) -> Iterator[None]:
-    """The terminal's other screen, without a cursor and without an echo; all as it was when the block ends.
+def _signals(wake: int, ended_by: list[int]) -> Iterator[None]:
+    """While it is open, a signal wakes the drawing instead of ending the program.
 
     Args:
         wake: file descriptor that is written to when the terminal's size changes or a signal requests the end.
         ended_by: receives such a signal's number.
     """
-    import termios
 
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    raw = termios.tcgetattr(descriptor)
-    raw[3] &= ~(termios.ICANON | termios.ECHO | termios.ISIG)  # Ctrl-C is a key like q
-    raw[6][termios.VMIN], raw[6][termios.VTIME] = 1, 0
-
-    def end(number: int, _frame: object) -> None:
-        ended_by.append(number)
+    def wake_up(number: int, _frame: object) -> None:
+        if number != signal.SIGWINCH:
+            ended_by.append(number)
         _ring(wake)
 
-    old = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    old[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: _ring(wake))
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGWINCH)
+    old = {number: signal.signal(number, wake_up) for number in numbers}
     try:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, raw)
-        with console.screen(hide_cursor=True):
-            yield
+        yield
     finally:
-        with suppress(termios.error):  # the terminal is gone
-            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Client of `lockstep top`: threads that read a running server again and again, and the newest state of both."""
+"""Client of a running cluster: its snapshot, and threads that keep the newest state of it for `lockstep top`."""
 
 from __future__ import annotations
 
@@ -6,72 +6,28 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import msgspec
 
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
 from lockstep.cluster.cluster_stats import MAX_WINDOW_S, ClusterStats
+from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.cluster.snapshot import ClusterSnapshot
 from lockstep.errors import LockstepError, RemoteError
+from lockstep.server.request_rows import RequestList, RequestRow
 
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 SILENCE_LIMIT_S = 10.0
 """A server that does not answer for so long is shown as gone."""
 MAX_EVENTS = 200
 """The latest that are kept; no terminal shows more."""
-_EVENT_TYPES = (
-    *("tier_changed", "hop", "session_admitted", "session_evicted", "co_activation_warmed", "manifest_replacing"),
-    *("manifest_replaced", "kv_rejected", "worker_restarted"),
-)
+_EVENTS = "/v1/events?after=0" + "".join(f"&type={each}" for each in EVENTS if each not in ("step", LAGGED))
 """All but steps, of which there are hundreds a second."""
-_EVENTS = "/v1/events?after=0" + "".join(f"&type={each}" for each in _EVENT_TYPES)
-
-
-class Event(NamedTuple):
-    """One thing that happened."""
-
-    at_s: float
-    """Unix time of the server."""
-    type: str
-    fields: Mapping[str, Any]
-
-
-class RequestWait(msgspec.Struct, frozen=True):
-    """A reason for which a request waited."""
-
-    reason: str
-
-
-class RequestReplay(msgspec.Struct, frozen=True):
-    """A sequence of a request in a recording."""
-
-    sequence: int
-    step: int
-    command: str | None = None
-    """None: it is not for this caller to know."""
-
-
-class RequestRow(msgspec.Struct, frozen=True):
-    """A request as `GET /v1/requests` shows it, as far as it is shown here. None: not known, or not yet."""
-
-    id: str
-    state: str
-    model: str | None = None
-    session_id: str | None = None
-    error: str | None = None
-    finish_reasons: tuple[str, ...] = ()
-    waited_ms: float | None = None
-    ttft_ms: float | None = None
-    total_ms: float = 0.0
-    tokens_per_second: float | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    waits: tuple[RequestWait, ...] = ()
-    replay: tuple[RequestReplay, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,57 +49,62 @@ class View:
 
     url: str
     reading: Reading
-    events: tuple[Event, ...] = ()
+    events: tuple[ClusterEvent, ...] = ()
     """Oldest first; empty: only those of the reading itself."""
     trouble: str = ""
     """Why nothing newer is known; empty: it is."""
 
 
-def take(remote: Remote, interval_s: float) -> Reading:
-    """Ask a server for all that is shown, rates over about an interval; RemoteError states why it does not answer."""
-    answer, told = remote.get("/v1/cluster"), remote.get_text(f"/v1/stats?window_s={min(interval_s, MAX_WINDOW_S)}")
+def cluster_of(remote: Remote) -> ClusterSnapshot:
+    """The state of a server's cluster; RemoteError states why there is none."""
+    answer = remote.get("/v1/cluster")
     try:
-        cluster = msgspec.convert(answer, ClusterSnapshot)
+        return msgspec.convert(answer, ClusterSnapshot)
     except msgspec.ValidationError as error:
         url = remote.target.url
         raise RemoteError(f"{url} shows its cluster otherwise than this version reads it ({error})") from None
-    try:
-        stats = msgspec.json.decode(told[1], type=ClusterStats)
-    except msgspec.DecodeError:  # an older server has none
-        stats = ClusterStats(None, None, None, (), ())
+
+
+def take(remote: Remote, interval_s: float) -> Reading:
+    """Read all that is shown of a server, rates over about an interval; RemoteError states why it does not answer."""
+    cluster = cluster_of(remote)
+    stats = decoded(remote.get_text(f"/v1/stats?window_s={min(interval_s, MAX_WINDOW_S)}")[1], ClusterStats)
     health = _object(remote.get_text("/health")[1])
     version = _object(remote.get_text("/version")[1])
+    requests = decoded(remote.get_text("/v1/requests")[1], RequestList)
     return Reading(
-        *(cluster, stats, str(health.get("status", "?")), str(version.get("version", "?"))),
-        requests_in(remote.get_text("/v1/requests")[1]),
+        cluster,
+        ClusterStats(None, None, None, (), ()) if stats is None else stats,
+        str(health.get("status", "?")),
+        str(version.get("version", "?")),
+        None if requests is None else requests.data,
     )
 
 
-def requests_in(text: str) -> tuple[RequestRow, ...] | None:
-    """The rows of a list of requests; None where it is something else, such as the refusal of an older server."""
-    try:
-        return msgspec.convert(_object(text).get("data"), tuple[RequestRow, ...])
-    except msgspec.ValidationError:
-        return None
-
-
-def transitions(cluster: ClusterSnapshot) -> tuple[Event, ...]:
+def transitions(cluster: ClusterSnapshot) -> tuple[ClusterEvent, ...]:
     """Changes of tier in a snapshot, as events."""
-    return tuple(Event(each.at_s, "tier_changed", msgspec.to_builtins(each)) for each in cluster.transitions)
+    return tuple(ClusterEvent(0, each.at_s, "tier_changed", msgspec.to_builtins(each)) for each in cluster.transitions)
 
 
-def events_in(lines: Iterable[str]) -> Iterator[Event]:
-    """Events of a stream of server-sent events; what is none of ours is passed over."""
-    kind = ""
+def events_in(lines: Iterable[str]) -> Iterator[ClusterEvent]:
+    """Events of a stream of server-sent events; unknown data is skipped."""
+    head: dict[str, Any] = {}
     for line in lines:
         name, _, value = line.partition(": ")
-        if name == "event":
-            kind = value
-        elif name == "data":
+        if name == "data":
             fields = _object(value)
-            at_s = fields.pop("at_s", None)
-            if isinstance(at_s, int | float):
-                yield Event(at_s, kind, fields)
+            with suppress(msgspec.ValidationError):
+                event = {**head, "at_s": fields.pop("at_s", None), "fields": fields}
+                yield msgspec.convert(event, ClusterEvent, strict=False)
+        elif name in ("id", "event"):
+            head["type" if name == "event" else name] = value
+
+
+def decoded(text: str, struct: type[Struct]) -> Struct | None:
+    """The answer of a server; None where it is something else, such as the refusal of an older server."""
+    with suppress(msgspec.DecodeError):
+        return msgspec.json.decode(text, type=struct)
+    return None
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -171,7 +132,7 @@ class TopClient:
     first: Reading
     changed: Callable[[], None]
     _view: View = field(init=False)
-    _events: deque[Event] = field(init=False, default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    _events: deque[ClusterEvent] = field(init=False, default_factory=lambda: deque(maxlen=MAX_EVENTS))
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:

@@ -1,28 +1,55 @@
-"""Layout of `lockstep top`: tables and sections of lines that fit a terminal of any size, and numbers as text. Pure."""
+"""Layout of `lockstep ps` and `lockstep top`: tables, and sections of lines that fit a terminal of any size. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Generic, NamedTuple, TypeVar
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import set_cell_size
 from rich.text import Text
 
 from lockstep.report.document import ABSENT
+from lockstep.shown import printable
+
+Row = TypeVar("Row")
+Value = str | float | None
 
 GAP = "  "
 _ASCII = str.maketrans({"█": "#", "░": ".", "…": "~", "·": '"', "→": ">", "▼": "v", "▲": "^", "↑": "k", "↓": "j"})
 
 
-class Column(NamedTuple):
+def text_of(value: Value, form: Callable[[float], str] = str) -> str:
+    """A value as a cell shows it: words as they are, a number by its format, and a mark for a value that is absent."""
+    if value is None:
+        return ABSENT
+    return printable(value) if isinstance(value, str) else form(value)
+
+
+class Column(NamedTuple, Generic[Row]):
     """A column of a table."""
 
     head: str
     rank: int
-    """Those of the highest rank are left out first where a terminal is narrow."""
+    """Columns of the highest rank are left out first where a terminal is narrow."""
+    value: Callable[[Row], Value]
+    form: Callable[[float], str] = str
+    """Text of a value that is a number."""
     width: int = 0
-    """Cells that it takes at least, so that figures that grow do not move their neighbours."""
+    """Least width in cells, so that growing numbers do not move the columns beside them."""
     is_word: bool = False
+    """True if the cells are aligned to the left."""
+    style: str | Callable[[Row], str] = ""
+    """Style of a cell; an absent value and a zero are dim."""
+    key: Callable[[Row], Value] | None = None
+    """Value to sort rows by; None: the value itself."""
+
+    def cell(self, row: Row) -> Text:
+        """The styled text of a row in this column."""
+        value = self.value(row)
+        style = self.style if isinstance(self.style, str) else self.style(row)
+        style = "dim" if value is None or value == 0 else style
+        return Text(text_of(value, self.form), style, overflow="ellipsis")
 
 
 class Section(NamedTuple):
@@ -51,34 +78,29 @@ class Section(NamedTuple):
         return [*head, *shown, Text(told, "dim")]
 
 
-def grid(columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int) -> list[Text]:
-    """A head and rows, each of at most ``width`` cells: the first column is narrowed, then columns are left out."""
-    widths = [
-        max([each.width, cell_len(each.head), *(row[at].cell_len for row in rows)]) for at, each in enumerate(columns)
-    ]
+def grid(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int | None = None) -> list[Text]:
+    """A head and rows, each of at most ``width`` cells: the first column is narrowed, then columns are left out.
+
+    Args:
+        width: None: all columns are shown, none wider than its cells.
+    """
+    table = [[Text(column.head) for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+    widths = [max(cell.cell_len for cell in cells) for cells in zip(*table, strict=True)]
+    if width is not None:
+        widths = list(map(max, widths, (column.width for column in columns)))
     shown = list(range(len(columns)))
-    while True:
+    while width is not None:
         over = sum(widths[at] for at in shown) + len(GAP) * (len(shown) - 1) - width
         narrowed = max(columns[0].width, widths[0] - max(0, over))
         if over <= widths[0] - narrowed or len(shown) == 1:
+            widths[0] = narrowed
             break
         shown.remove(max(shown[1:], key=lambda at: (columns[at].rank, at)))
-    widths[0] = narrowed
-    lines = [head_line(GAP.join(_cell(columns[at].head, widths[at], columns[at].is_word) for at in shown), width)]
-    for row in rows:
-        line = Text()
-        for at in shown:
-            cell = row[at].copy()
-            cell.truncate(widths[at], overflow="ellipsis")
-            pad = " " * (widths[at] - cell.cell_len)
-            line.append(GAP if at else "")
-            line.append_text(cell + pad if columns[at].is_word else Text(pad) + cell)
-        lines.append(line)
-    return lines
-
-
-def _cell(text: str, width: int, is_word: bool) -> str:
-    return set_cell_size(text, width) if is_word else " " * (width - cell_len(text)) + text
+    for cells in table:
+        for column, cell, cell_width in zip(columns, cells, widths, strict=True):
+            cell.align("left" if column.is_word else "right", cell_width)
+    head, *lines = (Text(GAP).join(cells[at] for at in shown) for cells in table)
+    return [head_line(head.plain, width or head.cell_len), *lines]
 
 
 def head_line(text: str, width: int) -> Text:
@@ -87,10 +109,10 @@ def head_line(text: str, width: int) -> Text:
 
 def beside(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text]:
     lines = []
-    for at in range(max(len(left), len(right))):
-        line = left[at].copy() if at < len(left) else Text()
-        line.append(" " * (width - line.cell_len) + GAP)
-        lines.append(line.append_text(right[at]) if at < len(right) else line)
+    for one, other in zip_longest(left, right, fillvalue=Text()):
+        line = one.copy()
+        line.align("left", width)
+        lines.append(Text.assemble(line, GAP, other))
     return lines
 
 
@@ -131,33 +153,3 @@ def to_ascii(lines: Sequence[Text]) -> list[Text]:
     for line in lines:
         line.plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode()
     return list(lines)
-
-
-def duration(seconds: float | None) -> str:
-    """A time in its largest unit: ``90 s``, ``42 min``, ``3.1 h``."""
-    if seconds is None:
-        return ABSENT
-    for unit, scale in (("d", 86_400), ("h", 3_600)):
-        if seconds >= 2 * scale:
-            return f"{seconds / scale:.1f} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(0.0, seconds):.0f} s"
-
-
-def count(number: int | None, style: str = "") -> Text:
-    return Text(ABSENT if number is None else str(number), style if number else "dim")
-
-
-def number(value: float | None) -> str:
-    if value is None:
-        return ABSENT
-    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.1f}"
-
-
-def milliseconds(seconds: float | None) -> str:
-    if seconds is None:
-        return ABSENT
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{1e3 * seconds:,.0f} ms"
-
-
-def percent(share: float | None) -> str:
-    return ABSENT if share is None else f"{100 * share:.0f}%"

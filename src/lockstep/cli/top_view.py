@@ -3,111 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from rich.text import Text
 
-from lockstep.cli.ps import host_row, place_row
-from lockstep.cli.top_client import Event, RequestRow, View, transitions
+from lockstep.cli.cluster_tables import HOSTS, MODELS, REPLICAS, REQUESTS, SESSIONS, STYLES, ModelRow, model_rows
+from lockstep.cli.top_client import View, transitions
 from lockstep.cli.top_layout import (
     GAP,
     Column,
+    Row,
     Section,
     allot,
     beside,
-    count,
-    duration,
     grid,
     head_line,
     joined,
-    milliseconds,
-    number,
-    percent,
+    text_of,
 )
 from lockstep.cluster.budget import NO_LIMIT, memory_of
-from lockstep.cluster.cluster_stats import EngineStats
-from lockstep.cluster.snapshot import EngineSnapshot, ModelSnapshot
-from lockstep.report.document import ABSENT
-from lockstep.shown import printable, size
+from lockstep.cluster.events import ClusterEvent
+from lockstep.cluster.snapshot import EngineSnapshot
+from lockstep.server.request_rows import RequestRow
+from lockstep.shown import duration, percent, printable, rate, size
 
-SHARED = "·"
-"""In the place of stats of an engine that stand with another of its models."""
 WIDE = 130
 """Columns from which on sessions and events stand beside each other."""
-MIN_NAME = 14
-_STYLES = {
-    **dict.fromkeys(("resident", "ready", "active", "running"), "green"),
-    **dict.fromkeys(("loading", "unloading", "starting", "draining", "waiting"), "yellow"),
-    **dict.fromkeys(("failed", "dropped", "dead", "lost", "unreachable"), "bold red"),
-    **dict.fromkeys(("standby", "idle", "ended"), "dim"),
-}
 _TOP_BAR = 24
 """Cells of a bar, at most."""
-
-
-MODEL_COLUMNS = (
-    Column("MODEL", 0, MIN_NAME, True),
-    Column("TIER", 9, 0, True),
-    Column("STATE", 2, 8, True),
-    Column("RUN", 1, 3),
-    Column("WAIT", 1, 4),
-    Column("TOK/S", 3, 6),
-    Column("TTFT p50", 4, 8),
-    Column("p95", 4, 7),
-    Column("KV", 5, 4),
-    Column("HITS", 6, 4),
-    Column("BLOCKS", 8, 6),
-    Column("PROMPT/S", 10, 8),
-    Column("SESSIONS", 7),
-    Column("REQUESTS", 11),
-    Column("IDLE", 12, 6),
-)
-_SESSION_COLUMNS = (
-    Column("SESSION", 0, MIN_NAME, True),
-    Column("STATE", 1, 7, True),
-    Column("DEVICE", 1, 6),
-    Column("STORED", 1, 6),
-    Column("IDLE", 2, 6),
-    Column("REQUESTS", 4),
-    Column("MODEL", 3, 0, True),
-)
-_REQUEST_COLUMNS = (
-    Column("REQUEST", 0, MIN_NAME, True),
-    Column("STATE", 1, 7, True),
-    Column("MODEL", 2, 0, True),
-    Column("WAITED", 3, 8),
-    Column("TTFT", 4, 8),
-    Column("TOTAL", 2, 8),
-    Column("TOK/S", 5, 6),
-    Column("PROMPT", 7, 6),
-    Column("CACHED", 6, 6),
-    Column("OUTPUT", 5, 6),
-    Column("SESSION", 8, 0, True),
-    Column("ENDED", 3, 6, True),
-    Column("WHY IT WAITED", 9, 0, True),
-)
-_HOST_COLUMNS = (
-    Column("HOST", 0, MIN_NAME, True),
-    Column("ADDRESS", 3, 0, True),
-    Column("STATE", 1, 5, True),
-    Column("REPLICAS", 2),
-    Column("FREE", 4, 0, True),
-)
-_PLACE_COLUMNS = (
-    Column("REPLICA", 0, MIN_NAME, True),
-    Column("STATE", 1, 8, True),
-    Column("HOST", 2, 0, True),
-    Column("ADDRESS", 8, 0, True),
-    Column("RUNNING", 3),
-    Column("ROUTED", 4, 6),
-    Column("RETRIED", 6),
-    Column("CACHED", 7, 6),
-    Column("STARTS", 5),
-    Column("AWAY", 9, 0, True),
-    Column("PID", 10),
-)
 SORTS = ("", "MODEL", "STATE", "RUN", "WAIT", "TOK/S", "TTFT p50", "p95", "KV", "HITS", "SESSIONS", "REQUESTS", "IDLE")
 """Heads of columns that models are sorted by, in turn; empty: as the manifest has them."""
 
@@ -131,7 +55,7 @@ class ViewOptions:
             return replace(self, is_reversed=not self.is_reversed)
         if key in ("p", " "):
             return replace(self, is_paused=not self.is_paused)
-        moves = {"j": 1, "down": 1, "k": -1, "up": -1, "page down": 10, "page up": -10}
+        moves = {"j": 1, "down": 1, "k": -1, "up": -1, "pagedown": 10, "pageup": -10}
         moves |= {"home": -num_models, "end": num_models}
         return replace(self, offset=min(max(0, self.offset + moves.get(key, 0)), max(0, num_models - 1)))
 
@@ -174,9 +98,9 @@ def _header(view: View, width: int) -> list[Text]:
     generated = [each.tokens_per_s for each in stats.engines if each.tokens_per_s is not None]
     first = [
         Text.assemble(("lockstep top", "bold"), GAP, (printable(cluster.cluster), "bold cyan")),
-        Text(printable(reading.status), _STYLES.get(reading.status, "bold red")),
+        Text(printable(reading.status), STYLES.get(reading.status, "bold red")),
         *(Text(words) for words in _kernels(each.engine for each in cluster.replicas)),
-        Text(f"up {duration(stats.uptime_s)}"),
+        Text(f"up {text_of(stats.uptime_s, duration)}"),
         Text(printable(reading.version)),
         Text(view.url, "dim"),
     ]
@@ -184,26 +108,23 @@ def _header(view: View, width: int) -> list[Text]:
     waiting = sum(model.num_waiting for model in cluster.models) + in_engines
     running = max(0, sum(model.num_running for model in cluster.models) - in_engines)
     second = [
-        _number("running", str(running)),
-        _number("waiting", str(waiting), "bold yellow" if waiting else "bold"),
-        _number("tokens/s", number(sum(generated) if generated else None)),
-        _number("requests/s", number(stats.requests_per_s)),
-        _number("sessions", str(cluster.sessions_live)),
-        _number("requests", str(cluster.counters.requests_total)),
-        _number("promotions", str(cluster.counters.promotions)),
-        _number("demotions", str(cluster.counters.demotions)),
+        _number("running", running),
+        _number("waiting", waiting, style="bold yellow" if waiting else "bold"),
+        _number("tokens/s", sum(generated) if generated else None, rate),
+        _number("requests/s", stats.requests_per_s, rate),
+        _number("sessions", cluster.sessions_live),
+        _number("requests", cluster.counters.requests_total),
+        _number("promotions", cluster.counters.promotions),
+        _number("demotions", cluster.counters.demotions),
     ]
-    told = [Text(printable(warning), "yellow") for warning in cluster.warnings]
-    told += [Text(printable(f"{model.id}: {model.reason}"), "yellow") for model in cluster.models if model.reason]
-    sentences = [place.sentence for place in cluster.places if place.sentence not in ("", *cluster.warnings)]
-    told += [Text(printable(sentence), "yellow") for sentence in sentences]
+    told = [Text(printable(words), "yellow") for words in (*cluster.warnings, *cluster.reasons)]
     notes = [*told[:2], *([Text(f"… {len(told) - 2} more", "dim")] if len(told) > 2 else [])]
     trouble = [Text(f"trying again: {printable(view.trouble)}", "bold red")] if view.trouble else []
     return [joined(first, width), *trouble, joined(second, width), *notes]
 
 
-def _number(name: str, value: str, style: str = "bold") -> Text:
-    return Text.assemble(f"{name} ", (value, style))
+def _number(name: str, value: float | None, form: Callable[[float], str] = str, style: str = "bold") -> Text:
+    return Text.assemble(f"{name} ", (text_of(value, form), style))
 
 
 def _kernels(engines: Iterable[EngineSnapshot | None]) -> Iterable[str]:
@@ -237,119 +158,52 @@ def _memory(view: View, width: int) -> list[Text]:
     return rows
 
 
-def _bar(used: int, whole: int | None, cells: int) -> Text:
-    if whole is None:
-        return Text.assemble((" " * cells, ""), f" {size(used):>8} in use, {NO_LIMIT}")
+def _bar(used: int, whole: int, cells: int) -> Text:
     share = min(1.0, used / whole) if whole else 0.0
     full = round(share * cells) or int(used > 0)
     style = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"
-    text = f" {size(used):>8} of {size(whole):<8} {100 * share:3.0f}%"
+    text = f" {size(used):>8} of {size(whole):<8} {percent(share):>4}"
     return Text.assemble(("█" * full, style), ("░" * (cells - full), "dim"), text)
 
 
-class _ModelRow(NamedTuple):
-    model: ModelSnapshot
-    engine: EngineStats
-    is_shared: bool
-    """Whether the engine's stats stand with another model."""
+def _table(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, empty: str = "") -> Section:
+    """A table as a section; in the place of no rows a few words."""
+    head, *lines = grid(columns, rows, width)
+    return Section(head, lines or [Text(empty, "dim")])
 
 
 def _models(view: View, look: ViewOptions, width: int) -> Section:
-    cluster = view.reading.cluster
-    first_of = {replica.key: replica.models[0] for replica in cluster.replicas if replica.models}
-    engines = {each.model: each for each in view.reading.stats.engines}
-    rows = []
-    for model in cluster.models:
-        first = first_of.get(model.replica or "")
-        stats = engines.get(first or "", EngineStats(model.id))
-        rows.append(_ModelRow(model, stats, first not in (None, model.id)))
-    rows = _sorted(rows, look)
     mark = " ▲" if look.is_reversed else " ▼"
-    columns = [each._replace(head=each.head + mark) if each.head == look.sort else each for each in MODEL_COLUMNS]
-    head, *lines = grid(columns, [_model_cells(row) for row in rows], width)
-    return Section(head, lines, look.offset)
+    columns = [each._replace(head=each.head + mark) if each.head == look.sort else each for each in MODELS]
+    rows = model_rows(view.reading.cluster, view.reading.stats.engines)
+    return _table(columns, _sorted(rows, look), width)._replace(offset=look.offset)
 
 
-def _sorted(rows: list[_ModelRow], look: ViewOptions) -> list[_ModelRow]:
+def _sorted(rows: list[ModelRow], look: ViewOptions) -> list[ModelRow]:
     """Numbers from the largest, words from A; what has no value is last, and ties stay as the manifest has them."""
-    index = next((at for at, each in enumerate(MODEL_COLUMNS) if each.head == look.sort), None)
-    if index is None:
+    column = next((each for each in MODELS if each.head == look.sort), None)
+    if column is None:
         return rows[::-1] if look.is_reversed else rows
-    is_word = MODEL_COLUMNS[index].is_word
-    known = [(value, row) for row in rows if (value := _values(row)[index]) is not None]
-    known.sort(key=lambda each: each[0], reverse=is_word == look.is_reversed)
-    return [row for _, row in known] + [row for row in rows if _values(row)[index] is None]
-
-
-def _values(row: _ModelRow) -> tuple[str | float | None, ...]:
-    """Values of the columns, in their order."""
-    model, engine = row.model, row.engine
-    return (
-        *(model.id if model.set is None else f"{model.set}.{model.id}", model.tier, model.state),
-        *(model.num_running, model.num_waiting, engine.tokens_per_s, engine.ttft_p50_s, engine.ttft_p95_s),
-        *(engine.kv_share, engine.hit_share, engine.num_blocks, engine.prompt_tokens_per_s),
-        *(model.num_sessions, model.num_requests, model.idle_s),
-    )
-
-
-def _model_cells(row: _ModelRow) -> list[Text]:
-    model, engine = row.model, row.engine
-    blocks = ABSENT
-    if engine.num_blocks is not None and engine.kv_share is not None:
-        blocks = f"{round(engine.kv_share * engine.num_blocks)}/{engine.num_blocks}"
-    shared = SHARED if row.is_shared else None
-    name, tier, state = (str(each) for each in _values(row)[:3])
-    return [
-        Text(printable(name)),
-        Text(tier, "dim"),
-        Text(state, _STYLES.get(state, "")),
-        count(model.num_running, "bold green"),
-        count(model.num_waiting, "bold yellow"),
-        Text(shared or number(engine.tokens_per_s), "bold" if engine.tokens_per_s and not shared else "dim"),
-        Text(shared or milliseconds(engine.ttft_p50_s)),
-        Text(shared or milliseconds(engine.ttft_p95_s)),
-        Text(shared or percent(engine.kv_share)),
-        Text(shared or percent(engine.hit_share)),
-        Text(shared or blocks),
-        Text(shared or number(engine.prompt_tokens_per_s)),
-        Text(f"{model.num_sessions}/{ABSENT if model.max_active_sessions is None else model.max_active_sessions}"),
-        Text(str(model.num_requests)),
-        Text(duration(model.idle_s), "dim"),
-    ]
+    key = column.key or column.value
+    known = [(value, row) for row in rows if (value := key(row)) is not None]
+    known.sort(key=lambda each: each[0], reverse=column.is_word == look.is_reversed)
+    return [row for _, row in known] + [row for row in rows if key(row) is None]
 
 
 def _hosts(view: View, width: int) -> list[Section]:
     """Hosts, and the replicas on them; none where everything runs on one machine."""
     cluster = view.reading.cluster
-    hosts, places = [host_row(each) for each in cluster.hosts], [place_row(each) for each in cluster.places]
-    tables = [(columns, rows) for columns, rows in ((_HOST_COLUMNS, hosts), (_PLACE_COLUMNS, places)) if rows]
-    sections = []
-    for columns, rows in tables:
-        cells = [[Text(printable(text), _STYLES.get(text, "")) for text in row] for row in rows]
-        head, *lines = grid(columns, cells, width)
-        sections.append(Section(head, lines))
-    return sections
+    hosts = [_table(HOSTS, cluster.hosts, width)] if cluster.hosts else []
+    return hosts + ([_table(REPLICAS, cluster.places, width)] if cluster.places else [])
 
 
 def _requests(view: View, width: int) -> list[Section]:
     """Requests that are answered and were, the newest first; none where the server does not list them."""
-    if view.reading.requests is None:
+    requests = view.reading.requests
+    if requests is None:
         return []
-    rows = []
-    for each in view.reading.requests:
-        ended = each.error or ",".join(each.finish_reasons)
-        cells = (
-            *(Text(printable(each.id)), Text(printable(each.state), _STYLES.get(each.state, ""))),
-            Text(printable(each.model or ABSENT)),
-            *(Text(milliseconds(None if ms is None else ms / 1e3)) for ms in (each.waited_ms, each.ttft_ms)),
-            *(Text(milliseconds(each.total_ms / 1e3)), Text(number(each.tokens_per_second))),
-            *(count(each.prompt_tokens), count(each.cached_tokens), count(each.output_tokens)),
-            *(Text(printable(each.session_id or ABSENT)), Text(printable(ended), "red" if each.error else "dim")),
-            Text("; ".join(printable(wait.reason) for wait in each.waits), "yellow"),
-        )
-        rows.append(cells)
-    head, *lines = grid(_REQUEST_COLUMNS, rows, width)
-    return [Section(head, lines + _replayed(view.reading.requests) or [Text("none yet", "dim")])]
+    section = _table(REQUESTS, requests, width, "none yet")
+    return [section._replace(rows=section.rows + _replayed(requests))]
 
 
 def _replayed(requests: Sequence[RequestRow]) -> list[Text]:
@@ -364,20 +218,8 @@ def _replayed(requests: Sequence[RequestRow]) -> list[Text]:
 
 def _sessions(view: View, width: int) -> Section:
     """Named sessions, the last used first."""
-    rows = [
-        [
-            Text(printable(each.id)),
-            Text(each.state, _STYLES.get(each.state, "")),
-            count(each.num_tokens),
-            count(each.num_stored_tokens),
-            Text(duration(each.idle_s)),
-            Text(str(each.num_requests)),
-            Text(printable(each.model)),
-        ]
-        for each in sorted(view.reading.cluster.sessions, key=lambda session: session.idle_s)
-    ]
-    head, *lines = grid(_SESSION_COLUMNS, rows, width)
-    return Section(head, lines or [Text("none is named", "dim")])
+    sessions = sorted(view.reading.cluster.sessions, key=lambda session: session.idle_s)
+    return _table(SESSIONS, sessions, width, "none is named")
 
 
 def _events(view: View, width: int) -> Section:
@@ -389,7 +231,7 @@ def _events(view: View, width: int) -> Section:
     return Section(head_line("EVENTS", width), lines or [Text("none yet", "dim")])
 
 
-def _event(event: Event) -> Text:
+def _event(event: ClusterEvent) -> Text:
     fields = {name: value for name, value in event.fields.items() if name not in ("at_s", "replica")}
     took = fields.pop("duration_ms", None)
     if event.type == "tier_changed":

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from lockstep.cluster.manifest import Resources, Tier
-from lockstep.shown import size
+from lockstep.shown import aligned, size
 
 WEIGHTS_FACTOR = 1.03
 """Upper bound of the size of loaded weights, relative to their files; the maximum is reached by Q4_K after packing."""
@@ -235,7 +235,7 @@ def _row(need: Need, footprint: Footprint, is_resident: bool, owner: str | None)
 def table_text(table: BudgetTable) -> str:
     """Text of the table for the error at startup: a line for each model, then a line for each budget."""
     models = [("model", "tier", *COLUMNS), *((row.model, row.tier, *cells_of(row)) for row in table.rows)]
-    return "\n".join([*aligned(models), *map(str, table.budgets)])
+    return "\n".join([aligned(models), *map(str, table.budgets)])
 
 
 def cells_of(row: Row) -> tuple[str, str, str, str]:
@@ -246,12 +246,6 @@ def cells_of(row: Row) -> tuple[str, str, str, str]:
         return f"with {row.shares_with}", "-", row.origin, row.verdict
     gpu, ram = (size(each) if each else "-" for each in (row.gpu_bytes, row.ram_bytes))
     return gpu, ram, row.origin, row.verdict
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as lines with aligned columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def cut_texts(budgets: Budgets) -> list[str]:

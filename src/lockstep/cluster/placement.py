@@ -17,7 +17,6 @@ from lockstep.cluster.budget import (
     Need,
     Row,
     Verdict,
-    aligned,
     cells_of,
     check,
     cut_texts,
@@ -30,6 +29,7 @@ from lockstep.cluster.resolve import Source, has_device_alone, machine_of, must_
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactError, ChatTemplateError, ConfigError
 from lockstep.executors.stub import SCHEME as STUB
+from lockstep.shown import aligned
 from lockstep.spelling import listed
 
 MAX_SOURCE_CHARS = 60
@@ -193,14 +193,14 @@ def _size_warnings(table: BudgetTable, unknown: Iterable[str]) -> list[str]:
     return warnings + cut_texts(table.budgets)
 
 
-def lines_of(placement: Placement) -> list[str]:
-    """Lines that `lockstep check` prints: one for each model, then one for each budget."""
+def text_of(placement: Placement) -> str:
+    """Text that `lockstep check` prints: one line for each model, then one for each budget."""
     rows: list[Sequence[str]] = [("model", "tier", "source", *COLUMNS)]
     for entry in placement.served.entries:
         row = placement.row(entry.id)
         cells = ("?", "?", "unknown", "unknown") if row is None else cells_of(row)
         rows.append((entry.id, entry.tier, _short(entry.source), *cells))
-    return [*aligned(rows), *map(str, placement.table.budgets), *_lines_of_hosts(placement)]
+    return "\n".join([aligned(rows), *map(str, placement.table.budgets), *_lines_of_hosts(placement)])
 
 
 def _lines_of_hosts(placement: Placement) -> list[str]:

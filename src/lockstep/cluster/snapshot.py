@@ -351,6 +351,12 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     report_age_s: float | None = None
     """Since the controller's last report on hosts and replicas; None: the manifest has no ``hosts:``."""
 
+    @property
+    def reasons(self) -> list[str]:
+        """Reasons why models and replicas cannot answer, a sentence each, without those among the warnings."""
+        found = [f"{model.id}: {model.reason}" for model in self.models if model.reason]
+        return found + [each.sentence for each in self.places if each.sentence not in ("", *self.warnings)]
+
 
 class Replaced(msgspec.Struct, frozen=True):
     """Result of a manifest's replacement."""

@@ -20,6 +20,7 @@ from lockstep.release.sequential import WORDS
 from lockstep.release.series import RATIOS, has_ratio
 from lockstep.release.signals import examples, slowest
 from lockstep.release.verdict import Caveat, Signal
+from lockstep.shown import signed_percent
 from lockstep.spelling import listed
 
 WARNINGS: Mapping[str, str] = {
@@ -155,8 +156,8 @@ def _slower_segments(policy: Policy, evidence: Evidence, found: set[str]) -> Ite
             mask = pairs.segment == number
             share = 100 * int(mask.sum()) / len(pairs)
             sentence = (
-                f"{WORDS[signal]} is {100 * math.expm1(growth):+.3g} % in the mean of {int((mask & usable).sum()):,} "
-                f"pairs, {share:.3g} % of all; segments: enforce lets segments decide"
+                f"{WORDS[signal]} is {signed_percent(math.expm1(growth))} in the mean of "
+                f"{int((mask & usable).sum()):,} pairs, {share:.3g} % of all; segments: enforce lets segments decide"
             )
             name, shown = pairs.segments[number].name, slowest(evidence, metric, mask)
             yield Caveat(name="slower-segment", segment=name, sentence=sentence, examples=shown)

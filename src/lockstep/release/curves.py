@@ -11,6 +11,7 @@ from lockstep.release.policy import Policy
 from lockstep.release.sequential import WORDS, amount
 from lockstep.release.verdict import SeriesSummary
 from lockstep.report.document import Level, Line, Plot, Plots
+from lockstep.shown import signed_percent
 
 NUM_QUANTILES = 200
 """Points of a distribution's line."""
@@ -69,7 +70,7 @@ def _growth(policy: Policy, series: SeriesSummary) -> Plot | None:
         return None
     levels = [] if series.bound is None else [Level(f"bound {amount(series.unit, series.bound)}", shown(series.bound))]
     if is_ratio:
-        levels.append(Level(f"tolerance {100 * policy.tolerance:+g} %", 100 * policy.tolerance))
+        levels.append(Level(f"tolerance {signed_percent(policy.tolerance, 'g')}", 100 * policy.tolerance))
     name = WORDS[series.signal]
     summary = f"Mean change of {name} by the number of pairs: {amount(series.unit, series.effect)}, {series.state}."
     line = Line("mean, and its confidence sequence", "running", middle, band)

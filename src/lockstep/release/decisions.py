@@ -29,6 +29,7 @@ from lockstep.replay.simulator import Simulation
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.trace import Trace
 from lockstep.replay.workload import PS_PER_MS, Workload
+from lockstep.shown import signed_percent
 from lockstep.worker.flight.entries import EngineEntry
 
 SIGNAL = "decisions"
@@ -224,7 +225,7 @@ def _items(decisions: Mapping[str, Any], margin: float) -> Iterator[Triage]:
         if not worse:
             continue
         changes = "; ".join(
-            f"{FIGURES[name]} {each['baseline']:.4g} -> {each['candidate']:.4g} ({100 * each['change']:+.3g} %)"
+            f"{FIGURES[name]} {each['baseline']:.4g} -> {each['candidate']:.4g} ({signed_percent(each['change'])})"
             for name, each in worse.items()
         )
         yield Triage(

@@ -26,7 +26,7 @@ from lockstep.report.document import (
     numbers,
     words,
 )
-from lockstep.shown import printable
+from lockstep.shown import printable, signed_percent
 
 FIGURE_WORDS = {
     "error_rate": ("error rate", "%"),
@@ -146,7 +146,7 @@ def _change(name: str, figure: Figures) -> str:
         return ABSENT
     if name == "error_rate":
         return f"{figure.difference:+.4g} points"
-    return f"{100 * (figure.ratio - 1):+.3g} %" if figure.ratio is not None else f"{figure.difference:+.4g}"
+    return signed_percent(figure.ratio - 1) if figure.ratio is not None else f"{figure.difference:+.4g}"
 
 
 def _segments(verdict: Verdict) -> Table:
@@ -190,7 +190,7 @@ def _prediction(engine: int, prediction: Mapping[str, Any]) -> Table:
     title = f"The baseline's load, {prediction['requests']:,} requests"
     table = Table(title, columns, id=f"prediction-{engine}")
     for name, figure in prediction["figures"].items():
-        shares = [ABSENT if figure[each] is None else f"{100 * figure[each]:+.3g} %" for each in ("change", "error")]
+        shares = [ABSENT if figure[each] is None else signed_percent(figure[each]) for each in ("change", "error")]
         values = [_number(figure[each]) for each in ("measured", "baseline", "candidate")]
         unit = ", ms" if name.endswith("_ms") else ""
         table.rows.append((f"{FIGURES[name]}{unit}", *values, *shares))

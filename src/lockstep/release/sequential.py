@@ -39,6 +39,7 @@ from lockstep.release.statistics import (
     width_after,
 )
 from lockstep.release.verdict import CurvePoint, Decision, SeriesSummary, Signal
+from lockstep.shown import signed_percent
 
 BLOCKS_PER_BURST = 2
 """A bet is on so many times the longest burst: what is left of one in the next block is little."""
@@ -346,7 +347,7 @@ def amount(unit: str, value: float | None) -> str:
     if value is None:
         return "unknown"
     if unit == "ratio":
-        return f"{100 * (value - 1):+.3g} %"
+        return signed_percent(value - 1)
     return f"{value:+.3g} points" if unit == "points" else f"{value:.3g} nats"
 
 

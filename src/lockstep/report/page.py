@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -44,10 +44,6 @@ def to_html(document: Document) -> str:
     style = (read_vendored(_PLOT_STYLE) if has_plots else "") + page_style()
     sources = [read_vendored(_PLOTS)] if has_plots else []
     sources += [_asset(f"{name}.js") for name in data]
-    policy = (
-        f"default-src 'none'; script-src {' '.join(map(_digest, sources))}; style-src {_digest(style)};"
-        " img-src data:; base-uri 'none'; form-action 'none'"
-    )
     environment = Environment(
         autoescape=select_autoescape(default=True, default_for_string=True),
         loader=FunctionLoader(_asset),
@@ -67,7 +63,7 @@ def to_html(document: Document) -> str:
     return environment.get_template("page.html.jinja").render(
         page=document,
         sections=list(filter(_has_content, document.sections)),
-        policy=policy,
+        policy=policy_of(sources, [style]),
         style=Markup(style),
         scripts=[Markup(source) for source in sources],
         data=Markup(_json_for_script(data)),
@@ -128,6 +124,17 @@ def _css_class(cell: object, column: Column) -> str:
     return {"alarm": "word alarm", "number": ""}.get(column.kind, column.kind)
 
 
+def policy_of(scripts: Iterable[str], styles: Iterable[str], *more: str) -> str:
+    """Policy by which a browser runs only these scripts and styles of a page; ``more`` has further rules."""
+
+    def digests(texts: Iterable[str]) -> str:
+        found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        return " ".join(f"'sha256-{each}'" for each in found)
+
+    rules = ("default-src 'none'", f"script-src {digests(scripts)}", f"style-src {digests(styles)}", "img-src data:")
+    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'", *more])
+
+
 def page_style() -> str:
     """Style of a page: colours, tiles, cards and tables, light and dark."""
     return _asset("page.css")
@@ -135,10 +142,6 @@ def page_style() -> str:
 
 def _asset(name: str) -> str:
     return files("lockstep.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _json_for_script(data: Mapping[str, Any]) -> str:

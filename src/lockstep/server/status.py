@@ -5,10 +5,8 @@ Health never asks the engine's thread; the debugging endpoints are only there wi
 
 from __future__ import annotations
 
-import base64
 import re
 from functools import cache
-from hashlib import sha256
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -17,7 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse, Response
 
-from lockstep.report.page import page_style
+from lockstep.report.page import page_style, policy_of
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.serving import Serving, serving_of
 from lockstep.vendored import read_vendored
@@ -141,7 +139,7 @@ def _page(page: str, policy: str) -> HTMLResponse:
 def docs_page() -> tuple[str, str]:
     """The OpenAPI page and its policy."""
     page = files("lockstep.server").joinpath("docs.html").read_text(encoding="utf-8")
-    return page, policy_of(page)
+    return page, _policy(page)
 
 
 @cache
@@ -156,20 +154,13 @@ def dashboard_page() -> tuple[str, str]:
     }
     for name, text in parts.items():
         page = page.replace(f"/* {name} */", text)
-    return page, policy_of(page)
+    return page, _policy(page)
 
 
-def policy_of(page: str) -> str:
-    """Policy by which a browser runs the scripts of a page and connects to this server only."""
-
-    def hashes(tag: str) -> str:
-        blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        return " ".join(f"'sha256-{base64.b64encode(sha256(block.encode()).digest()).decode()}'" for block in blocks)
-
-    return (
-        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+def _policy(page: str) -> str:
+    """Policy by which a browser runs the scripts of a page, connects to this server only, and shows it in no frame."""
+    scripts, styles = (re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("script", "style"))
+    return policy_of(scripts, styles, "connect-src 'self'", "frame-ancestors 'none'")
 
 
 class ResetBody(BaseModel):
