@@ -38,7 +38,8 @@ from benchmarks.gate_streams import (
     independent,
 )
 from benchmarks.gate_tables import TABLES, table, with_tables
-from lockstep.release.evidence import METRICS, Pairs
+from lockstep.release.evidence import Pairs
+from lockstep.release.observation import METRICS
 from lockstep.release.policy import Policy
 from lockstep.release.sequential import Findings, follow
 from lockstep.release.series import Series, series_of
@@ -275,7 +276,7 @@ def pairs_of(baseline: Floats, candidate: Floats, lost_baseline: Bools, lost_can
     num = int(there.sum())
     nothing = np.full(num, math.nan)
     one_sided = np.flatnonzero(lost_baseline ^ lost_candidate)
-    metrics = dict.fromkeys(METRICS, (nothing, nothing))
+    metrics = dict.fromkeys((each.name for each in METRICS), (nothing, nothing))
     metrics["latency_ms"] = (np.exp(baseline[there]), np.exp(candidate[there]))
     everywhere = np.ones(num, np.bool_)
     return Pairs(

@@ -19,7 +19,7 @@ from lockstep.release.caveats import WARNINGS
 from lockstep.release.formats import FORMATS
 from lockstep.release.observation import FIELDS
 from lockstep.release.policy import Policy
-from lockstep.release.triage import HINTS
+from lockstep.release.triage import KINDS
 from lockstep.release.verdict import Verdict
 
 PAGES = (Path("docs/gate.md"), Path("docs/gate-reference.md"))
@@ -48,8 +48,8 @@ def _policy() -> Iterator[str]:
 
 def _signals() -> Iterator[str]:
     yield from ("| signal | owner by default | next |", "|---|---|---|")
-    for name, hint in HINTS.items():
-        yield f"| `{name}` | {hint.owner} | {hint.action} |"
+    for name, kind in KINDS.items():
+        yield f"| `{name}` | {kind.owner} | {kind.action} |"
 
 
 def _warnings() -> Iterator[str]:

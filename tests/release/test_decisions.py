@@ -111,7 +111,7 @@ def test_decisions_inform_and_do_not_decide(verdict: Verdict) -> None:
 
 
 def test_simulated_runs_pair_by_the_place_of_their_requests(verdict: Verdict) -> None:
-    assert verdict.joining["by_key"] == {"index": 120}
+    assert verdict.joining.by_key == {"index": 120}
 
 
 def test_a_candidate_that_is_predicted_to_be_better_is_nothing_to_look_after(

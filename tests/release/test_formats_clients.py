@@ -401,8 +401,8 @@ def test_names_of_formats_are_unlike() -> None:
 def test_real_files_are_joined_and_judged(name: str, key: str, num_pairs: int, num_failed: int) -> None:
     """AIPerf 0.13.0, guidellm 0.8.1 and our own bench, against our server; the last request of two failed."""
     verdict = verdict_of(*(DATA / name.format(side) for side in ("baseline", "candidate")), outputs="ignore")
-    assert verdict.joining["by_key"] == {key: num_pairs}
-    assert verdict.joining["unjoined"] == []
+    assert verdict.joining.by_key == {key: num_pairs}
+    assert verdict.joining.unjoined == ()
     assert verdict.summary.figures["error_rate"].candidate == pytest.approx(100 * num_failed / num_pairs)
     for figure in ("latency_p95_ms", "ttft_p95_ms"):
         assert verdict.summary.figures[figure].baseline is not None

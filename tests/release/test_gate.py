@@ -226,7 +226,7 @@ def test_ids_that_never_match_hold(tmp_path: Path) -> None:
     other = [{**row, "request_id": f"x{row['request_id']}"} for row in with_tokens(20)]
     verdict = judged(tmp_path, with_tokens(20), other)
     assert named(verdict) == {"missing-join": "hold", "too-few-pairs": "hold"}
-    assert {each["reason"] for each in verdict.joining["unjoined"]} == {"no-partner"}
+    assert {each.reason.value for each in verdict.joining.unjoined} == {"no-partner"}
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def test_equal_weights_answer_the_same_under_other_settings_and_batch_compositio
     assert verdict.evidence.startswith(
         "equality: the weights are the same, and the answers of baseline and candidate are both independent of"
     )
-    [lonely] = verdict.joining["unjoined"]
-    assert (lonely["side"], lonely["reason"], lonely["count"]) == ("candidate", "no-partner", 8)
+    [lonely] = verdict.joining.unjoined
+    assert (lonely.side, lonely.reason.value, lonely.count) == ("candidate", "no-partner", 8)
 
 
 def test_a_flipped_bit_of_a_weight_is_rolled_back_with_the_first_differing_request_and_token(

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.release.evidence import METRICS, Pairs, Segment
+from lockstep.release.evidence import Pairs, Segment
+from lockstep.release.observation import METRICS
 from lockstep.release.outputs import Output
 from lockstep.release.policy import Policy
 from lockstep.release.series import Answers, Series, missing_pairs, series_of
@@ -19,7 +20,7 @@ from lockstep.release.verdict import Decision
 def pairs_of(num: int, **columns: Any) -> Pairs:
     """Healthy pairs of 100 ms on both sides, other columns as given."""
     nothing, everywhere = np.full(num, math.nan), np.ones(num, np.bool_)
-    metrics: dict[str, tuple[Floats, Floats]] = dict.fromkeys(METRICS, (nothing, nothing))
+    metrics: dict[str, tuple[Floats, Floats]] = dict.fromkeys((each.name for each in METRICS), (nothing, nothing))
     metrics["latency_ms"] = (np.full(num, 100.0), np.full(num, 100.0))
     metrics |= columns.pop("metrics", {})
     fields: dict[str, Any] = {

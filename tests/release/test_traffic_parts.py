@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lockstep.release.traffic_parts import ALL, Cut, part_of_events, part_of_regression
+from lockstep.release.traffic_parts import Cut, part_of_events, part_of_regression
+from lockstep.release.verdict import ALL
 
 NUM_PAIRS = 240
 EVERYTHING = np.ones(NUM_PAIRS, np.bool_)

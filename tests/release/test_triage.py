@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import EvidenceError
 from lockstep.release import sequential, signals
-from lockstep.release.triage import HINTS, RANKS, owner_of, read_owners
+from lockstep.release.triage import KINDS, RANKS, owner_of, read_owners
 from lockstep.release.verdict import Decision, Signal
 from tests.release.judging import judged, with_tokens
 
@@ -27,13 +27,13 @@ def test_every_signal_that_can_be_given_has_a_hint_and_no_other() -> None:
     )
     found = (
         set(re.findall(r'(?:name=|_hold\()"([a-z-]+)"', text))
-        | {rule.signal for rule in signals.RULES}
+        | {rule.metric.signal for rule in signals.RULES}
         | set(sequential.WORDS)
     )
     found |= {f"missing-{name}" for name in ("provenance", "streaming", "join", "output", "comparable")} | {
         "numeric-drift"
     }
-    assert found == set(HINTS)
+    assert found == set(KINDS)
 
 
 def test_causes_are_ranked_before_what_follows_from_them() -> None:
@@ -46,7 +46,7 @@ def test_the_last_matching_pattern_sets_the_owner() -> None:
     assert owner_of("latency", "billing, vllm -> vllm", owners) == "billing"
     assert owner_of("latency-tail", "all", owners) == "speed"
     assert owner_of("ttft", "all", owners) == "all"
-    assert owner_of("ttft", "all", {"decode": "x", "TTFT": "y"}) == HINTS["ttft"].owner
+    assert owner_of("ttft", "all", {"decode": "x", "TTFT": "y"}) == KINDS["ttft"].owner
 
 
 def test_a_file_of_owners_is_read_as_code_owners_are(tmp_path: Path) -> None:

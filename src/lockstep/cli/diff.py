@@ -8,7 +8,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from lockstep.core.policy import SchedulerConfig
-    from lockstep.replay.causes import Bisection
     from lockstep.replay.cost import CostModel
     from lockstep.replay.diff import Diff
     from lockstep.replay.render.side import Side
     from lockstep.replay.workload import Workload
-    from lockstep.report.document import Cell, Finding, Table
+    from lockstep.report.document import Finding
 
 
 EXIT_DIVERGED = 1
@@ -200,10 +199,6 @@ def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: shared.CostF
     write_file(path, document, "the reproducer", f"; it shows with: {shlex.join(words)}")
 
 
-VERSION = 1
-"""Version of the JSON form."""
-
-
 @dataclass(frozen=True, slots=True)
 class BisectFlags:
     """Flags of `lockstep bisect`."""
@@ -225,6 +220,7 @@ def bisect(given: BisectFlags) -> None:
     """Take over each differing field alone, and all but each, and show which of them change the metric."""
     from lockstep.replay.causes import bisect_fields
     from lockstep.replay.metrics import check_metric, metric_named, numbers_of
+    from lockstep.replay.render.difference import bisection_facts, conclusion, effects_table
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
     from lockstep.report.text import show_block
@@ -244,62 +240,11 @@ def bisect(given: BisectFlags) -> None:
 
     found = bisect_fields(a, b, metric_of)
     if given.as_json:
-        print(json.dumps(_facts(found, metric), indent=2))
+        print(json.dumps(bisection_facts(found, metric), indent=2))
     else:
         print(f"{workload.name}: {metric} is {found.metric_a:,g} with A and {found.metric_b:,g} with B")
         if found.effects:
             print()
-            show_block(_table(found))
+            show_block(effects_table(found))
             print()
-        print(_conclusion(found, metric))
-
-
-def _table(found: Bisection) -> Table:
-    from lockstep.report.document import Number, Style, Table, numbers, words
-
-    shares = numbers("A with it", "of the way", "B without it", "of the way")
-    table = Table("Effects", (*words("field", "A", "B"), *shares))
-    for effect in found.effects:
-        cells: list[Cell] = [effect.name, str(effect.value_a), str(effect.value_b)]
-        for metric in (effect.alone, effect.all_but):
-            share = found.share(metric)
-            cells.append("cannot work" if metric is None else Number(metric, Style.GENERAL))
-            cells.append("" if share is None else f"{round(100 * share)}%")
-        table.rows.append(tuple(cells))
-    return table
-
-
-def _conclusion(found: Bisection, metric: str) -> str:
-    alone, together = found.cause.alone, found.cause.together
-    if not found.effects:
-        return "A and B are the same config"
-    if found.metric_a == found.metric_b:
-        return f"{metric} is the same with A and B: there is nothing to explain"
-    if len(alone) == 1:
-        return f"{alone[0]} makes {metric}: taken over alone, it brings A to B's value"
-    if alone:
-        return f"each of {', '.join(alone)} alone brings {metric} from A's value to B's"
-    if together:
-        return f"no field alone makes {metric}; {' and '.join(together)} together do, and none of them can be left out"
-    return f"what makes {metric} was not found within the bound of the search"
-
-
-def _facts(found: Bisection, metric: str) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "metric": metric,
-        "a": found.metric_a,
-        "b": found.metric_b,
-        "fields": [
-            {
-                "name": effect.name,
-                "values": [effect.value_a, effect.value_b],
-                "alone": effect.alone,
-                "all_but": effect.all_but,
-            }
-            for effect in found.effects
-        ],
-        "decided_by": {"alone": list(found.cause.alone), "together": list(found.cause.together)},
-        "conclusion": _conclusion(found, metric),
-        "replays": found.num_replays,
-    }
+        print(conclusion(found, metric))

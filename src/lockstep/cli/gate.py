@@ -37,52 +37,21 @@ Files = Annotated[
     ),
 ]
 Input = Annotated[Path | None, typer.Option("--input", metavar="FILE", callback=expanded, help="The one FILE.")]
-PolicyFile = Annotated[
-    Path | None,
-    typer.Option("--policy", metavar="FILE", callback=expanded, help="A YAML or JSON file of policy fields."),
-]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A field of the policy, e.g. mode=sequential.")
 ]
-Owners = Annotated[
-    Path | None,
-    typer.Option("--owners", metavar="FILE", callback=expanded, help="Who looks after a signal: PATTERN OWNER lines."),
-]
-Second = Annotated[
-    Path | None,
-    typer.Option(
-        "--aa",
-        metavar="FILE",
-        callback=expanded,
-        help="A second baseline's answers to the same requests: what differs there is noise.",
-    ),
-]
-Output = Annotated[
-    Path | None, typer.Option("--output", metavar="FILE", callback=expanded, help="Write the verdict as JSON.")
-]
-Markdown = Annotated[
-    Path | None,
-    typer.Option(
-        "--markdown",
-        metavar="FILE",
-        callback=expanded,
-        help="Append a report in Markdown.",
-        show_default="$GITHUB_STEP_SUMMARY",
-    ),
-]
-JUnit = Annotated[
-    Path | None, typer.Option("--junit", metavar="FILE", callback=expanded, help="Write the signals as JUnit XML.")
-]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", callback=expanded, help="Write a page, one file.")]
+File = Annotated[Path | None, Flag(metavar="FILE", call=expanded)]
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyFlags:
     """Sources of the policy, beside the input."""
 
-    policy: PolicyFile = None
+    policy: File = None
+    """A YAML or JSON file of policy fields."""
     settings: Set = None
-    owners: Owners = None
+    owners: File = None
+    """Who looks after a signal: PATTERN OWNER lines."""
 
     def sources(self) -> PolicySources:
         """As the judging of files takes them."""
@@ -95,10 +64,14 @@ class PolicyFlags:
 class ReportFlags:
     """Places of the verdict, beside the terminal."""
 
-    output: Output = None
-    markdown: Markdown = None
-    junit: JUnit = None
-    html: Html = None
+    output: File = None
+    """Write the verdict as JSON."""
+    markdown: Annotated[Path | None, Flag(metavar="FILE", call=expanded, shown=f"${STEP_SUMMARY}")] = None
+    """Append a report in Markdown."""
+    junit: File = None
+    """Write the signals as JUnit XML."""
+    html: File = None
+    """Write a page, one file."""
 
     def places(self) -> tuple[OutputFile, ...]:
         """Files that are written, and what they are called."""
@@ -117,7 +90,8 @@ class GateFlags:
     files: Files = None
     one_file: Input = None
     policy: PolicyFlags = _DEFAULT_POLICY
-    aa: Second = None
+    aa: File = None
+    """A second baseline's answers to the same requests: what differs there is noise."""
     reports: ReportFlags = _NO_REPORTS
     as_json: flags.Json = False
     debug: flags.Debug = False
@@ -141,23 +115,17 @@ def mirror(
     debug: flags.Debug = False,
 ) -> int:
     """Convert what other tools wrote to one file of observations that the gate reads."""
-    from lockstep.release.evidence import gather
-    from lockstep.release.judging import read_sides
-    from lockstep.release.mirroring import write_gate_input
-    from lockstep.release.store import open_store
+    from lockstep.release.judging import convert_files
 
     paths = paths_of(files, one_file)
     if output is None:
         raise UsageError("--output is required: the path of the converted file, e.g. --output gate-input.json")
     check_outputs(((output, _GATE_INPUT),), paths)
     make_folder(output, _GATE_INPUT)
-    with open_store() as store:
-        sides = read_sides(store, paths)
-        joining = gather(store).joining
-        write_gate_input(store, output, sides.policy)
-    for source in sides.sources:
+    sources, num_pairs = convert_files(paths, output)
+    for source in sources:
         print(f"{source.path}: {source.num_rows:,} records of {source.format}", file=sys.stderr)
-    print(f"{output}: {joining.num_pairs:,} pairs; lockstep gate {output} judges them", file=sys.stderr)
+    print(f"{output}: {num_pairs:,} pairs; lockstep gate {output} judges them", file=sys.stderr)
     return 0
 
 
@@ -167,7 +135,7 @@ class MirrorGateFlags:
 
     files: Files = None
     one_file: Input = None
-    gate_input: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
+    gate_input: File = None
     """Write the converted file there, too."""
     policy: PolicyFlags = _DEFAULT_POLICY
     reports: ReportFlags = _NO_REPORTS

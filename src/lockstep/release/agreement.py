@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.release.observation import SIDES
-from lockstep.release.outputs import BOTH_ANSWERS, BOTH_SIDES, COMPARED, DIFFERENT, UNLIKE, Output
-from lockstep.release.store import Store
+from lockstep.release.outputs import BOTH_ANSWERS, BOTH_SIDES, COMPARED, DIFFERENT, Output, is_unlike, unlike_cases
+from lockstep.release.store import Store, floats
+from lockstep.release.verdict import with_fractions
 
 TOOL_CALL = "tool_call"
 NO_FIELD = "no such field in either"
@@ -48,7 +49,7 @@ def field_of(text: str, path: str) -> str | None:
     try:
         value = _document(text)
         value = _calls(value) if path == TOOL_CALL else _at(value, path)
-        return msgspec.json.encode(_plain(value), order="sorted").decode()
+        return msgspec.json.encode(with_fractions(value, _whole), order="sorted").decode()
     except (_NothingThereError, RecursionError):
         return None
 
@@ -103,22 +104,15 @@ def _calls(value: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """A value in which 1.0 is 1."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value
+def _whole(number: float) -> float | int:
+    """1 for 1.0."""
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 # -- pairs ------------------------------------------------------------------------------------------------------------
 
-_UNLIKE_REQUESTS = {name: text for name, text in UNLIKE.items() if name != "environment"}
+_OF_REQUESTS = ("prompt", "parameters", "seed")
 """What makes two answers incomparable; not their environment, which such a candidate changes."""
-_OTHER_REQUEST = " OR ".join(f"coalesce({text}, false)" for text in _UNLIKE_REQUESTS.values())
 _COMMON = (
     "coalesce(nullif(list_position(list_transform(list_zip(x.tokens, y.tokens),"
     " lambda t: t[1] IS NOT DISTINCT FROM t[2]), false), 0) - 1, len(x.tokens))"
@@ -135,24 +129,23 @@ def compare_field(store: Store, field: str) -> tuple[NDArray[np.int8], dict[str,
         The outputs in the order of pairs, and the incomparable ones by reason.
     """
     store.connection.create_function("answer_field", lambda text: field_of(text, field) or "", ["VARCHAR"], "VARCHAR")
-    store.connection.execute(
+    store.run(
         "CREATE TABLE answers AS SELECT place, x.text IS NOT NULL AS has_b, y.text IS NOT NULL AS has_c,"
         " md5(nullif(answer_field(x.text), '')) AS answer_b, md5(nullif(answer_field(y.text), '')) AS answer_c"
         f" FROM {BOTH_ANSWERS}"
     )
-    unlike = " ".join(f"WHEN coalesce({text}, false) THEN 'unlike {name}'" for name, text in _UNLIKE_REQUESTS.items())
-    store.connection.execute(
+    store.run(
         f"""CREATE TABLE agreements AS
         SELECT place, reason, CASE WHEN NOT is_ok THEN {Output.FAILED:d}
           WHEN NOT has_b AND NOT has_c THEN {Output.NO_MATERIAL:d}
           WHEN reason IS NOT NULL THEN {Output.INCOMPARABLE:d}
           WHEN answer_b = answer_c THEN {Output.SAME:d} ELSE {Output.DIFFERS:d} END AS output
         FROM (SELECT place, b.ok AND c.ok AS is_ok, has_b, has_c, answer_b, answer_c,
-            CASE {unlike} WHEN NOT has_b OR NOT has_c THEN 'no text'
+            CASE {unlike_cases(_OF_REQUESTS)} WHEN NOT has_b OR NOT has_c THEN 'no text'
               WHEN answer_b IS NULL AND answer_c IS NULL THEN '{NO_FIELD}' END AS reason
           FROM {BOTH_SIDES} JOIN answers USING (place))"""
     )
-    output = store.connection.execute("SELECT output FROM agreements ORDER BY place").fetchnumpy()["output"]
+    output = store.columns("SELECT output FROM agreements ORDER BY place")["output"]
     rows = store.rows(
         f"SELECT reason, count(*) FROM agreements WHERE output = {Output.INCOMPARABLE:d} GROUP BY 1 ORDER BY 1"
     )
@@ -171,7 +164,7 @@ def divergence(store: Store) -> Divergence:
     """First differing places of differing answers, of the first `MAX_DIVERGING` in the order of time."""
     differing = (
         f"SELECT o.place FROM {BOTH_SIDES} WHERE b.ok AND c.ok AND b.tokens_hash <> c.tokens_hash"
-        f" AND NOT ({_OTHER_REQUEST}) ORDER BY o.place LIMIT {MAX_DIVERGING}"
+        f" AND NOT ({is_unlike(_OF_REQUESTS)}) ORDER BY o.place LIMIT {MAX_DIVERGING}"
     )
     figures = f"count(*), quantile_disc({_COMMON}, 0.5), min({_COMMON})"
     return Divergence(*store.rows(f"SELECT {figures} FROM {BOTH_ANSWERS} WHERE place IN ({differing})")[0])
@@ -186,15 +179,14 @@ def logprob_gaps(store: Store, output: NDArray[np.int8]) -> NDArray[np.float64]:
     if not all(store.number(f"SELECT count(logprobs) FROM {side}") for side in SIDES):
         return gaps
     num = f"least(len(x.logprobs), len(y.logprobs), coalesce({_COMMON}, len(x.logprobs)))"
-    rows = store.connection.execute(
+    rows = store.columns(
         f"SELECT place, x.tokens IS NOT NULL AND y.tokens IS NOT NULL AS has_tokens, list_avg(list_transform("
         f"range(1, {num} + 1), lambda i: abs(x.logprobs[i] - y.logprobs[i]))) AS gap FROM {BOTH_ANSWERS}"
         " WHERE x.logprobs IS NOT NULL AND y.logprobs IS NOT NULL ORDER BY place"
-    ).fetchnumpy()
+    )
     places = rows["place"].astype(np.int64)
-    values = np.ma.filled(np.ma.asarray(rows["gap"]).astype(np.float64), math.nan)
     is_usable = np.where(rows["has_tokens"], np.isin(output[places], COMPARED), output[places] == Output.SAME)
-    gaps[places] = np.where(is_usable, values, math.nan)
+    gaps[places] = np.where(is_usable, floats(rows["gap"]), math.nan)
     return gaps
 
 
@@ -221,9 +213,9 @@ def excess_mismatches(
 
 def _requests(store: Store) -> NDArray[np.uint64]:
     """Digests of the baseline's requests in the order of pairs, the same in every pairing of one baseline."""
-    rows = store.connection.execute(
+    rows = store.columns(
         "SELECT hash(coalesce(x.request_id, key)) AS request FROM ordered o JOIN baseline x ON o.b = x.row"
         " ORDER BY place"
     )
-    requests: NDArray[np.uint64] = rows.fetchnumpy()["request"].astype(np.uint64)
+    requests: NDArray[np.uint64] = rows["request"].astype(np.uint64)
     return requests

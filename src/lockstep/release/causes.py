@@ -1,4 +1,4 @@
-"""Causes: the most likely origin of a signal, derived from all figures together, and which of several signals leads.
+"""Causes: the most likely origin of a signal, derived from all figures together.
 
 A late answer is a symptom. It waited for its first token or for the others; it waited in a queue or for its prefill; it
 was longer; or the pool was smaller. Where answers differ, their tokens show whether they were cut off, lost tokens, had
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +17,9 @@ import numpy as np
 from lockstep.release.evidence import BUFFERED, OUTPUT_TOKENS, Bools, Evidence, Floats, p95
 from lockstep.release.joining import EMPTY
 from lockstep.release.observation import Reason
-from lockstep.release.outputs import BOTH_ANSWERS, Output
+from lockstep.release.outputs import BOTH_ANSWERS, Output, first_unlike
 from lockstep.release.statistics import nearest_rank
-from lockstep.release.traffic_parts import ALL, Cut, TrafficPart, cuts_of, part_of_events, part_of_regression
-from lockstep.release.verdict import Decision, Signal
+from lockstep.release.store import floats
 
 MAX_ANSWERS = 200
 """Differing pairs whose tokens are looked at, the first in order."""
@@ -42,13 +41,6 @@ MIN_IDLE = 5
 IDLE = 0.1
 """Part of these that are taken at their word: requests that come at one moment do not find each other in any figure."""
 SMALLER_POOL = "smaller-pool"
-_METRICS = {
-    "latency": "latency_ms",
-    "latency-tail": "latency_ms",
-    "ttft": "ttft_ms",
-    "decode": "decode_ms",
-    "kv-pressure": "kv_pressure",
-}
 
 
 class Cause(NamedTuple):
@@ -61,124 +53,10 @@ class Cause(NamedTuple):
     """Instead of the signal's."""
 
 
-class Finding(NamedTuple):
-    """A signal with its place and its cause."""
-
-    signal: Signal
-    place: str
-    cause: Cause
-
-
 UNKNOWN = Cause("", "")
 
 
-def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
-    """Signals with their places and causes, in the order in which a person looks at them.
-
-    Rollback comes first, then causes before their consequences. A finding of all pairs is not repeated for a segment.
-    """
-    cuts = cuts_of(evidence) if signals else ()
-    found: dict[tuple[str, str], Finding] = {}
-    for signal in signals:
-        mask = evidence.mask_of(signal.segment)
-        place = _place_of(signal, evidence, mask, cuts)
-        if (signal.name, place.name) not in found:
-            cause_of = _CAUSES.get(signal.name)
-            cause = cause_of(evidence, mask & place.mask) if cause_of is not None else UNKNOWN
-            found[signal.name, place.name] = Finding(signal, place.name, cause)
-    severity = {each: _severity(each, found.values()) for each in found.values()}
-    leading = [_leading([each for each, rank in severity.items() if rank == of]) for of in range(len(Decision))]
-    order = {signal: place for place, signal in enumerate(signals)}
-    ranks = {each: (rank, *_rank(each, leading[rank], order[each.signal])) for each, rank in severity.items()}
-    return tuple(sorted(ranks, key=lambda each: ranks[each]))
-
-
-def _place_of(signal: Signal, evidence: Evidence, mask: Bools, cuts: Sequence[Cut]) -> TrafficPart:
-    pairs = evidence.pairs
-    place = TrafficPart(ALL, mask)
-    if signal.name in _METRICS:
-        baseline, candidate = pairs.metrics[_METRICS[signal.name]]
-        usable = mask & pairs.healthy & ~np.isnan(baseline) & ~np.isnan(candidate)
-        place = part_of_regression(cuts, usable, baseline, candidate)
-    elif (events := _events_of(signal, evidence)) is not None:
-        population, affected = events
-        place = part_of_events(cuts, population & mask, affected)
-    if place.name == ALL or signal.segment in (ALL, place.name):
-        return place._replace(name=signal.segment if place.name == ALL else place.name)
-    return place._replace(name=f"{signal.segment}, {place.name}")
-
-
-def _events_of(signal: Signal, evidence: Evidence) -> tuple[Bools, Bools] | None:
-    """Pairs that could show a signal, and those that do."""
-    pairs = evidence.pairs
-    everything = np.ones(len(pairs), np.bool_)
-    match signal.name:
-        case "errors":
-            return everything, pairs.ok[0] & ~pairs.ok[1]
-        case "output-mismatch" | "agreement":
-            return pairs.healthy, pairs.output == Output.DIFFERS
-        case "numeric-drift":
-            return pairs.healthy, pairs.output == Output.DRIFTED
-        case "missing-provenance":
-            return pairs.ok[1], pairs.ok[1] & ~pairs.routed[1]
-        case "missing-streaming":
-            return pairs.ok[1], pairs.ok[1] & ~pairs.streamed[1]
-        case "missing-output":
-            bare = np.isin(np.arange(len(pairs)), np.concatenate(evidence.without_output))
-            return pairs.ok[0] | pairs.ok[1], bare
-        case "missing-comparable":
-            return pairs.healthy, np.isin(pairs.output, (Output.INCOMPARABLE, Output.NO_MATERIAL))
-    return None
-
-
-# -- which one leads --------------------------------------------------------------------------------------------------
-
-_EVIDENCE_FIRST = ("outputs-policy", "unsound-baseline", "missing-pairs", "missing-join")
-"""Signals that make all others unreliable until they are fixed."""
-_MAKES_LATE = (SMALLER_POOL, "unlike-prompts", "truncated", "longer-answers", "doubled-tokens", "dropped-tokens")
-"""Causes from which unlike times follow: of fewer tokens, each takes another part of the whole."""
-_SYMPTOMS = ("kv-pressure", "decode", "ttft", "latency", "latency-tail")
-
-
-def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
-    """Signals of time and pressure, causes first: a pool, then the part of the time that grew more, then the whole."""
-    causes = {each.signal.name: each.cause.name for each in findings}
-    order = ["kv-pressure"] if causes.get("kv-pressure") == SMALLER_POOL else []
-    whole = causes.get("latency") or causes.get("latency-tail")
-    if whole == "longer-answers":
-        order += ["latency", "latency-tail"]
-    # A queue is what slower steps lead to, so steps go before it; a slow prefill holds up decoding, so it goes before.
-    if "decode" in causes and "ttft" in causes and causes["ttft"] == "prefill" and whole == "prefill":
-        order.append("ttft")
-    elif "decode" in causes:
-        order.append("decode")
-    order += ["ttft", "decode", "latency", "latency-tail", "kv-pressure"]
-    return tuple(dict.fromkeys(order))
-
-
-def _severity(finding: Finding, findings: Iterable[Finding]) -> int:
-    """Place among responses; what makes answers late has that of the late answers."""
-    is_cause = finding.cause.name in _MAKES_LATE
-    shown = [each for each in findings if each == finding or (is_cause and each.signal.name in _SYMPTOMS)]
-    return min((Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(each.signal.response) for each in shown)
-
-
-def _rank(finding: Finding, leading: Sequence[str], place: int) -> tuple[int, int, bool, int]:
-    name = finding.signal.name
-    is_all = finding.signal.segment == ALL
-    if name in _EVIDENCE_FIRST:
-        return 0, _EVIDENCE_FIRST.index(name), not is_all, place
-    if name in _SYMPTOMS:
-        return 1, leading.index(name), not is_all, place
-    if finding.cause.name in _MAKES_LATE:
-        return 0, len(_EVIDENCE_FIRST), not is_all, place
-    return 2 if not name.startswith(("too-", "no-", "undecided")) else 3, 0, not is_all, place
-
-
-# -- causes by signal -------------------------------------------------------------------------------------------------
-
-
-def _of_mismatch(evidence: Evidence, mask: Bools) -> Cause:
+def of_mismatch(evidence: Evidence, mask: Bools) -> Cause:
     """The way in which most of the differing answers differ."""
     places = np.flatnonzero(mask & (evidence.pairs.output == Output.DIFFERS))[:MAX_ANSWERS]
     if not len(places):
@@ -231,8 +109,7 @@ _MISMATCHES: Mapping[str, tuple[str, str]] = {
 
 def kind_of_difference(baseline: Sequence[Any], candidate: Sequence[Any]) -> str:
     """Kind of change from one answer to another: cut off, going on, with parts doubled or left out, or otherwise."""
-    pairs = zip(baseline, candidate, strict=False)
-    common = next((at for at, (b, c) in enumerate(pairs) if b != c), min(len(baseline), len(candidate)))
+    common = first_unlike(baseline, candidate)
     if common == len(candidate):
         return "truncated"
     if common == len(baseline):
@@ -259,7 +136,8 @@ def _is_doubled(baseline: Sequence[Any], candidate: Sequence[Any]) -> bool:
 _EMPTY_ANSWER = "an empty answer: 0 tokens"
 
 
-def _of_errors(evidence: Evidence, mask: Bools) -> Cause:
+def of_errors(evidence: Evidence, mask: Bools) -> Cause:
+    """Whether the failures came in one burst, and what most of them report."""
     pairs = evidence.pairs
     failed = np.flatnonzero(mask & pairs.ok[0] & ~pairs.ok[1])
     if not len(failed):
@@ -280,7 +158,8 @@ def _of_errors(evidence: Evidence, mask: Bools) -> Cause:
     return Cause("spread", f"spread over {span:,} of {len(pairs):,} pairs{said}")
 
 
-def _of_join(evidence: Evidence, _: Bools) -> Cause:
+def of_join(evidence: Evidence, _: Bools) -> Cause:
+    """The way in which records lost their partners: shared ids, no ids, requests of one side only, or unlike ids."""
     joining = evidence.joining
     lost = {side: Counter[Reason]() for side in ("baseline", "candidate")}
     for each in joining.unjoined:
@@ -306,7 +185,8 @@ def _of_join(evidence: Evidence, _: Bools) -> Cause:
     return Cause("unlike-ids", words, "compare the ids of both sides: a gateway may write its own over x-request-id")
 
 
-def _of_provenance(evidence: Evidence, mask: Bools) -> Cause:
+def of_provenance(evidence: Evidence, mask: Bools) -> Cause:
+    """Fields of provenance that no answer names, or the number of answers without them."""
     fields = {"route": "route_id", "scheduler": "scheduler"}
     lacking = [name for name, field in fields.items() if not evidence.names[field][1]]
     if not lacking:
@@ -315,7 +195,8 @@ def _of_provenance(evidence: Evidence, mask: Bools) -> Cause:
     return Cause("no-" + "-no-".join(lacking), f"no answer names its {' or '.join(lacking)}")
 
 
-def _of_streaming(evidence: Evidence, _: Bools) -> Cause:
+def of_streaming(evidence: Evidence, _: Bools) -> Cause:
+    """Invalid stream events, or answers that were not streamed."""
     faults = {reason: count for side, reason, count in evidence.faults if side == "candidate"}
     missing = int((evidence.pairs.ok[1] & ~evidence.pairs.streamed[1]).sum())
     for reason, count in faults.items():
@@ -325,7 +206,8 @@ def _of_streaming(evidence: Evidence, _: Bools) -> Cause:
     return Cause("not-streamed", f"{missing:,} answers have no times of tokens")
 
 
-def _of_comparable(evidence: Evidence, mask: Bools) -> Cause:
+def of_comparable(evidence: Evidence, mask: Bools) -> Cause:
+    """The most frequent reason for which answers were not compared."""
     nothing = int((mask & (evidence.pairs.output == Output.NO_MATERIAL)).sum())
     reasons = dict(evidence.incomparable)
     reason = min(reasons, key=lambda each: (-reasons[each], each), default="")
@@ -335,7 +217,8 @@ def _of_comparable(evidence: Evidence, mask: Bools) -> Cause:
     return Cause("no-material", f"{nothing:,} pairs hold nothing of either answer") if nothing else UNKNOWN
 
 
-def _of_output(evidence: Evidence, _: Bools) -> Cause:
+def of_output(evidence: Evidence, _: Bools) -> Cause:
+    """Number of answers of each side without output material."""
     baseline, candidate = map(len, evidence.without_output)
     words = f"{baseline:,} answers of the baseline and {candidate:,} of the candidate carry none"
     return Cause("no-material", words)
@@ -344,7 +227,8 @@ def _of_output(evidence: Evidence, _: Bools) -> Cause:
 # -- causes of late answers -------------------------------------------------------------------------------------------
 
 
-def _of_pressure(evidence: Evidence, mask: Bools) -> Cause:
+def of_pressure(evidence: Evidence, mask: Bools) -> Cause:
+    """Whether the candidate's KV pool is smaller, or more of an equal one is in use."""
     baseline, candidate = _pools(evidence, mask)
     used = evidence.pairs.metrics["kv_pressure"][1]
     is_full = p95(used[mask]) >= FULL
@@ -358,14 +242,15 @@ def _of_pressure(evidence: Evidence, mask: Bools) -> Cause:
     return UNKNOWN
 
 
-def _of_first_token(evidence: Evidence, mask: Bools) -> Cause:
+def of_first_token(evidence: Evidence, mask: Bools) -> Cause:
+    """Whether a first token is late because it was buffered, queued, or computed more slowly."""
     pairs = evidence.pairs
     first, whole = pairs.metrics["ttft_ms"], pairs.metrics["latency_ms"]
-    usable = mask & pairs.healthy & _known(*first)
+    usable = mask & pairs.known("ttft_ms")
     if not usable.any():
         return UNKNOWN
     late = first[1][usable] - first[0][usable]
-    with_whole = usable & _known(*whole)
+    with_whole = usable & pairs.known("latency_ms")
     if with_whole.any():
         sides = zip(first, whole, strict=True)
         parts = [float(np.median(a[with_whole] / np.maximum(b[with_whole], 1e-9))) for a, b in sides]
@@ -374,7 +259,7 @@ def _of_first_token(evidence: Evidence, mask: Bools) -> Cause:
             words = f"the first token comes after {100 * parts[1]:.3g} % of the whole time, the baseline's after "
             return Cause("buffering", f"{words}{100 * parts[0]:.3g} %", "look for a gateway that buffers event streams")
     queue = pairs.metrics["queue_depth"]
-    queued = usable & _known(*queue)
+    queued = usable & pairs.known("queue_depth")
     has_grown = queued.any() and float(np.mean(queue[1][queued] - queue[0][queued])) >= QUEUED
     if has_grown:
         idle = queued & (queue[1] == 0) & ~(pairs.metrics["kv_pressure"][1] > 0)
@@ -390,14 +275,13 @@ def _of_first_token(evidence: Evidence, mask: Bools) -> Cause:
     return Cause("prefill", words, action)
 
 
-def _of_latency(evidence: Evidence, mask: Bools) -> Cause:
+def of_latency(evidence: Evidence, mask: Bools) -> Cause:
     """The part of the time that grew more; longer answers, where each token takes no longer."""
     pairs = evidence.pairs
     first, whole = pairs.metrics["ttft_ms"], pairs.metrics["latency_ms"]
-    lengths = pairs.metrics[OUTPUT_TOKENS]
-    tokens = [side[mask & pairs.healthy & _known(*lengths)] for side in lengths]
+    tokens = [side[mask & pairs.known(OUTPUT_TOKENS)] for side in pairs.metrics[OUTPUT_TOKENS]]
     ratio = float(np.sum(tokens[1]) / max(np.sum(tokens[0]), 1.0)) if len(tokens[0]) else 1.0
-    usable = mask & pairs.healthy & _known(*first) & _known(*whole)
+    usable = mask & pairs.known("ttft_ms") & pairs.known("latency_ms")
     if not usable.any():
         return Cause("longer-answers", _longer(ratio), _LONGER_ACTION) if ratio >= LONGER else UNKNOWN
     sums = [(float(np.sum(first[side][usable])), float(np.sum(whole[side][usable]))) for side in (0, 1)]
@@ -410,7 +294,7 @@ def _of_latency(evidence: Evidence, mask: Bools) -> Cause:
     words = f"{late_first / count:+.4g} ms to the first token, {late_rest / count:+.4g} ms after it"
     if late_rest >= late_first:
         return Cause("decode", words, "compare step times at equal batch sizes")
-    return _of_first_token(evidence, mask)._replace(words=words)
+    return of_first_token(evidence, mask)._replace(words=words)
 
 
 _LONGER_ACTION = "compare max_tokens, stop sequences and end tokens of both sides"
@@ -420,42 +304,18 @@ def _longer(ratio: float) -> str:
     return f"answers are {ratio:.3g} times as long"
 
 
-def _known(baseline: Floats, candidate: Floats) -> Bools:
-    return ~np.isnan(baseline) & ~np.isnan(candidate)
-
-
 def _pools(evidence: Evidence, mask: Bools) -> tuple[Floats, Floats]:
     """Sizes of the KV pools of both sides, of the pairs that have both."""
-    columns = evidence.store.connection.execute(
+    columns = evidence.store.columns(
         "SELECT b.kv_total AS b, c.kv_total AS c FROM ordered o JOIN baseline b ON o.b = b.row"
         " JOIN candidate c ON o.c = c.row ORDER BY place"
-    ).fetchnumpy()
-    baseline, candidate = (np.ma.filled(np.ma.asarray(columns[side]).astype(np.float64), math.nan) for side in "bc")
-    known = mask & _known(baseline, candidate)
+    )
+    baseline, candidate = (floats(columns[side]) for side in "bc")
+    known = mask & ~np.isnan(baseline) & ~np.isnan(candidate)
     return baseline[known], candidate[known]
 
 
-def _of_drift(evidence: Evidence, _: Bools) -> Cause:
+def of_drift(evidence: Evidence, _: Bools) -> Cause:
+    """The largest difference of two numbers."""
     largest = evidence.max_drift
     return Cause("drift", "" if math.isnan(largest) else f"numbers differ by {largest:.3g} at most")
-
-
-_CAUSES: Mapping[str, Callable[[Evidence, Bools], Cause]] = {
-    "output-mismatch": _of_mismatch,
-    "agreement": _of_mismatch,
-    "numeric-drift": _of_drift,
-    "errors": _of_errors,
-    "missing-join": _of_join,
-    "missing-pairs": _of_join,
-    "too-few-pairs": _of_join,
-    "missing-provenance": _of_provenance,
-    "missing-streaming": _of_streaming,
-    "missing-comparable": _of_comparable,
-    "no-output-evidence": _of_comparable,
-    "missing-output": _of_output,
-    "kv-pressure": _of_pressure,
-    "decode": lambda _, __: Cause("decode", ""),
-    "ttft": _of_first_token,
-    "latency": _of_latency,
-    "latency-tail": _of_latency,
-}

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from lockstep.release.coverage import METRIC_WORDS, known_metrics
+from lockstep.release.coverage import known_metrics
 from lockstep.release.evidence import OUTPUT_TOKENS, Bools, Evidence, Floats
-from lockstep.release.observation import SIDES, Reason
+from lockstep.release.observation import Reason
 from lockstep.release.policy import Policy
 from lockstep.release.reading import Source
 from lockstep.release.sequential import WORDS
@@ -95,7 +95,7 @@ def _partners(evidence: Evidence) -> Iterator[Caveat]:
     joining = evidence.joining
     for each in joining.unjoined:
         if words := _REASONS.get(each.reason):
-            total = joining.num_records[SIDES.index(each.side)]
+            total = joining.records[each.side]
             sentence = f"{each.count:,} of {total:,} records of the {each.side} {words}"
             yield Caveat(name="missing-partners", sentence=sentence, examples=each.examples)
 
@@ -104,7 +104,7 @@ def _values(policy: Policy, evidence: Evidence) -> Iterator[Caveat]:
     """Numbers that one side lacks in some pairs, or the baseline in all, and gaps that are no evidence."""
     pairs = evidence.pairs
     for metric, baseline, candidate, rate, is_lacking in known_metrics(policy, evidence):
-        words = METRIC_WORDS[metric]
+        words = metric.words
         if not baseline.any() and candidate.any():
             sentence = f"{words} was not compared: the baseline never has it, {int(candidate.sum()):,} answers of the "
             yield Caveat(name="no-baseline-values", sentence=f"{sentence}candidate do")
@@ -116,8 +116,7 @@ def _values(policy: Policy, evidence: Evidence) -> Iterator[Caveat]:
                 f"{int((candidate & ~baseline).sum()):,} of the baseline lack it"
             )
             yield Caveat(name="missing-values", sentence=sentence, examples=examples(evidence, only))
-    gaps = pairs.metrics[RATIOS["decode"]]
-    known = pairs.healthy & ~np.isnan(gaps[0]) & ~np.isnan(gaps[1])
+    known = pairs.known("decode_ms")
     num_coarse = int((known & ~has_ratio(pairs, "decode")).sum())
     if num_coarse > MIN_LOST * int(known.sum()):
         sentence = f"gaps between tokens are 0.1 ms or less in {num_coarse:,} of {int(known.sum()):,} pairs: "
@@ -129,7 +128,7 @@ def _short_answers(evidence: Evidence) -> Iterator[Caveat]:
     baseline, candidate = evidence.pairs.metrics[OUTPUT_TOKENS]
     healthy = evidence.pairs.healthy
     short, long = healthy & (2 * candidate < baseline), healthy & (2 * baseline < candidate)
-    num_known = int((healthy & ~np.isnan(baseline) & ~np.isnan(candidate)).sum())
+    num_known = int(evidence.pairs.known(OUTPUT_TOKENS).sum())
     if int(short.sum()) - int(long.sum()) > MIN_LOST * num_known:
         sentence = (
             f"{int(short.sum()):,} of {num_known:,} answers have less than half of the tokens of the baseline's, "
@@ -150,7 +149,7 @@ def _slower_segments(policy: Policy, evidence: Evidence, found: set[str]) -> Ite
         slower = [
             (number, growth)
             for number in range(len(pairs.segments))
-            if (growth := _growth(pairs.metrics[metric], usable & (pairs.segment == number))) > math.log1p(bound)
+            if (growth := _growth(pairs.metrics[metric.name], usable & (pairs.segment == number))) > math.log1p(bound)
         ]
         for number, growth in slower[:MAX_SEGMENTS]:
             mask = pairs.segment == number

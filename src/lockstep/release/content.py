@@ -19,6 +19,7 @@ import zstandard
 
 from lockstep.errors import EvidenceError
 from lockstep.release.observation import NAMES
+from lockstep.replay.readers.source import unpacked
 
 Members = Mapping[str, Any]
 """Of a JSON object; those of a document are `msgspec.Raw`."""
@@ -35,8 +36,6 @@ MAX_LOOKED_AT = 1000
 MAX_SHOWN_BYTES = 60
 """Of a first line that nothing can be made of."""
 _CHUNK_BYTES = 1 << 20
-_ZSTD_CHUNK_BYTES = 4 << 10
-"""A few bytes may unpack to 30,000 times as many, and all of them are in memory."""
 _BOM = b"\xef\xbb\xbf"
 _PARQUET, _GZIP, _ZSTD, _ZIP = b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
@@ -55,6 +54,11 @@ class Content:
     """The first records of lines, the first one of a list, the members of a document, or the columns of a CSV."""
     fault: str = ""
     """Why its first line is no record: it may be a log."""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its columns have names of their own, once for all records."""
+        return self.kind in ("csv", "parquet")
 
 
 def content_of(path: Path, plain: Path, given: Path | None = None) -> Content:
@@ -107,7 +111,7 @@ def _unpack(source: Path, plain: Path, magic: bytes, path: Path) -> None:
     try:
         most = min(MAX_UNPACKED_BYTES, max(MAX_DOCUMENT_BYTES, MAX_PACKING * source.stat().st_size))
         with source.open("rb") as packed, plain.open("wb") as target:
-            for chunk in _unpacked(packed, magic):
+            for chunk in _content_bytes(packed, magic):
                 num_bytes += len(chunk)
                 if num_bytes > most:
                     raise EvidenceError(f"{path}: more than {most >> 20:,} MiB when it is unpacked; unpack it yourself")
@@ -118,28 +122,15 @@ def _unpack(source: Path, plain: Path, magic: bytes, path: Path) -> None:
         raise EvidenceError(f"{path}: cannot be unpacked: {error.strerror}") from None
 
 
-def _unpacked(source: IO[bytes], magic: bytes) -> Iterator[bytes]:
+def _content_bytes(source: IO[bytes], magic: bytes) -> Iterator[bytes]:
     if magic.startswith(_GZIP):
         with gzip.GzipFile(fileobj=source) as file:
             yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
     elif magic.startswith(_ZSTD):
-        yield from _zstd_chunks(source)
+        yield from unpacked(source)
     else:
         source.seek(len(_BOM))
         yield from iter(lambda: source.read(_CHUNK_BYTES), b"")
-
-
-def _zstd_chunks(source: IO[bytes]) -> Iterator[bytes]:
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    for chunk in iter(lambda: source.read(_ZSTD_CHUNK_BYTES), b""):
-        rest = chunk
-        while rest:
-            if frame.eof:
-                frame = zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(rest)
-            rest = frame.unused_data
-    if not frame.eof:
-        raise EOFError("its last frame has no end")
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

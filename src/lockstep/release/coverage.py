@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -11,14 +10,14 @@ import numpy as np
 
 from lockstep.release.agreement import NO_FIELD
 from lockstep.release.evidence import Bools, Evidence
-from lockstep.release.observation import SIDES
+from lockstep.release.observation import METRICS, SIDES, Metric
 from lockstep.release.outputs import COMPARED, DIFFERENT
 from lockstep.release.policy import Policy
-from lockstep.release.sequential import BLOCKS_PER_BURST, WORDS
-from lockstep.release.series import ALL, LEAST_MS, RATIOS, has_ratio
-from lockstep.release.signals import RULES, Rule, examples
+from lockstep.release.sequential import BLOCKS_PER_BURST
+from lockstep.release.series import RATIOS, has_ratio
+from lockstep.release.signals import RULES, examples
 from lockstep.release.statistics import bet_upper
-from lockstep.release.verdict import Decision, SegmentSummary, Signal
+from lockstep.release.verdict import SegmentSummary, Signal
 
 
 def coverage_of(evidence: Evidence) -> dict[str, float | None]:
@@ -33,7 +32,7 @@ def coverage_of(evidence: Evidence) -> dict[str, float | None]:
     num_answers, num_bare = (int(pairs.ok[side].sum()) for side in (0, 1)), map(len, evidence.without_output)
     joining = evidence.joining
     found: dict[str, float | None] = {
-        "join_rate": rate(joining.num_pairs, max(joining.num_tried)),
+        "join_rate": rate(joining.pairs, joining.num_tried),
         "comparable_rate": rate(compared, healthy - evidence.incomparable.get(NO_FIELD, 0)),
         "output_rate": rate((total := sum(num_answers)) - sum(num_bare), total),
     }
@@ -102,7 +101,7 @@ def agreement_lower(policy: Policy, evidence: Evidence) -> float:
 class Known(NamedTuple):
     """Pairs of a metric by the sides that have it."""
 
-    metric: str
+    metric: Metric
     baseline: Bools
     candidate: Bools
     rate: float
@@ -119,11 +118,11 @@ class Known(NamedTuple):
 def known_metrics(policy: Policy, evidence: Evidence) -> Iterator[Known]:
     """Each metric that the policy can bound, over pairs that both sides answered."""
     pairs = evidence.pairs
-    for metric, rules in _JUDGED.items():
-        least = LEAST_MS.get(rules[0].signal, -math.inf)
-        baseline, candidate = (pairs.healthy & (side > least) for side in pairs.metrics[metric])
+    bounded = {rule.metric for rule in RULES if getattr(policy, rule.bound) is not None}
+    for metric in (each for each in METRICS if each.signal):
+        baseline, candidate = (pairs.healthy & (side > metric.least) for side in pairs.metrics[metric.name])
         num_one, num_both = int((baseline | candidate).sum()), int((baseline & candidate).sum())
-        is_judged = policy.mode == "sequential" or any(getattr(policy, rule.bound) is not None for rule in rules)
+        is_judged = policy.mode == "sequential" or metric in bounded
         rate = num_both / num_one if num_one else 1.0
         is_lacking = is_judged and bool(baseline.any()) and rate < policy.min_metric_rate
         yield Known(metric, baseline, candidate, rate, is_lacking)
@@ -134,31 +133,19 @@ def _few_metrics(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
     pairs = evidence.pairs
     few = [each for each in known_metrics(policy, evidence) if each.is_lacking]
     words = [
-        f"{METRIC_WORDS[each.metric]} is known in {int(each.candidate.sum()):,} of the candidate's answers and "
+        f"{each.metric.words} is known in {int(each.candidate.sum()):,} of the candidate's answers and "
         f"{int(each.baseline.sum()):,} of the baseline's; {int(each.both.sum()):,} pairs have both"
         for each in few
     ]
     if policy.mode == "sequential" and pairs.healthy.any():
         without = [name for name in policy.required_series if not has_ratio(pairs, name).any()]
-        named = ", ".join(METRIC_WORDS[RATIOS[name]] for name in without)
+        named = ", ".join(RATIOS[name].words for name in without)
         words += [f"no pair has {named} on both sides, and the policy requires it (required_series)"] if without else []
     if words:
         lowest = min((each.rate for each in few), default=0.0)
         only = np.logical_or.reduce([each.baseline ^ each.candidate for each in few] or [np.zeros(len(pairs), bool)])
         found = _hold("missing-metric", "; ".join(words), lowest, policy.min_metric_rate)
         yield msgspec.structs.replace(found, examples=examples(evidence, np.flatnonzero(only)))
-
-
-_JUDGED: Mapping[str, tuple[Rule, ...]] = {
-    metric: tuple(rule for rule in RULES if rule.metric == metric)
-    for metric in dict.fromkeys(rule.metric for rule in RULES)
-}
-"""Rules by the metric that they bound."""
-METRIC_WORDS: Mapping[str, str] = {
-    **{metric: WORDS[signal] for signal, metric in RATIOS.items()},
-    "kv_pressure": "KV pressure",
-}
-"""Metrics in words."""
 
 
 def _low(policy: Policy, coverage: Mapping[str, float | None], name: str, rate: str, words: str) -> Iterator[Signal]:
@@ -170,4 +157,4 @@ def _low(policy: Policy, coverage: Mapping[str, float | None], name: str, rate: 
 
 
 def _hold(name: str, sentence: str, value: float | None, bound: float) -> Signal:
-    return Signal(name=name, response=Decision.HOLD, segment=ALL, sentence=sentence, value=value, bound=bound)
+    return Signal(name=name, sentence=sentence, value=value, bound=bound)

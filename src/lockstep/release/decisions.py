@@ -8,7 +8,6 @@ evidence before any traffic was mirrored; it informs, and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -17,11 +16,13 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.errors import LockstepError, TraceError
 from lockstep.release.verdict import Decision, Triage, Verdict
 from lockstep.replay.calibrate import calibrate
+from lockstep.replay.causes import differing_fields
 from lockstep.replay.cost import Extrapolation
 from lockstep.replay.cost_file import CostFile, MadeOn
 from lockstep.replay.diff import diff_traces
 from lockstep.replay.latencies import distribution
 from lockstep.replay.live import Life, Lives, LiveStep, live_step, workload_of_lives
+from lockstep.replay.metrics import MORE_IS_BETTER
 from lockstep.replay.playback import played
 from lockstep.replay.render.difference import engine_facts
 from lockstep.replay.rerun import DecidedStep
@@ -48,7 +49,6 @@ FIGURES: Mapping[str, str] = {
     "output_tokens_per_s": "output tokens/s",
 }
 """Predicted figures, and words for them."""
-_MORE_IS_BETTER = ("output_tokens_per_s",)
 
 
 def decisions_of(baseline: Trace, candidate: Trace) -> dict[str, Any]:
@@ -65,11 +65,8 @@ def decisions_of(baseline: Trace, candidate: Trace) -> dict[str, Any]:
     found = []
     for number in numbers:
         a, b = engines_a[number], engines_b[number]
-        settings = {
-            each.name: [getattr(a.config, each.name), getattr(b.config, each.name)]
-            for each in fields(SchedulerConfig)
-            if getattr(a.config, each.name) != getattr(b.config, each.name)
-        }
+        differing = differing_fields(a.config, b.config)
+        settings = {name: [getattr(a.config, name), getattr(b.config, name)] for name in differing}
         found.append(
             {
                 "engine": number,
@@ -244,5 +241,5 @@ def is_worse(name: str, figure: Mapping[str, float | None], margin: float) -> bo
     change = figure["change"]
     if change is None:
         return False
-    loss = -change if name in _MORE_IS_BETTER else change
+    loss = -change if name in MORE_IS_BETTER else change
     return loss > max(margin, abs(figure["error"] or 0.0))

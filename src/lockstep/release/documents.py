@@ -23,10 +23,10 @@ class DocumentError(Exception):
     """Reason for which records cannot be cut out of a document."""
 
 
-def write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Write records, a line each."""
+def write_lines(path: Path, lines: Iterable[bytes]) -> int:
+    """Write records, a line each; returns how many."""
     with path.open("wb") as file:
-        file.writelines(line + b"\n" for line in lines)
+        return sum(bool(file.write(line + b"\n")) for line in lines)
 
 
 def first_bad_line(path: Path, part: Path, is_bad: Callable[[], bool]) -> int | None:

@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 from lockstep.errors import EvidenceError
 from lockstep.release.agreement import compare_field
-from lockstep.release.facts import compute_facts, digest_of, event_faults, is_deterministic, names_of, num_empty
+from lockstep.release.facts import LABELS, compute_facts, digest_of, event_faults, is_deterministic, names_of, num_empty
 from lockstep.release.gaps import P95, pooled_p95
 from lockstep.release.joining import Joining, join
-from lockstep.release.observation import SIDES, Reason, Side
+from lockstep.release.observation import METRICS, SIDES, Reason, Side
 from lockstep.release.outputs import BOTH_SIDES, IN_SEGMENT, TRACE, comparison, has_material, resolve
 from lockstep.release.policy import Policy
 from lockstep.release.statistics import nearest_rank
-from lockstep.release.store import Store
+from lockstep.release.store import Store, bools, floats
+from lockstep.release.verdict import ALL
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -41,11 +42,9 @@ MAX_SEGMENTS = 200
 UNITS_APART = 200.0
 """Times by which numbers differ that are seconds on one side and milliseconds on the other, at least."""
 MIN_PAIRS_OF_UNITS = 5
-METRICS = ("latency_ms", "ttft_ms", "decode_ms", "kv_pressure", "queue_depth")
-"""Numbers of one answer; ``decode_ms`` is the mean gap between its tokens."""
 OUTPUT_TOKENS = "num_tokens"
 """The number of an answer's tokens, beside its `METRICS`."""
-_NUMBERS = (*METRICS, OUTPUT_TOKENS)
+_NUMBERS = (*(each.name for each in METRICS), OUTPUT_TOKENS)
 BUFFERED = 0.9
 """From this part of the whole time on, a first token came with the others."""
 
@@ -64,7 +63,7 @@ class Segment(NamedTuple):
         """Words for it: model, backends, accelerator, label."""
         backends = f"{self.baseline_backend or '?'} -> {self.candidate_backend or '?'}"
         parts = (self.model, backends if self.baseline_backend or self.candidate_backend else None)
-        return ", ".join(part for part in (*parts, self.accelerator, self.label) if part) or "all"
+        return ", ".join(part for part in (*parts, self.accelerator, self.label) if part) or ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +98,20 @@ class Pairs:
         """Both sides answered."""
         return self.ok[0] & self.ok[1]
 
+    def known(self, metric: str) -> Bools:
+        """Both sides answered, and have the number."""
+        baseline, candidate = self.metrics[metric]
+        known: Bools = self.healthy & ~np.isnan(baseline) & ~np.isnan(candidate)
+        return known
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """Everything that a gate judges by."""
 
     joining: Joining
+    notes: tuple[str, ...]
+    """Sentences on how records were joined."""
     pairs: Pairs
     decode_p95: Mapping[int, tuple[float, float]]
     """Of all gaps between tokens of both sides, by segment; -1: of all of them."""
@@ -142,17 +149,8 @@ class Evidence:
         return [key for (key,) in self.store.rows(f"SELECT key FROM ordered WHERE place IN ({wanted}) ORDER BY place")]
 
 
-NAMED = (
-    "model",
-    "model_version",
-    "route_id",
-    "replica_id",
-    "scheduler",
-    "backend",
-    "accelerator",
-    "artifact",
-    "precision",
-)
+NAMED = tuple(each for each in LABELS if each not in ("segment", "deterministic"))
+"""Labels whose values a verdict lists."""
 MAX_NAMES = 100
 
 
@@ -168,7 +166,7 @@ def gather(store: Store, policy: Policy | None = None) -> Evidence:
     policy = policy or Policy()
     for side in SIDES:
         compute_facts(store, side)
-    joining = join(store)
+    joining, notes = join(store)
     store.run(_ORDERED)
     segments = _segments(store)
     by_vectors = policy.compares_vectors
@@ -180,18 +178,18 @@ def gather(store: Store, policy: Policy | None = None) -> Evidence:
         output, incomparable, max_drift = resolve(
             store, columns["output"].astype(np.int8), policy.numeric_tolerances, by_vectors
         )
-    ts = _floats(columns["ts"])
+    ts = floats(columns["ts"])
     missing_at, missing = _missing(store, ts)
     pairs = Pairs(
         ts=ts,
         is_timed=not np.isnan(ts).any(),
-        ok=(_bools(columns["b_ok"]), _bools(columns["c_ok"])),
-        metrics={name: (_floats(columns[f"b_{name}"]), _floats(columns[f"c_{name}"])) for name in _NUMBERS},
+        ok=(bools(columns["b_ok"]), bools(columns["c_ok"])),
+        metrics={name: (floats(columns[f"b_{name}"]), floats(columns[f"c_{name}"])) for name in _NUMBERS},
         output=output,
         segment=columns["segment"].astype(np.int32),
         segments=segments,
-        routed=(_bools(columns["b_routed"]), _bools(columns["c_routed"])),
-        streamed=(_bools(columns["b_streamed"]), _bools(columns["c_streamed"])),
+        routed=(bools(columns["b_routed"]), bools(columns["c_routed"])),
+        streamed=(bools(columns["b_streamed"]), bools(columns["c_streamed"])),
         missing_at=missing_at,
         missing=missing,
     )
@@ -199,6 +197,7 @@ def gather(store: Store, policy: Policy | None = None) -> Evidence:
     baseline, candidate = SIDES
     return Evidence(
         joining=joining,
+        notes=tuple(notes),
         pairs=pairs,
         decode_p95=pooled_p95(store),
         names={
@@ -211,7 +210,7 @@ def gather(store: Store, policy: Policy | None = None) -> Evidence:
         incomparable=incomparable,
         max_drift=max_drift,
         store=store,
-        without_output=(np.flatnonzero(_bools(columns["b_bare"])), np.flatnonzero(_bools(columns["c_bare"]))),
+        without_output=(np.flatnonzero(bools(columns["b_bare"])), np.flatnonzero(bools(columns["c_bare"]))),
         num_empty=(num_empty(store, baseline), num_empty(store, candidate)),
         traces=_traces(store),
     )
@@ -291,15 +290,6 @@ def _missing(store: Store, ts: Floats) -> tuple[NDArray[np.int64], Floats]:
         " keys_candidate) WHERE ts IS NOT NULL ORDER BY ts, sign"
     )
     return np.searchsorted(ts, found["ts"]).astype(np.int64), found["sign"].astype(np.float64)
-
-
-def _floats(column: Any) -> Floats:
-    """A column of numbers, NaN where there is none."""
-    return np.ma.filled(np.ma.asarray(column).astype(np.float64), math.nan)
-
-
-def _bools(column: Any) -> Bools:
-    return np.ma.filled(np.ma.asarray(column).astype(np.bool_), False)
 
 
 def p95(values: Floats) -> float:

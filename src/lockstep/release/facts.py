@@ -27,8 +27,10 @@ LABELS = (
 """Fields of the table ``labels_`` of a side, whose key is ``label``."""
 _FINITE = "has to be a finite number, 0 or above"
 _RULES: tuple[tuple[str, str, str], ...] = (
-    *((name, f"{name} < 0 OR NOT isfinite({name})", _FINITE) for name in ("latency_ms", "queue_depth")),
-    *((name, f"{name} < 0 OR NOT isfinite({name})", _FINITE) for name in ("ttft_ms", "kv_used", "kv_total")),
+    *(
+        (name, f"{name} < 0 OR NOT isfinite({name})", _FINITE)
+        for name in ("latency_ms", "queue_depth", "ttft_ms", "kv_used", "kv_total")
+    ),
     ("ts", "NOT isfinite(ts)", "has to be a finite number"),
     (
         "token_latencies_ms",
@@ -44,7 +46,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     ("logprobs", "NOT (isfinite(list_max(logprobs)) AND isfinite(list_min(logprobs)))", "has to be finite numbers"),
     ("health", "health NOT IN ('ready', 'degraded', 'down')", "is ready, degraded or down"),
     ("kv_total", "kv_used > kv_total", "is less than kv_used; both have to be of one unit"),
-    ("ttft_ms", f"ttft_ms > {10} * latency_ms", "is more than ten times its latency_ms; both are milliseconds"),
+    ("ttft_ms", "ttft_ms > 10 * latency_ms", "is more than ten times its latency_ms; both are milliseconds"),
 )
 """Fields, conditions that no observation meets, and what is right."""
 _FAULTS = " + ".join(

@@ -1,7 +1,7 @@
 """Gate: a policy and evidence in, a verdict out. Closed: no clock, no file, no randomness.
 
 Rollback goes before hold, and hold before promote; every signal that is outside policy is listed, not the deciding one
-alone. Signals of the same response are in the order in which to look (`lockstep.release.triage.HINTS`): a slower step
+alone. Signals of the same response are in the order in which to look (`lockstep.release.triage.KINDS`): a slower step
 of decoding makes answers late as well, and is named first.
 """
 
@@ -16,17 +16,17 @@ import numpy as np
 
 from lockstep.release import sequential, signals
 from lockstep.release.agreement import Divergence, divergence, excess_mismatches, logprob_gaps
-from lockstep.release.causes import find
 from lockstep.release.caveats import of_segments_only, warnings_of
 from lockstep.release.coverage import agreement_lower, coverage_of, lacking
-from lockstep.release.evidence import METRICS, OUTPUT_TOKENS, Bools, Evidence, Floats, p95
-from lockstep.release.observation import SIDES
+from lockstep.release.evidence import OUTPUT_TOKENS, Bools, Evidence, Floats, Pairs, p95
+from lockstep.release.observation import METRICS, SIDES
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output, first_difference
 from lockstep.release.policy import Policy, digest_of
 from lockstep.release.reading import Source
-from lockstep.release.series import ALL, Answers, series_of
-from lockstep.release.triage import RANKS, triage_of
+from lockstep.release.series import Answers, series_of
+from lockstep.release.triage import RANKS, find, triage_of
 from lockstep.release.verdict import (
+    ALL,
     Agreement,
     Decision,
     Figures,
@@ -68,7 +68,7 @@ def judge(
     )
     coverage = coverage_of(evidence)
     found = [*signals.unsaid(policy, evidence), *lacking(policy, evidence, summary, coverage)]
-    notes = [*evidence.joining.notes, *_notes(policy, evidence, summary)]
+    notes = [*evidence.notes, *_notes(policy, evidence, summary)]
     answers = _answers(policy, evidence, second)
     found += _outside(policy, evidence, answers, summary, everything)
     of_segments = [*_outside_segments(policy, evidence, answers, segments)]
@@ -108,7 +108,7 @@ def judge(
             side: {name: values[number] for name, values in evidence.names.items() if values[number]}
             for number, side in enumerate(SIDES)
         },
-        joining=_account(evidence),
+        joining=evidence.joining,
         triage=triage_of(findings, policy),
         policy=asdict(policy),
         inputs=tuple(
@@ -169,8 +169,6 @@ def _unsound(policy: Policy, second: Evidence) -> Iterator[Signal]:
     for each in found:
         yield Signal(
             name="unsound-baseline",
-            response=Decision.HOLD,
-            segment=ALL,
             sentence=f"a second baseline is not like the first: {each.sentence}",
             value=each.value,
             bound=each.bound,
@@ -179,12 +177,7 @@ def _unsound(policy: Policy, second: Evidence) -> Iterator[Signal]:
 
 
 def _order(signal: Signal) -> tuple[int, bool, int, str]:
-    return (
-        (Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(signal.response),
-        signal.segment != ALL,
-        RANKS[signal.name],
-        signal.segment,
-    )
+    return signal.response.rank, signal.segment != ALL, RANKS[signal.name], signal.segment
 
 
 def summarise(evidence: Evidence, mask: Bools, name: str, number: int) -> SegmentSummary:
@@ -201,13 +194,12 @@ def summarise(evidence: Evidence, mask: Bools, name: str, number: int) -> Segmen
     errors = [100.0 * float((mask & ~ok).sum()) / count if count else math.nan for ok in pairs.ok]
     figures["error_rate"] = _figures(errors[0], errors[1], count)
     for metric in METRICS:
-        values, num = _known(pairs.metrics[metric], healthy)
+        values, num = _known(pairs, metric.name, healthy)
         both = (p95(values[0]), p95(values[1]))
-        if metric == "decode_ms":
+        if metric.name == "decode_ms":
             both = evidence.decode_p95.get(number, (math.nan, math.nan))
-        stem = metric.removesuffix("_ms")
-        figures[f"{stem}_p95{'_ms' if stem != metric else ''}"] = _figures(*both, num)
-    lengths, num = _known(pairs.metrics[OUTPUT_TOKENS], healthy)
+        figures[metric.figure] = _figures(*both, num)
+    lengths, num = _known(pairs, OUTPUT_TOKENS, healthy)
     means = [float(each.mean()) if len(each) else math.nan for each in lengths]
     figures["output_tokens_mean"] = _figures(means[0], means[1], num)
     return SegmentSummary(
@@ -222,11 +214,11 @@ def summarise(evidence: Evidence, mask: Bools, name: str, number: int) -> Segmen
     )
 
 
-def _known(numbers: tuple[Floats, Floats], mask: Bools) -> tuple[tuple[Floats, Floats], int]:
+def _known(pairs: Pairs, metric: str, healthy: Bools) -> tuple[tuple[Floats, Floats], int]:
     """Numbers of the pairs that have both, and how many these are; where none has, what each side has."""
-    known = mask & ~np.isnan(numbers[0]) & ~np.isnan(numbers[1])
-    masks = (known, known) if known.any() else (mask & ~np.isnan(numbers[0]), mask & ~np.isnan(numbers[1]))
-    return (numbers[0][masks[0]], numbers[1][masks[1]]), int(known.sum())
+    known = healthy & pairs.known(metric)
+    baseline, candidate = (side[known if known.any() else healthy & ~np.isnan(side)] for side in pairs.metrics[metric])
+    return (baseline, candidate), int(known.sum())
 
 
 def _figures(baseline: float, candidate: float, pairs: int) -> Figures:
@@ -272,19 +264,6 @@ def _first_mismatch(evidence: Evidence) -> dict[str, Any] | None:
         return None
     request = evidence.keys(places[:1])[0]
     return {"request": request, **(first_difference(evidence.store, int(places[0])) or {})}
-
-
-def _account(evidence: Evidence) -> dict[str, Any]:
-    joining = evidence.joining
-    return {
-        "records": dict(zip(SIDES, joining.num_records, strict=True)),
-        "pairs": joining.num_pairs,
-        "by_key": dict(joining.pairs_by_key),
-        "unjoined": [
-            {"side": each.side, "reason": each.reason.value, "count": each.count, "examples": list(each.examples)}
-            for each in joining.unjoined
-        ],
-    }
 
 
 def _answers(policy: Policy, evidence: Evidence, second: Evidence | None) -> Answers:

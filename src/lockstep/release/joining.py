@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from lockstep.release.observation import SIDES, Reason, Side
 from lockstep.release.store import Store
 
@@ -54,8 +56,7 @@ NAME = "coalesce(request_id, engine_id, conversation_id || '/' || turn, tracepar
 """SQL of what a record is called in reports, if anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unjoined:
+class Unjoined(msgspec.Struct, frozen=True):
     """Records of one side that are in no pair, for one reason."""
 
     side: Side
@@ -65,36 +66,35 @@ class Unjoined:
     """Their ids, the first in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Joining:
+class Joining(msgspec.Struct, frozen=True):
     """Account of all records: each is in a pair, or is unjoined for a reason."""
 
-    num_records: tuple[int, int]
-    num_pairs: int
-    pairs_by_key: tuple[tuple[str, int], ...]
+    records: dict[Side, int]
+    """Number of records of each side."""
+    pairs: int
+    """Number of pairs."""
+    by_key: dict[str, int]
+    """Number of pairs that each key made."""
     unjoined: tuple[Unjoined, ...]
-    notes: tuple[str, ...] = ()
 
     @property
-    def num_tried(self) -> tuple[int, int]:
-        """Records of each side that a pair could be made of: all but those that were tried again."""
-        num = list(self.num_records)
-        for each in self.unjoined:
-            num[SIDES.index(each.side)] -= each.count if each.reason is Reason.RETRIED else 0
-        return num[0], num[1]
+    def num_tried(self) -> int:
+        """Records of the larger side that a pair could be made of: all but those that were tried again."""
+        retried = {each.side: each.count for each in self.unjoined if each.reason is Reason.RETRIED}
+        return max(count - retried.get(side, 0) for side, count in self.records.items())
 
 
-def join(store: Store) -> Joining:
+def join(store: Store) -> tuple[Joining, list[str]]:
     """Pair the tables of the sides; leaves a table ``pairs`` of their row ids, the key's name and the pair's.
 
     Returns:
-        What became of every record.
+        What became of every record, and sentences on keys that did not join, or only weakly.
     """
     store.run("CREATE TABLE pairs (b BIGINT, c BIGINT, key_name VARCHAR, key VARCHAR)")
     found = [_make_keys(store, side) for side in SIDES]
     num_left = min(store.number(f"SELECT count(*) FROM keys_{side}") for side in SIDES)
     notes = []
-    by_key = []
+    by_key = {}
     index_fault = _index_fault(store) if all("index" in names for names in found) else ""
     if index_fault:
         notes.append(index_fault)
@@ -105,7 +105,7 @@ def join(store: Store) -> Joining:
         num_new = _match_prompts(store) if key.name == "prompt" else _match(store, key)
         num_left -= num_new
         if num_new:
-            by_key.append((key.name, num_new))
+            by_key[key.name] = num_new
             if key.is_weak:
                 notes.append(
                     "some pairs are joined by prompt and time of arrival only, which is weak; give requests ids"
@@ -113,9 +113,8 @@ def join(store: Store) -> Joining:
             store.run("DELETE FROM keys_baseline WHERE row IN (SELECT b FROM pairs)")
             store.run("DELETE FROM keys_candidate WHERE row IN (SELECT c FROM pairs)")
     unjoined = tuple(each for side in SIDES for each in _unjoined(store, side, bool(index_fault)))
-    records = [store.number(f"SELECT count(*) FROM {side}") for side in SIDES]
-    num_pairs = sum(count for _, count in by_key)
-    return Joining((records[0], records[1]), num_pairs, tuple(by_key), unjoined, tuple(notes))
+    records = {side: store.number(f"SELECT count(*) FROM {side}") for side in SIDES}
+    return Joining(records, sum(by_key.values()), by_key, unjoined), notes
 
 
 def _make_keys(store: Store, side: Side) -> set[str]:

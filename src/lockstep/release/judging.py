@@ -100,6 +100,22 @@ def read_sides(store: Store, paths: Sequence[Path], names: Sequence[Path] | None
     return GateInput([source for source, _ in found], None)
 
 
+def convert_files(paths: Sequence[Path], place: Path) -> tuple[list[Source], int]:
+    """Write files of both sides as one input of the gate.
+
+    Returns:
+        What the files were, and the number of pairs.
+
+    Raises:
+        EvidenceError: a file cannot be read, or is no pair of sides.
+    """
+    with open_store() as store:
+        sides = read_sides(store, paths)
+        num_pairs = gather(store).joining.pairs
+        write_gate_input(store, place, sides.policy)
+    return sides.sources, num_pairs
+
+
 class Judged(NamedTuple):
     """A verdict with what it is of."""
 

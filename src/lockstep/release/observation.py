@@ -6,6 +6,7 @@ without output material is evidence of latency only, and the verdict reports tha
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import Literal, NamedTuple
 
@@ -71,6 +72,35 @@ FIELDS: tuple[Field, ...] = (
 """All fields. Only an id and a side, or the file's role as a side, are needed."""
 
 NAMES: tuple[str, ...] = tuple(field.name for field in FIELDS)
+
+
+class Metric(NamedTuple):
+    """One number of each answer, by which the sides are compared."""
+
+    name: str
+    """Its column among the facts of an observation."""
+    figure: str
+    """Name of its 95th percentile in a verdict."""
+    unit: str
+    """``ms``, or empty."""
+    words: str
+    signal: str = ""
+    """Signal of its regression; empty: no policy bounds it."""
+    label: str = ""
+    """Shorter words for a row of a table; empty: ``words``."""
+    least: float = -math.inf
+    """Numbers are evidence only above it."""
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("latency_ms", "latency_p95_ms", "ms", "latency", "latency"),
+    Metric("ttft_ms", "ttft_p95_ms", "ms", "time to the first token", "ttft", "first token"),
+    # Tokens that a client reads at once are microseconds apart, whatever the server took for each.
+    Metric("decode_ms", "decode_p95_ms", "ms", "gap between tokens", "decode", least=0.1),
+    Metric("kv_pressure", "kv_pressure_p95", "", "KV pressure", "kv-pressure"),
+    Metric("queue_depth", "queue_depth_p95", "", "queue depth"),
+)
+"""All metrics; ``decode_ms`` is the mean gap between an answer's tokens, and its figure that of all gaps."""
 
 
 class Reason(Enum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.release.store import Store
+from lockstep.release.store import Store, bools
 
 FNV_OFFSET = 0xCBF29CE484222325
 FNV_PRIME = 0x100000001B3
@@ -58,6 +58,16 @@ _MATERIALS = ("tokens", "vector", "text")
 """In order of preference; stream tokens stand for token ids. A given fingerprint is the last."""
 
 
+def is_unlike(names: Iterable[str] = UNLIKE) -> str:
+    """SQL over the facts of both sides: one of these reasons holds."""
+    return " OR ".join(f"coalesce({UNLIKE[name]}, false)" for name in names)
+
+
+def unlike_cases(names: Iterable[str] = UNLIKE) -> str:
+    """SQL over the facts of both sides, within a CASE: the first of these reasons that holds."""
+    return " ".join(f"WHEN coalesce({UNLIKE[name]}, false) THEN 'unlike {name}'" for name in names)
+
+
 def _both(material: str) -> str:
     """SQL: both sides have a material. Two empty ones show nothing, unless it is known that there were no tokens."""
     return (
@@ -96,7 +106,7 @@ def comparison(by_vectors: bool = False) -> str:
     first, second = (_BY_VECTORS, _BY_TOKENS) if by_vectors else (_BY_TOKENS, _BY_VECTORS)
     return f"""CASE
   WHEN NOT (b.ok AND c.ok) THEN {Output.FAILED:d}
-  WHEN {" OR ".join(f"coalesce({text}, false)" for text in UNLIKE.values())} THEN {Output.INCOMPARABLE:d}
+  WHEN {is_unlike()} THEN {Output.INCOMPARABLE:d}
   {first}
   {second}
   WHEN {_both("text")} THEN {_equal("b.text_hash", "c.text_hash")}
@@ -232,9 +242,8 @@ def _compare_vectors(store: Store, output: NDArray[np.int8], tolerances: Sequenc
         " ON v.model IS NOT DISTINCT FROM r.model AND v.backend IS NOT DISTINCT FROM r.backend"
         " AND v.device IS NOT DISTINCT FROM r.device) GROUP BY place"
     )
-    is_comparable = np.ma.filled(found["is_comparable"], False).astype(np.bool_)
-    is_within = np.ma.filled(found["is_within"], False).astype(np.bool_)
-    outcome = np.where(is_within, np.int8(Output.TOLERATED), np.int8(Output.DRIFTED))
+    is_comparable = bools(found["is_comparable"])
+    outcome = np.where(bools(found["is_within"]), np.int8(Output.TOLERATED), np.int8(Output.DRIFTED))
     output[found["place"]] = np.where(is_comparable, outcome, np.int8(Output.DIFFERS))
     return float(np.max(found["drift"][is_comparable], initial=-math.inf)) if is_comparable.any() else math.nan
 
@@ -252,9 +261,8 @@ def _compare_fingerprints(store: Store, output: NDArray[np.int8]) -> None:
 
 def _incomparable(store: Store) -> dict[str, int]:
     """Incomparable pairs by reason, the first that holds."""
-    cases = " ".join(f"WHEN coalesce({text}, false) THEN 'unlike {name}'" for name, text in UNLIKE.items())
     rows = store.rows(
-        f"SELECT CASE {cases} ELSE 'unlike materials' END AS reason, count(*) FROM {BOTH_SIDES}"
+        f"SELECT CASE {unlike_cases()} ELSE 'unlike materials' END AS reason, count(*) FROM {BOTH_SIDES}"
         f" WHERE {comparison()} = {Output.INCOMPARABLE:d} GROUP BY 1 ORDER BY 1"
     )
     return {reason: int(count) for reason, count in rows}
@@ -271,7 +279,7 @@ def first_difference(store: Store, place: int) -> dict[str, object] | None:
         f"SELECT x.tokens, y.tokens, x.vector, y.vector, x.text, y.text FROM {BOTH_ANSWERS} WHERE place = {place:d}"
     )
     if b_tokens is not None and c_tokens is not None and b_tokens != c_tokens:
-        at = _first_unlike(b_tokens, c_tokens)
+        at = first_unlike(b_tokens, c_tokens)
         baseline, candidate = (side[at] if at < len(side) else None for side in (b_tokens, c_tokens))
         prints = fingerprints_of([(b_tokens, None), (c_tokens, None)])
         return {
@@ -286,10 +294,11 @@ def first_difference(store: Store, place: int) -> dict[str, object] | None:
         ("character_index", b_text, c_text),
     ):
         if baseline is not None and candidate is not None and baseline != candidate:
-            return {name: _first_unlike(baseline, candidate)}
+            return {name: first_unlike(baseline, candidate)}
     return None
 
 
-def _first_unlike(baseline: Sequence[object], candidate: Sequence[object]) -> int:
+def first_unlike(baseline: Sequence[object], candidate: Sequence[object]) -> int:
+    """Place of the first part that differs; the shorter length where one is the beginning of the other."""
     pairs = enumerate(zip(baseline, candidate, strict=False))
     return next((at for at, (b, c) in pairs if b != c), min(len(baseline), len(candidate)))

@@ -100,7 +100,7 @@ def read(
     content = content_of(copy, store.folder / f"input-{side or 'both'}", path)
     if content.kind == "parquet":
         content = replace(content, records=(_parquet_types(store, content),))
-    is_table = content.kind in ("csv", "parquet")
+    is_table = content.is_table
     first = next((each for each in content.records if each.keys() - {"policy"}), {})
     unread: tuple[str, ...] = ()
     if not is_table and side is not None and first.keys() & {*SIDES, "pairs"}:
@@ -112,7 +112,7 @@ def read(
         elif not is_table and not content.fault and first.keys() & {*SIDES, "pairs"}:
             name, unread = "mirror", _read_pairs(store, content, first)
         else:
-            found = _own_table(content) if is_table else _format_of(content)
+            found = OWN if is_table else _format_of(content)
             name = found.name
             path_of_lines = _read_format(store, content, found, sides)
             if found is OWN:
@@ -184,7 +184,7 @@ def _read_format(store: Store, content: Content, found: Format, sides: tuple[Sid
     name = "both" if is_shared else sides[0]
     records = _Records(content, found.columns, _lines(store, content, found, name))
     fields = found.fields
-    if content.kind in ("csv", "parquet"):
+    if content.is_table:
         columns = {each: kind for each, kind in found.columns.items() if each in content.records[0]}
         records = _Records(content, columns, content.path)
         fields = {each: f'"{each}"' for each in columns}
@@ -247,21 +247,21 @@ def _format_of(content: Content) -> Format:
     return OWN
 
 
-def _own_table(content: Content) -> Format:
-    """Our own format, if a table has fields of an observation."""
-    names = list(content.records[0])
-    if not set(names) & set(NAMES):
-        found = f"none of its columns ({listed(names)}) is a field of an observation"
-        raise EvidenceError(f"{content.given}: {found}; those are {listed(NAMES)}")
-    return OWN
-
-
 def _parquet_types(store: Store, content: Content) -> dict[str, str]:
+    """Types of the columns by their names.
+
+    Raises:
+        EvidenceError: the file is damaged, or no column is a field of an observation.
+    """
     query = f"DESCRIBE SELECT * FROM read_parquet({quoted(str(content.path))})"
     if told := store.fault(query):
         told = told.replace(str(content.path), str(content.given))
         raise EvidenceError(f"{content.given}: not whole, or damaged: {told}")
-    return {name: kind for name, kind, *_ in store.rows(query)}
+    types = {name: kind for name, kind, *_ in store.rows(query)}
+    if not types.keys() & set(NAMES):
+        found = f"none of its columns ({listed(list(types))}) is a field of an observation"
+        raise EvidenceError(f"{content.given}: {found}; those are {listed(NAMES)}")
+    return types
 
 
 def _first_record(record: Members, found: Format) -> Any:

@@ -22,6 +22,7 @@ from lockstep.core.request import FinishReason
 from lockstep.errors import EvidenceError, LockstepError, TraceError
 from lockstep.executors.base import environment_digest
 from lockstep.release.decisions import decisions_of
+from lockstep.release.documents import write_lines
 from lockstep.release.observation import SIDES, Side
 from lockstep.release.reading import Source, read
 from lockstep.release.store import Store
@@ -113,7 +114,7 @@ def read_recordings(store: Store, paths: Sequence[Path]) -> Recordings:
         sequences = _Sequences(trace, sameness, has_tokens and trace.header.has_content)
         rows = store.folder / f"recording-{side}.jsonl"
         try:
-            num_rows = _write(rows, sequences.observations())
+            num_rows = write_lines(rows, map(msgspec.json.encode, sequences.observations()))
         except TraceError as error:
             raise EvidenceError(f"{path}: {error}") from error
         if not num_rows:
@@ -152,13 +153,6 @@ def _opened(path: Path) -> Trace:
             f"{path}: {trace.num_runs} runs were recorded there; name the files of one, or a folder of it"
         )
     return trace
-
-
-def _write(place: Path, rows: Iterator[dict[str, Any]]) -> int:
-    """Write observations, one a line, and count them."""
-    encode = msgspec.json.Encoder().encode
-    with place.open("wb") as file:
-        return sum(bool(file.write(encode(row) + b"\n")) for row in rows)
 
 
 @dataclass(slots=True)

@@ -7,9 +7,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 from lockstep.release.decisions import FIGURES
-from lockstep.release.observation import SIDES
+from lockstep.release.observation import METRICS, SIDES
 from lockstep.release.sequential import amount
-from lockstep.release.verdict import Caveat, Decision, Figures, SegmentSummary, Triage, Verdict
+from lockstep.release.series import RATIOS
+from lockstep.release.verdict import ALL, Caveat, Decision, Figures, SegmentSummary, Triage, Verdict
 from lockstep.report.document import (
     ABSENT,
     Block,
@@ -30,15 +31,10 @@ from lockstep.shown import printable, signed_percent
 
 FIGURE_WORDS = {
     "error_rate": ("error rate", "%"),
-    "latency_p95_ms": ("p95 latency", "ms"),
-    "ttft_p95_ms": ("p95 first token", "ms"),
-    "decode_p95_ms": ("p95 gap between tokens", "ms"),
-    "kv_pressure_p95": ("p95 KV pressure", ""),
-    "queue_depth_p95": ("p95 queue depth", ""),
+    **{each.figure: (f"p95 {each.label or each.words}", each.unit) for each in METRICS},
     "output_tokens_mean": ("mean tokens of an answer", ""),
 }
 ANSWERS = ("same", "tolerated", "differing", "incomparable")
-TIMES = {"latency", "ttft", "decode"}
 MAX_SEGMENT_ROWS = 50
 SERIES_STATES = ("outside", "changing", "undecided", "no-evidence", "within")
 
@@ -71,13 +67,12 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
 
 
 def _warning(each: Caveat) -> Finding:
-    examples = (f"requests: {', '.join(each.examples)}",) if each.examples else ()
-    return Finding(f"warning: {each.sentence}{_where(each.segment)}", examples)
+    return Finding(f"warning: {each.sentence}{_where(each.segment)}", _requests(each))
 
 
 def _advice(verdict: Verdict) -> Iterator[str]:
     names = {each.name for each in verdict.signals}
-    if names and names <= TIMES and verdict.policy["mode"] == "threshold":
+    if names and names <= RATIOS.keys() and verdict.policy["mode"] == "threshold":
         yield (
             "only times are outside, and on a machine that others use two runs of one server may differ as much: judge "
             "the baseline against itself (a second run of it as --aa FILE), allow what differs there "
@@ -88,13 +83,16 @@ def _advice(verdict: Verdict) -> Iterator[str]:
 def _item(item: Triage) -> Finding:
     """One item of the triage: its evidence, its owner and action, and requests that show it."""
     response = "prediction" if item.response == Decision.PROMOTE else item.response
-    examples = (f"requests: {', '.join(item.examples)}",) if item.examples else ()
-    reasons = (f"for {item.owner}: {item.action}", *examples)
+    reasons = (f"for {item.owner}: {item.action}", *_requests(item))
     return Finding(f"{response}: {item.evidence}{_where(item.segment)}", reasons)
 
 
+def _requests(of: Caveat | Triage) -> tuple[str, ...]:
+    return (f"requests: {', '.join(of.examples)}",) if of.examples else ()
+
+
 def _where(segment: str) -> str:
-    return "" if segment == "all" else f" (in {segment})"
+    return "" if segment == ALL else f" (in {segment})"
 
 
 def _basis(verdict: Verdict) -> Finding:
@@ -201,11 +199,11 @@ def _joining(verdict: Verdict) -> Table:
     joining = verdict.joining
     table = Table("Records", (*words("side", "what became of them"), *numbers("records")), id="records")
     for side in SIDES:
-        keys = ", ".join(joining["by_key"]) or "nothing"
-        table.rows.append((side, f"in pairs, by {keys}", Number(joining["pairs"])))
-        for each in joining["unjoined"]:
-            if each["side"] == side:
-                table.rows.append((side, f"{each['reason']}: {', '.join(each['examples'])}", Number(each["count"])))
+        keys = ", ".join(joining.by_key) or "nothing"
+        table.rows.append((side, f"in pairs, by {keys}", Number(joining.pairs)))
+        for each in joining.unjoined:
+            if each.side == side:
+                table.rows.append((side, f"{each.reason.value}: {', '.join(each.examples)}", Number(each.count)))
     return table
 
 

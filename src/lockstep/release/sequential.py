@@ -25,7 +25,7 @@ import numpy as np
 
 from lockstep.release.memory import TimesTrack, beside, track_times
 from lockstep.release.policy import Policy
-from lockstep.release.series import ALL, TIMES, Series
+from lockstep.release.series import RATIOS, TIMES, Series
 from lockstep.release.statistics import (
     MIN_PAIRS,
     Bools,
@@ -38,7 +38,7 @@ from lockstep.release.statistics import (
     track,
     width_after,
 )
-from lockstep.release.verdict import CurvePoint, Decision, SeriesSummary, Signal
+from lockstep.release.verdict import ALL, CurvePoint, Decision, SeriesSummary, Signal
 from lockstep.shown import signed_percent
 
 BLOCKS_PER_BURST = 2
@@ -48,9 +48,7 @@ MAX_CURVE = 64
 MAX_NAMED = 3
 """Undecided series that are named in a sentence."""
 WORDS = {
-    "latency": "latency",
-    "ttft": "time to the first token",
-    "decode": "gap between tokens",
+    **{signal: metric.words for signal, metric in RATIOS.items()},
     "latency-tail": "the share of answers beyond the baseline's p95 latency",
     "errors": "the error rate",
     "output-mismatch": "the mismatch rate",
@@ -270,11 +268,9 @@ def signals_of(summaries: Sequence[SeriesSummary]) -> Iterator[Signal]:
     is_decided = any(each.state == "outside" and each.response is Decision.ROLLBACK for each in summaries)
     changing = [_name(each) for each in summaries if each.state == "changing"]
     if changing and not is_decided:
-        yield Signal(name="non-stationary", response=Decision.HOLD, segment=ALL, sentence=_changing(changing))
+        yield Signal(name="non-stationary", sentence=_changing(changing))
     if open_ones and not is_decided:
-        yield Signal(
-            name="undecided", response=Decision.HOLD, segment=ALL, sentence=_undecided(open_ones, len(summaries))
-        )
+        yield Signal(name="undecided", sentence=_undecided(open_ones, len(summaries)))
 
 
 def _changing(names: Sequence[str]) -> str:
@@ -334,11 +330,12 @@ def notes_of(policy: Policy, summaries: Sequence[SeriesSummary]) -> Iterator[str
 def too_early(num_pairs: int, is_timed: bool) -> Signal | None:
     """Reason for which nothing can be followed yet."""
     if num_pairs and not is_timed:
-        sentence = "some pairs have no time (ts), and sequential evidence needs an order"
-        return Signal(name="missing-times", response=Decision.HOLD, segment=ALL, sentence=sentence)
+        return Signal(
+            name="missing-times", sentence="some pairs have no time (ts), and sequential evidence needs an order"
+        )
     if num_pairs < MIN_PAIRS:
         sentence = f"{num_pairs:,} pairs; sequential evidence begins with {MIN_PAIRS}"
-        return Signal(name="no-evidence-yet", response=Decision.HOLD, segment=ALL, sentence=sentence)
+        return Signal(name="no-evidence-yet", sentence=sentence)
     return None
 
 

@@ -4,27 +4,28 @@ have."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.release.evidence import Bools, Floats, Pairs
+from lockstep.release.evidence import Bools, Floats, Pairs, p95
+from lockstep.release.observation import METRICS, Metric
 from lockstep.release.outputs import COMPARED, DIFFERENT
 from lockstep.release.policy import Policy
-from lockstep.release.statistics import MIN_PAIRS, nearest_rank
-from lockstep.release.verdict import Decision
+from lockstep.release.statistics import MIN_PAIRS
+from lockstep.release.verdict import ALL, Decision
 
-ALL = "all"
-RATIOS = {"latency": "latency_ms", "ttft": "ttft_ms", "decode": "decode_ms"}
-"""Signals whose series is the logarithm of the candidate's number over the baseline's, by signal, with the metric."""
+RATIOS: Mapping[str, Metric] = {each.signal: each for each in METRICS if each.unit == "ms"}
+"""Metrics whose series is the logarithm of the candidate's number over the baseline's, by signal."""
+METRIC_OF: Mapping[str, Metric] = {each.signal: each for each in METRICS if each.signal} | {
+    "latency-tail": RATIOS["latency"]
+}
+"""Metrics by the signals that they give."""
 TIMES = frozenset([*RATIOS, "latency-tail"])
 """Signals of times."""
-LEAST_MS = {"decode": 0.1}
-"""Numbers of a signal that are evidence are above; 0 where none is named. Tokens that a client reads at once are
-microseconds apart, whatever the server took for each."""
 Unit = Literal["ratio", "points", "nats"]
 
 
@@ -87,8 +88,9 @@ def missing_pairs(policy: Policy, pairs: Pairs) -> Series:
 
 def has_ratio(pairs: Pairs, signal: str) -> Bools:
     """Pairs that one of `RATIOS` is of: both sides answered, and have a number that is evidence."""
-    baseline, candidate = pairs.metrics[RATIOS[signal]]
-    least = LEAST_MS.get(signal, 0.0)
+    metric = RATIOS[signal]
+    baseline, candidate = pairs.metrics[metric.name]
+    least = max(0.0, metric.least)
     usable: Bools = pairs.healthy & (baseline > least) & (candidate > least)
     return usable
 
@@ -97,7 +99,7 @@ def _ratios(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
     for signal, metric in RATIOS.items():
         usable = mask & has_ratio(pairs, signal)
         if usable.any():
-            baseline, candidate = pairs.metrics[metric]
+            baseline, candidate = pairs.metrics[metric.name]
             values = np.log(candidate[usable] / baseline[usable])
             yield Series(signal, "", "ratio", values, np.flatnonzero(usable), math.log1p(policy.margin))
 
@@ -106,11 +108,11 @@ def _tail(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
     """Latencies beyond the 95th percentile of the baseline's first pairs (at least those of a warm-up), which are no
     evidence themselves."""
     baseline, candidate = pairs.metrics["latency_ms"]
-    places = np.flatnonzero(mask & pairs.healthy & ~np.isnan(baseline) & ~np.isnan(candidate))
+    places = np.flatnonzero(mask & pairs.known("latency_ms"))
     num_first = max(MIN_PAIRS, int(np.searchsorted(places, policy.warmup_pairs)))
     first, rest = places[:num_first], places[num_first:]
     if len(rest):
-        threshold = nearest_rank(baseline[first], 0.95)
+        threshold = p95(baseline[first])
         values = (candidate[rest] > threshold).astype(float) - (baseline[rest] > threshold).astype(float)
         yield Series("latency-tail", "", "points", values, rest, policy.tail_margin / 100, True)
 

@@ -5,9 +5,8 @@ Evidence that there is too little of is in `lockstep.release.coverage`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,79 +14,60 @@ from numpy.typing import NDArray
 
 from lockstep.release.evidence import OUTPUT_TOKENS, Bools, Evidence, Floats
 from lockstep.release.joining import MAX_EXAMPLES
+from lockstep.release.observation import Metric
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output
 from lockstep.release.policy import Policy
-from lockstep.release.series import ALL, RATIOS, Answers
+from lockstep.release.series import METRIC_OF, RATIOS, Answers
 from lockstep.release.verdict import Decision, SegmentSummary, Signal
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A bound on a figure."""
+class Rule(NamedTuple):
+    """A bound on the 95th percentile of a metric."""
 
-    signal: str
-    figure: str
-    metric: str
-    """Number of each answer that the figure is of."""
-    bound: str
-    """The policy's field."""
+    metric: Metric
     kind: str
     """ratio or difference."""
-    words: str
-    unit: str = ""
-    is_of_service: bool = False
-    """Whether it is of the server and not of requests: no series of pairs has it, so its rule applies in every mode."""
+    bound: str
+    """The policy's field."""
 
 
 RULES: tuple[Rule, ...] = (
     *(
-        Rule(signal, f"{stem}_p95_ms", f"{stem}_ms", f"max_{stem}_p95_{field}", kind, words, unit)
-        for signal, stem, words in (
-            ("latency", "latency", "p95 latency"),
-            ("ttft", "ttft", "p95 time to the first token"),
-            ("decode", "decode", "p95 gap between tokens"),
-        )
-        for field, kind, unit in (("ratio", "ratio", ""), ("increase_ms", "difference", " ms"))
+        Rule(metric, kind, f"max_{signal}_p95_{field}")
+        for signal, metric in RATIOS.items()
+        for kind, field in (("ratio", "ratio"), ("difference", "increase_ms"))
     ),
-    Rule(
-        "kv-pressure",
-        "kv_pressure_p95",
-        "kv_pressure",
-        "max_kv_pressure_p95_increase",
-        "difference",
-        "p95 KV pressure",
-        is_of_service=True,
-    ),
+    Rule(METRIC_OF["kv-pressure"], "difference", "max_kv_pressure_p95_increase"),
 )
 """Regressions that hold a candidate back."""
 
 
 def regressions(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bools) -> Iterator[Signal]:
     """Figures of some pairs that are beyond the bounds of the policy's mode."""
-    for rule in RULES:
-        bound = getattr(policy, rule.bound)
-        figures = summary.figures[rule.figure]
-        value = getattr(figures, rule.kind)
-        is_asked = bound is not None and (rule.is_of_service or policy.mode == "threshold")
-        if not is_asked or value is None or not figures.pairs or not value > bound:
+    for metric, kind, field in RULES:
+        bound = getattr(policy, field)
+        figures = summary.figures[metric.figure]
+        value = getattr(figures, kind)
+        is_followed = policy.mode == "sequential" and metric.signal in RATIOS  # by a series in place of the rule
+        if bound is None or is_followed or value is None or not figures.pairs or not value > bound:
             continue
-        by = f"{value:.4g} times" if rule.kind == "ratio" else f"{value:.4g}{rule.unit} above"
+        unit = f" {metric.unit}" if metric.unit else ""
+        by = f"{value:.4g} times" if kind == "ratio" else f"{value:.4g}{unit} above"
         both = f"{figures.baseline:.4g} -> {figures.candidate:.4g}"
         yield Signal(
-            name=rule.signal,
-            response=Decision.HOLD,
+            name=metric.signal,
             segment=summary.name,
-            sentence=f"{rule.words} is {by} the baseline's ({both}); the limit is {bound:g}",
+            sentence=f"p95 {metric.words} is {by} the baseline's ({both}); the limit is {bound:g}",
             value=value,
             bound=bound,
-            examples=slowest(evidence, rule.metric, mask),
+            examples=slowest(evidence, metric, mask),
         )
 
 
 def with_examples(evidence: Evidence, signal: Signal) -> Signal:
     """A signal of a series with requests that show it."""
     pairs = evidence.pairs
-    metric = {**RATIOS, "latency-tail": RATIOS["latency"]}.get(signal.name)
+    metric = METRIC_OF.get(signal.name)
     mask = evidence.mask_of(signal.segment)
     if metric is not None:
         return msgspec.structs.replace(signal, examples=slowest(evidence, metric, mask))
@@ -101,12 +81,16 @@ def with_examples(evidence: Evidence, signal: Signal) -> Signal:
     return msgspec.structs.replace(signal, examples=examples(evidence, np.flatnonzero(mask & affected)))
 
 
-def slowest(evidence: Evidence, metric: str, mask: Bools) -> tuple[str, ...]:
+def slowest(evidence: Evidence, metric: Metric, mask: Bools) -> tuple[str, ...]:
     """The few requests whose number grew most from the baseline to the candidate, in the order of time."""
-    baseline, candidate = evidence.pairs.metrics[metric]
-    growth = candidate - baseline
-    places = np.flatnonzero(mask & evidence.pairs.healthy & (growth > 0))
-    return examples(evidence, places[np.argsort(-growth[places], kind="stable")][:MAX_EXAMPLES])
+    baseline, candidate = evidence.pairs.metrics[metric.name]
+    return _largest(evidence, candidate - baseline, mask & evidence.pairs.healthy)
+
+
+def _largest(evidence: Evidence, numbers: Floats, mask: Bools) -> tuple[str, ...]:
+    """The few requests whose numbers are the largest above 0, in the order of time."""
+    places = np.flatnonzero(mask & (numbers > 0))
+    return examples(evidence, places[np.argsort(-numbers[places], kind="stable")][:MAX_EXAMPLES])
 
 
 def output_length(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bools) -> Iterator[Signal]:
@@ -115,17 +99,14 @@ def output_length(policy: Policy, evidence: Evidence, summary: SegmentSummary, m
     if bound is None or figures.ratio is None or not figures.pairs or not abs(figures.ratio - 1) > bound:
         return
     baseline, candidate = evidence.pairs.metrics[OUTPUT_TOKENS]
-    change = np.where(mask & evidence.pairs.healthy, np.abs(candidate - baseline), math.nan)
-    places = np.flatnonzero(change > 0)
     yield Signal(
         name="output-length",
-        response=Decision.HOLD,
         segment=summary.name,
         sentence=f"answers have {figures.ratio:.3g} times the tokens of the baseline's on average "
         f"({figures.baseline:.4g} -> {figures.candidate:.4g}); a change of {100 * bound:g} % is allowed",
         value=figures.ratio - 1,
         bound=bound,
-        examples=examples(evidence, places[np.argsort(-change[places], kind="stable")][:MAX_EXAMPLES]),
+        examples=_largest(evidence, np.abs(candidate - baseline), mask & evidence.pairs.healthy),
     )
 
 
@@ -178,7 +159,6 @@ def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: st
     elif len(differing) and not answers.is_estimated and answers.excess is None:
         yield Signal(
             name="output-mismatch",
-            response=Decision.HOLD,
             segment=segment,
             sentence=f"{len(differing):,} of {compared:,} compared answers differ, and the engines do not "
             "guarantee equal ones: only a second baseline (--aa) shows how much is noise",
@@ -265,8 +245,6 @@ def unsaid(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
     if policy.outputs is None and unlike:
         yield Signal(
             name="outputs-policy",
-            response=Decision.HOLD,
-            segment=ALL,
             sentence=f"{' and '.join(unlike)} of the sides differ, so the policy has to say what sameness of outputs "
             "means: exact, numeric, agreement(FIELD) or ignore",
         )

@@ -7,6 +7,7 @@ given becomes one sentence that names the files.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.errors import EvidenceError
 from lockstep.owned_folders import temporary_folder
@@ -153,6 +157,16 @@ def open_store() -> Iterator[Store]:
             yield Store(connection, folder)
         finally:
             connection.close()
+
+
+def floats(column: Any) -> NDArray[np.float64]:
+    """A column as numbers, NaN where there is none."""
+    return np.ma.filled(np.ma.asarray(column).astype(np.float64), math.nan)
+
+
+def bools(column: Any) -> NDArray[np.bool_]:
+    """A column as truth values, False where there is none."""
+    return np.ma.filled(np.ma.asarray(column).astype(np.bool_), False)
 
 
 def quoted(text: str) -> str:

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.release.evidence import Bools, Evidence, Floats
-from lockstep.release.statistics import nearest_rank
+from lockstep.release.evidence import Bools, Evidence, Floats, p95
+from lockstep.release.verdict import ALL
 
-ALL = "all"
 FIELDS = ("model_version", "replica_id", "route_id")
 """Fields of the candidate's answers that cut traffic, beside segments."""
 MAX_PARTS = 100
@@ -58,10 +57,10 @@ def cuts_of(evidence: Evidence) -> tuple[Cut, ...]:
         values = evidence.names[field][1]
         if 1 < len(values) < MAX_PARTS:
             listed = ", ".join("'" + value.replace("'", "''") + "'" for value in values)
-            found = evidence.store.connection.execute(
+            found = evidence.store.columns(
                 f"SELECT coalesce(list_position([{listed}], c.{field}), 0)::INTEGER - 1 AS part FROM ordered o"
                 " JOIN facts_candidate f ON o.c = f.row JOIN labels_candidate c ON f.label = c.label ORDER BY place"
-            ).fetchnumpy()
+            )
             cuts.append(Cut(tuple(f"{field} {value}" for value in values), np.asarray(found["part"], np.int32)))
     return tuple(cut for cut in cuts if len(cut.names) > 1)
 
@@ -144,7 +143,7 @@ def _ways(total: int, chosen: int) -> float:
 
 def _regression(baseline: Floats, candidate: Floats) -> tuple[float, float]:
     """By how much the percentile grew, and the logarithm of how many times: a place explains both."""
-    before, after = nearest_rank(baseline, 0.95), nearest_rank(candidate, 0.95)
+    before, after = p95(baseline), p95(candidate)
     return after - before, float(_log_ratio(np.array([before]), np.array([after]))[0])
 
 

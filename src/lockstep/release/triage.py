@@ -1,75 +1,226 @@
-"""Triage: the meaning of each signal, its owner, and what to do next."""
+"""Triage: for each kind of signal its owner, its cause, the part of the traffic that shows it, and what to do next.
+
+Where there are several signals, causes go before their consequences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from lockstep.errors import EvidenceError
-from lockstep.release.causes import Finding
+from lockstep.release import causes
+from lockstep.release.causes import Cause
+from lockstep.release.evidence import Bools, Evidence
+from lockstep.release.outputs import Output
 from lockstep.release.policy import Policy
-from lockstep.release.verdict import Decision, Triage
+from lockstep.release.series import METRIC_OF
+from lockstep.release.traffic_parts import Cut, TrafficPart, cuts_of, part_of_events, part_of_regression
+from lockstep.release.verdict import ALL, Decision, Signal, Triage
 
 
-class Hint(NamedTuple):
-    """Advice for one signal."""
+class Kind(NamedTuple):
+    """One kind of signal."""
 
     owner: str
+    """Who looks after it; a policy or a file of owners sets the real one."""
     action: str
+    """What to do next, where its cause has no action of its own."""
+    cause: Callable[[Evidence, Bools], Cause] | None = None
+    """Finds the cause, from the pairs that show the signal; None: it is its own."""
+    events: Callable[[Evidence], tuple[Bools, Bools]] | None = None
+    """Pairs that could show it, and those that do; None: the growth of its metric shows it, or no pair does."""
 
 
-HINTS: Mapping[str, Hint] = {
-    "output-mismatch": Hint(
-        "model or kernels", "run the example requests on both sides alone; compare weights, template and sampler"
+KINDS: Mapping[str, Kind] = {
+    "output-mismatch": Kind(
+        "model or kernels",
+        "run the example requests on both sides alone; compare weights, template and sampler",
+        causes.of_mismatch,
+        lambda it: (it.pairs.healthy, it.pairs.output == Output.DIFFERS),
     ),
-    "numeric-drift": Hint("numerics", "compare precision and kernels of both backends on the example requests"),
-    "agreement": Hint("model or kernels", "read the example answers of both sides; compare weights and template"),
-    "logprob-gap": Hint("numerics", "compare precision of weights and kernels on the example requests"),
-    "errors": Hint("serving", "read the candidate's log for the example requests"),
-    "outputs-policy": Hint("release", "say in the policy what sameness of outputs means"),
-    "no-output-evidence": Hint(
+    "numeric-drift": Kind(
+        "numerics",
+        "compare precision and kernels of both backends on the example requests",
+        causes.of_drift,
+        lambda it: (it.pairs.healthy, it.pairs.output == Output.DRIFTED),
+    ),
+    "agreement": Kind(
+        "model or kernels",
+        "read the example answers of both sides; compare weights and template",
+        causes.of_mismatch,
+        lambda it: (it.pairs.healthy, it.pairs.output == Output.DIFFERS),
+    ),
+    "logprob-gap": Kind("numerics", "compare precision of weights and kernels on the example requests"),
+    "errors": Kind(
+        "serving",
+        "read the candidate's log for the example requests",
+        causes.of_errors,
+        lambda it: (np.ones(len(it.pairs), np.bool_), it.pairs.ok[0] & ~it.pairs.ok[1]),
+    ),
+    "outputs-policy": Kind("release", "say in the policy what sameness of outputs means"),
+    "no-output-evidence": Kind(
         "mirroring",
         "keep token ids of answers on both sides, of recordings give both servers the same --trace-key; or say "
         "outputs: ignore",
+        causes.of_comparable,
     ),
-    "kv-pressure": Hint("capacity", "compare KV pool sizes, context limits and prefix caching"),
-    "decode": Hint("executor", "compare step times at equal batch sizes"),
-    "ttft": Hint("scheduling", "compare prefill budget, chunking and prefix-cache hits"),
-    "latency": Hint("scheduling", "compare queue depth and time to the first token; replay the load on both settings"),
-    "latency-tail": Hint("scheduling", "look at the slowest pairs: what ran beside them"),
-    "output-length": Hint(
+    "kv-pressure": Kind("capacity", "compare KV pool sizes, context limits and prefix caching", causes.of_pressure),
+    "decode": Kind("executor", "compare step times at equal batch sizes", lambda _, __: Cause("decode", "")),
+    "ttft": Kind("scheduling", "compare prefill budget, chunking and prefix-cache hits", causes.of_first_token),
+    "latency": Kind(
+        "scheduling",
+        "compare queue depth and time to the first token; replay the load on both settings",
+        causes.of_latency,
+    ),
+    "latency-tail": Kind("scheduling", "look at the slowest pairs: what ran beside them", causes.of_latency),
+    "output-length": Kind(
         "model or kernels", "compare max_tokens, stop sequences, end tokens and templates of both sides"
     ),
-    "unsound-baseline": Hint(
+    "unsound-baseline": Kind(
         "mirroring", "find out what else differs between two runs of the baseline, and repeat both with another --aa"
     ),
-    "missing-pairs": Hint("mirroring", "find out why one side lost requests: slow answers time out"),
-    "missing-join": Hint("mirroring", "send the same x-request-id to both sides"),
-    "missing-output": Hint("mirroring", "keep token ids, text or vector of each answer, on both sides"),
-    "missing-comparable": Hint("mirroring", "keep the same output material on both sides"),
-    "uncertain-agreement": Hint("mirroring", "mirror more traffic whose answers can be compared"),
-    "missing-provenance": Hint("gateway", "let the gateway write route_id and scheduler for each answer"),
-    "missing-streaming": Hint("streaming", "record token times: stream the mirrored requests"),
-    "missing-metric": Hint(
+    "missing-pairs": Kind("mirroring", "find out why one side lost requests: slow answers time out", causes.of_join),
+    "missing-join": Kind("mirroring", "send the same x-request-id to both sides", causes.of_join),
+    "missing-output": Kind(
+        "mirroring",
+        "keep token ids, text or vector of each answer, on both sides",
+        causes.of_output,
+        lambda it: (
+            it.pairs.ok[0] | it.pairs.ok[1],
+            np.isin(np.arange(len(it.pairs)), np.concatenate(it.without_output)),
+        ),
+    ),
+    "missing-comparable": Kind(
+        "mirroring",
+        "keep the same output material on both sides",
+        causes.of_comparable,
+        lambda it: (it.pairs.healthy, np.isin(it.pairs.output, (Output.INCOMPARABLE, Output.NO_MATERIAL))),
+    ),
+    "uncertain-agreement": Kind("mirroring", "mirror more traffic whose answers can be compared"),
+    "missing-provenance": Kind(
+        "gateway",
+        "let the gateway write route_id and scheduler for each answer",
+        causes.of_provenance,
+        lambda it: (it.pairs.ok[1], it.pairs.ok[1] & ~it.pairs.routed[1]),
+    ),
+    "missing-streaming": Kind(
+        "streaming",
+        "record token times: stream the mirrored requests",
+        causes.of_streaming,
+        lambda it: (it.pairs.ok[1], it.pairs.ok[1] & ~it.pairs.streamed[1]),
+    ),
+    "missing-metric": Kind(
         "mirroring",
         "write the same times of every answer on both sides (latency_ms, ttft_ms, token_latencies_ms, kv_used); what "
         "cannot be had is left out by min_metric_rate: 0 or required_series: []",
     ),
-    "missing-times": Hint("mirroring", "write the time of arrival (ts) of each request, on one side at least"),
-    "too-few-pairs": Hint("mirroring", "mirror more traffic, or for longer"),
-    "no-evidence-yet": Hint("mirroring", "mirror more traffic, or for longer"),
-    "non-stationary": Hint(
+    "missing-times": Kind("mirroring", "write the time of arrival (ts) of each request, on one side at least"),
+    "too-few-pairs": Kind("mirroring", "mirror more traffic, or for longer", causes.of_join),
+    "no-evidence-yet": Kind("mirroring", "mirror more traffic, or for longer"),
+    "non-stationary": Kind(
         "mirroring", "plot latency of both sides over time; mirror for several times as long as one change takes"
     ),
-    "undecided": Hint("mirroring", "mirror more traffic, or for longer; or widen the bound that is too narrow"),
+    "undecided": Kind("mirroring", "mirror more traffic, or for longer; or widen the bound that is too narrow"),
 }
-"""Hints by signal, in the order in which to look: causes before their consequences. Owners are defaults: a policy or a
-file of owners sets the real ones."""
-RANKS = {name: rank for rank, name in enumerate(HINTS)}
+"""Kinds of signals by name, in the order in which to look: causes before their consequences."""
+RANKS = {name: rank for rank, name in enumerate(KINDS)}
 """Places of signals in that order."""
 _SEVERITY = {Decision.ROLLBACK: "critical", Decision.HOLD: "warning", Decision.PROMOTE: "info"}
+
+
+class Finding(NamedTuple):
+    """A signal with its place and its cause."""
+
+    signal: Signal
+    place: str
+    cause: Cause
+
+
+def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
+    """Signals with their places and causes, in the order in which a person looks at them.
+
+    Rollback comes first, then causes before their consequences. A finding of all pairs is not repeated for a segment.
+    """
+    cuts = cuts_of(evidence) if signals else ()
+    found: dict[tuple[str, str], Finding] = {}
+    for signal in signals:
+        mask = evidence.mask_of(signal.segment)
+        place = _place_of(signal, evidence, mask, cuts)
+        if (signal.name, place.name) not in found:
+            cause_of = KINDS[signal.name].cause
+            cause = causes.UNKNOWN if cause_of is None else cause_of(evidence, mask & place.mask)
+            found[signal.name, place.name] = Finding(signal, place.name, cause)
+    severity = {each: _severity(each, found.values()) for each in found.values()}
+    leading = [_leading([each for each, rank in severity.items() if rank == of]) for of in range(len(Decision))]
+    order = {signal: place for place, signal in enumerate(signals)}
+    ranks = {each: (rank, *_rank(each, leading[rank], order[each.signal])) for each, rank in severity.items()}
+    return tuple(sorted(ranks, key=lambda each: ranks[each]))
+
+
+def _place_of(signal: Signal, evidence: Evidence, mask: Bools, cuts: Sequence[Cut]) -> TrafficPart:
+    place = TrafficPart(ALL, mask)
+    metric, events_of = METRIC_OF.get(signal.name), KINDS[signal.name].events
+    if metric is not None:
+        usable = mask & evidence.pairs.known(metric.name)
+        place = part_of_regression(cuts, usable, *evidence.pairs.metrics[metric.name])
+    elif events_of is not None:
+        population, affected = events_of(evidence)
+        place = part_of_events(cuts, population & mask, affected)
+    if place.name == ALL or signal.segment in (ALL, place.name):
+        return place._replace(name=signal.segment if place.name == ALL else place.name)
+    return place._replace(name=f"{signal.segment}, {place.name}")
+
+
+# -- which one leads --------------------------------------------------------------------------------------------------
+
+_EVIDENCE_FIRST = ("outputs-policy", "unsound-baseline", "missing-pairs", "missing-join")
+"""Signals that make all others unreliable until they are fixed."""
+_MAKES_LATE = (causes.SMALLER_POOL, "unlike-prompts", "truncated", "longer-answers", "doubled-tokens", "dropped-tokens")
+"""Causes from which unlike times follow: of fewer tokens, each takes another part of the whole."""
+_SYMPTOMS = ("kv-pressure", "decode", "ttft", "latency", "latency-tail")
+
+
+def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """Signals of time and pressure, causes first: a pool, then the part of the time that grew more, then the whole."""
+    names = {each.signal.name: each.cause.name for each in findings}
+    order = ["kv-pressure"] if names.get("kv-pressure") == causes.SMALLER_POOL else []
+    whole = names.get("latency") or names.get("latency-tail")
+    if whole == "longer-answers":
+        order += ["latency", "latency-tail"]
+    # A queue is what slower steps lead to, so steps go before it; a slow prefill holds up decoding, so it goes before.
+    if "decode" in names and "ttft" in names and names["ttft"] == "prefill" and whole == "prefill":
+        order.append("ttft")
+    elif "decode" in names:
+        order.append("decode")
+    order += ["ttft", "decode", "latency", "latency-tail", "kv-pressure"]
+    return tuple(dict.fromkeys(order))
+
+
+def _severity(finding: Finding, findings: Iterable[Finding]) -> int:
+    """Place among responses; what makes answers late has that of the late answers."""
+    is_cause = finding.cause.name in _MAKES_LATE
+    shown = [each for each in findings if each == finding or (is_cause and each.signal.name in _SYMPTOMS)]
+    return min(each.signal.response.rank for each in shown)
+
+
+def _rank(finding: Finding, leading: Sequence[str], place: int) -> tuple[int, int, bool, int]:
+    name = finding.signal.name
+    is_all = finding.signal.segment == ALL
+    if name in _EVIDENCE_FIRST:
+        return 0, _EVIDENCE_FIRST.index(name), not is_all, place
+    if name in _SYMPTOMS:
+        return 1, leading.index(name), not is_all, place
+    if finding.cause.name in _MAKES_LATE:
+        return 0, len(_EVIDENCE_FIRST), not is_all, place
+    return 2 if not name.startswith(("too-", "no-", "undecided")) else 3, 0, not is_all, place
+
+
+# -- items ------------------------------------------------------------------------------------------------------------
 
 
 def triage_of(findings: Sequence[Finding], policy: Policy) -> tuple[Triage, ...]:
@@ -83,7 +234,7 @@ def triage_of(findings: Sequence[Finding], policy: Policy) -> tuple[Triage, ...]
             evidence=f"{signal.sentence}; {cause.words}" if cause.words else signal.sentence,
             response=signal.response.value,
             owner=owner_of(signal.name, place, policy.owners),
-            action=cause.action or HINTS[signal.name].action,
+            action=cause.action or KINDS[signal.name].action,
             examples=signal.examples,
         )
         for signal, place, cause in findings
@@ -97,7 +248,7 @@ def owner_of(signal: str, place: str, owners: Mapping[str, str]) -> str:
         for pattern, owner in owners.items()
         if fnmatchcase(signal, pattern) or fnmatchcase(f"{signal}/{place}", pattern)
     ]
-    return fitting[-1] if fitting else HINTS[signal].owner
+    return fitting[-1] if fitting else KINDS[signal].owner
 
 
 def read_owners(path: Path) -> dict[str, str]:

@@ -4,13 +4,17 @@ bytes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
+from lockstep.release.joining import Joining
+
 SCHEMA = "lockstep-verdict-1"
+ALL = "all"
+"""Name of all pairs in the place of a segment's."""
 DIGITS = 6
 """Significant digits of figures: more would be those of the machine's mathematics library."""
 
@@ -27,6 +31,11 @@ class Decision(StrEnum):
         """Exit code of the commands that judge."""
         return {Decision.PROMOTE: 0, Decision.ROLLBACK: 1, Decision.HOLD: 2}[self]
 
+    @property
+    def rank(self) -> int:
+        """Place among all, the most urgent first."""
+        return (Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(self)
+
 
 EXIT_BAD_INPUT = 3
 """Of the gate's commands when there is no verdict, whatever went wrong."""
@@ -37,9 +46,9 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """Kind of signal; docs/gate.md lists them."""
-    response: Decision
+    response: Decision = Decision.HOLD
     """What follows from it: rollback or hold."""
-    segment: str
+    segment: str = ALL
     """Segment that shows it; ``all``: all pairs together."""
     sentence: str
     """The evidence, for a person."""
@@ -58,7 +67,7 @@ class Caveat(msgspec.Struct, frozen=True, kw_only=True):
     """Kind of warning; docs/gate.md lists them."""
     sentence: str
     """The fact, for a person."""
-    segment: str = "all"
+    segment: str = ALL
     """Segment that it is of; ``all``: all pairs."""
     examples: tuple[str, ...] = ()
     """Ids of requests that show it, the first in order."""
@@ -233,7 +242,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Model versions of both sides, where they differ."""
     sides: dict[str, dict[str, tuple[str, ...]]]
     """Models, versions, routes, replicas, schedulers, backends, accelerators and artifacts of each side."""
-    joining: dict[str, Any]
+    joining: Joining
     """Records of both sides: how many are in pairs, by which key, and why the others are not."""
     triage: tuple[Triage, ...]
     """An item for each signal, in the order in which to look."""
@@ -253,18 +262,21 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def to_json(verdict: Verdict) -> bytes:
     """The verdict as a file: the same evidence gives the same bytes."""
-    plain = msgspec.to_builtins(verdict)
-    return msgspec.json.format(msgspec.json.encode(rounded(plain), order="sorted"), indent=2) + b"\n"
+    plain = rounded(msgspec.to_builtins(verdict))
+    return msgspec.json.format(msgspec.json.encode(plain, order="sorted"), indent=2) + b"\n"
 
 
 def rounded(value: Any) -> Any:
     """A value whose numbers have `DIGITS` digits; what is no number is None."""
+    return with_fractions(value, lambda number: float(f"{number:.{DIGITS}g}") if math.isfinite(number) else None)
+
+
+def with_fractions(value: Any, written: Callable[[float], Any]) -> Any:
+    """A value of JSON in which each fraction is replaced by what a function makes of it."""
     if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
-        return float(f"{value:.{DIGITS}g}")
+        return written(value)
     if isinstance(value, Mapping):
-        return {str(key): rounded(each) for key, each in value.items()}
+        return {str(name): with_fractions(each, written) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(each) for each in value]
+        return [with_fractions(each, written) for each in value]
     return value

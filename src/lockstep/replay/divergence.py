@@ -115,10 +115,15 @@ def _moves(a: StepPlan, b: StepPlan) -> Difference | None:
     return Difference(Change.MOVE, a.preempted, b.preempted)
 
 
+def rows_of(plan: StepPlan | None) -> dict[int, Chunk]:
+    """Rows of a plan by their sequences; none where nothing ran."""
+    return {} if plan is None else {row.seq_id: row for row in plan.chunks()}
+
+
 def _rows(a: StepPlan, b: StepPlan) -> Difference | None:
     """Rows of sequences that ran before."""
     old_a, old_b = (
-        {row.seq_id: row for row in plan.chunks() if row.seq_id not in plan.admitted and row.seq_id not in plan.resumed}
+        {seq_id: row for seq_id, row in rows_of(plan).items() if seq_id not in (*plan.admitted, *plan.resumed)}
         for plan in (a, b)
     )
     if tuple(old_a) != tuple(old_b):
@@ -133,7 +138,7 @@ def _lengths(pairs: list[tuple[Chunk, Chunk]]) -> Difference | None:
 
 def _new_rows(a: StepPlan, b: StepPlan) -> Difference | None:
     """Rows of sequences that run from this step on; they are the same on both sides."""
-    rows_a, rows_b = ({row.seq_id: row for row in plan.chunks()} for plan in (a, b))
+    rows_a, rows_b = rows_of(a), rows_of(b)
     both = [(rows_a[seq_id], rows_b[seq_id]) for seq_id in rows_a if seq_id in rows_b]
     cached = tuple(x.seq_id for x, y in both if x.start != y.start)
     if cached:

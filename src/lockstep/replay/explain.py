@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep.core.sequence import SequenceState
-from lockstep.core.step import Limit, Reason, StepPlan
+from lockstep.core.step import Chunk, Limit, Reason, StepPlan
 from lockstep.core.wording import Reached, phrase
-from lockstep.replay.divergence import Change, Difference
+from lockstep.replay.divergence import Change, Difference, rows_of
 from lockstep.replay.snapshot import Snapshot, Standing
 
 MAX_REQUESTS = 3
@@ -173,13 +173,11 @@ def _one_sided(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
 
 
 def _why_victims(side: Snapshot, other: Snapshot) -> list[str]:
-    plan = side.decision.plan
-    assert plan is not None
     lines = []
     for each in (side, other):
         held = each.config.num_blocks - each.num_free_blocks
         lines.append(f"in {each.label}, {held} of {each.config.num_blocks} blocks are held after that")
-    for seq_id in plan.preempted[:MAX_REQUESTS]:
+    for seq_id in _plan(side).preempted[:MAX_REQUESTS]:
         standing = side.standings.get(seq_id)
         if standing is None:  # it came before a recording began
             continue
@@ -194,24 +192,20 @@ def _why_victims(side: Snapshot, other: Snapshot) -> list[str]:
 
 
 def _chunk(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
-    rows = []
-    for side in (a, b):
-        plan = _plan(side)
-        place = plan.seq_ids.index(seq_id)
-        rows.append((plan.lengths[place], plan.starts[place]))
-    (length_a, start), (length_b, _) = rows
-    lines = [f"{called(a.name(seq_id))} computes {length_a} tokens from position {start} on in A, and {length_b} in B"]
+    row, other = _row(a, seq_id), _row(b, seq_id)
+    name = called(a.name(seq_id))
+    lines = [f"{name} computes {row.length} tokens from position {row.start} on in A, and {other.length} in B"]
     prompts = [side.standings[seq_id].num_prompt_tokens for side in (a, b) if seq_id in side.standings]
     if len(set(prompts)) > 1:
         return [*lines, f"its prompt has {prompts[0]} tokens in A, and {prompts[1]} in B"]
-    less = a if length_a < length_b else b
-    is_known = length_a != length_b and seq_id in less.standings
+    less = a if row.length < other.length else b
+    is_known = row.length != other.length and seq_id in less.standings
     reasons = [_chunk_words(less, reason) for reason in less.reasons_of(seq_id)] if is_known else []
     return lines + ([f"in {less.label}, {'; '.join(reasons)}"] if reasons else [])
 
 
 def _cache(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
-    starts = [_plan(side).starts[_plan(side).seq_ids.index(seq_id)] for side in (a, b)]
+    starts = [_row(side, seq_id).start for side in (a, b)]
     standing = a.standings.get(seq_id)
     whole = "prompt tokens" if standing is None else f"{standing.num_prompt_tokens} prompt tokens"
     return [f"of the {whole} of {called(a.name(seq_id))}, {starts[0]} come from the cache in A, and {starts[1]} in B"]
@@ -233,7 +227,7 @@ def _move(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
 
 
 def _block(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
-    table_a, table_b = (_plan(side).tables[_plan(side).seq_ids.index(seq_id)] for side in (a, b))
+    table_a, table_b = _row(a, seq_id).table, _row(b, seq_id).table
     if len(table_a) != len(table_b):
         return [f"{called(a.name(seq_id))} holds {len(table_a)} blocks in A, and {len(table_b)} in B"]
     place = next(place for place, (x, y) in enumerate(zip(table_a, table_b, strict=True)) if x != y)
@@ -244,6 +238,10 @@ def _block(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
     return [
         f"{called(a.name(seq_id))} gets another block at place {place} of its table: {how[0]} in A, and {how[1]} in B"
     ]
+
+
+def _row(side: Snapshot, seq_id: int) -> Chunk:
+    return rows_of(side.decision.plan)[seq_id]
 
 
 def _plan(side: Snapshot) -> StepPlan:

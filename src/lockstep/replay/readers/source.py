@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import zstandard
 
@@ -92,16 +92,28 @@ class _Decompressed(io.RawIOBase):
         return size
 
     def _frames(self, file: BinaryIO) -> Iterator[bytes]:
-        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-        frame = None
         try:
-            while data := file.read(_FEED_BYTES):
-                while data:
-                    frame = frame or decompressor.decompressobj()
-                    yield frame.decompress(data)
-                    data = frame.unused_data if frame.eof else b""
-                    frame = None if frame.eof else frame
+            yield from unpacked(file)
         except zstandard.ZstdError as error:
             raise TraceError(f"{self._name} is damaged zstd data ({error})") from None
-        if frame is not None:
-            raise TraceError(f"{self._name} ends in the middle of its zstd data; it was cut")
+        except EOFError:
+            raise TraceError(f"{self._name} ends in the middle of its zstd data; it was cut") from None
+
+
+def unpacked(file: IO[bytes]) -> Iterator[bytes]:
+    """Content of zstd frames, one after the other, a part at a time.
+
+    Raises:
+        zstandard.ZstdError: the data is damaged.
+        EOFError: its last frame is cut.
+    """
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    frame = None
+    while data := file.read(_FEED_BYTES):
+        while data:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("its last frame has no end")

@@ -1,4 +1,4 @@
-"""Differences that `lockstep diff` found: as findings for people, as objects for programs."""
+"""Differences that `lockstep diff` and `lockstep bisect` found: as findings for people, as objects for programs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.step import Chunk
-from lockstep.replay.causes import Cause
+from lockstep.replay.causes import Bisection, Cause
 from lockstep.replay.diff import Diff, EngineDiff
-from lockstep.replay.divergence import Divergence
+from lockstep.replay.divergence import Divergence, rows_of
 from lockstep.replay.explain import names_of, sentences, state_line
 from lockstep.replay.snapshot import Snapshot
 from lockstep.replay.workload import PS_PER_MS
-from lockstep.report.document import ABSENT, Finding, Table, words
+from lockstep.report.document import ABSENT, Cell, Finding, Number, Style, Table, numbers, words
 
 MAX_ROWS = 24
 """Rows of the two plans that are shown; those that differ come first."""
@@ -114,18 +114,13 @@ def _plans(a: Snapshot, b: Snapshot) -> Table:
 
 def _pairs(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, str, str]]:
     """Request, and its row on each side, empty where it has none; lists of ids where they are not empty."""
-    rows_a, rows_b = _rows(a), _rows(b)
+    rows_a, rows_b = rows_of(a.decision.plan), rows_of(b.decision.plan)
     for seq_id in dict.fromkeys((*rows_a, *rows_b)):
         yield a.name(seq_id), _cell(rows_a.get(seq_id)), _cell(rows_b.get(seq_id))
     for what in ("admitted", "resumed", "preempted"):
         lists = [", ".join(side.name(seq_id) for seq_id in getattr(side.decision.plan, what, ())) for side in (a, b)]
         if any(lists):
             yield what, lists[0], lists[1]
-
-
-def _rows(side: Snapshot) -> dict[int, Chunk]:
-    plan = side.decision.plan
-    return {} if plan is None else {row.seq_id: row for row in plan.chunks()}
 
 
 def _cell(row: Chunk | None) -> str:
@@ -186,4 +181,59 @@ def _divergence_facts(found: Diff) -> dict[str, Any]:
         "decided_by": None if found.cause is None else asdict(found.cause),
         "plans": [{"request": name, "a": x, "b": y} for name, x, y in _pairs(a, b)],
         "input": found.input_difference or None,
+    }
+
+
+# -- bisections -------------------------------------------------------------------------------------------------------
+
+
+def effects_table(found: Bisection) -> Table:
+    """Fields that differ, with the metric of each alone and of all but each."""
+    shares = numbers("A with it", "of the way", "B without it", "of the way")
+    table = Table("Effects", (*words("field", "A", "B"), *shares))
+    for effect in found.effects:
+        cells: list[Cell] = [effect.name, str(effect.value_a), str(effect.value_b)]
+        for metric in (effect.alone, effect.all_but):
+            share = found.share(metric)
+            cells.append("cannot work" if metric is None else Number(metric, Style.GENERAL))
+            cells.append("" if share is None else f"{round(100 * share)}%")
+        table.rows.append(tuple(cells))
+    return table
+
+
+def conclusion(found: Bisection, metric: str) -> str:
+    """Sentence on the fields that make the metric."""
+    alone, together = found.cause.alone, found.cause.together
+    if not found.effects:
+        return "A and B are the same config"
+    if found.metric_a == found.metric_b:
+        return f"{metric} is the same with A and B: there is nothing to explain"
+    if len(alone) == 1:
+        return f"{alone[0]} makes {metric}: taken over alone, it brings A to B's value"
+    if alone:
+        return f"each of {', '.join(alone)} alone brings {metric} from A's value to B's"
+    if together:
+        return f"no field alone makes {metric}; {' and '.join(together)} together do, and none of them can be left out"
+    return f"what makes {metric} was not found within the bound of the search"
+
+
+def bisection_facts(found: Bisection, metric: str) -> dict[str, Any]:
+    """A bisection, as an object."""
+    return {
+        "version": VERSION,
+        "metric": metric,
+        "a": found.metric_a,
+        "b": found.metric_b,
+        "fields": [
+            {
+                "name": effect.name,
+                "values": [effect.value_a, effect.value_b],
+                "alone": effect.alone,
+                "all_but": effect.all_but,
+            }
+            for effect in found.effects
+        ],
+        "decided_by": asdict(found.cause),
+        "conclusion": conclusion(found, metric),
+        "replays": found.num_replays,
     }
