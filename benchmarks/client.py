@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 import httpx2
 import uvloop
 
-from lockstep.bench.client import Client, Exchange
+from lockstep.bench.client import Client, TimedExchange
 from lockstep.bench.protocol import Target
 
 EVENTS = 64
@@ -61,7 +61,7 @@ async def ours(target: Target, connections: int, requests: int) -> int:
     async def one(client: Client) -> int:
         count = 0
         for _ in range(requests):
-            exchange = Exchange()
+            exchange = TimedExchange()
             await client.send(request, exchange)
             count += len(exchange.reads)
         return count

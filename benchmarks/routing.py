@@ -36,7 +36,7 @@ from pathlib import Path
 
 from lockstep.cluster.controller_state import ControllerState, GatewayDemand, GatewayReport, merged_view
 from lockstep.cluster.planner import Observed, Phase, PlanPolicy, Replica, plan
-from lockstep.core.balancer import Balancer, Choice, RoutingPolicy
+from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy
 from lockstep.core.prefix import ContentNews, block_hashes
 from lockstep.engine.options import LoadOptions
 from lockstep.hosts.values import Demand, Host, ReplicaPhase, ReplicaStatus
@@ -73,7 +73,7 @@ class TimedBalancer(Balancer):
         self.num_news = 0
         self.learning_ns = 0
 
-    def choose(self, hashes: Sequence[bytes] = (), session: str | None = None) -> Choice | None:
+    def choose(self, hashes: Sequence[bytes] = (), session: str | None = None) -> RoutingChoice | None:
         begun_ns = time.thread_time_ns()
         choice = super().choose(hashes, session)
         self.choices_ns.append(time.thread_time_ns() - begun_ns)

@@ -24,8 +24,8 @@ import psutil
 
 from lockstep.bench.prompts import Asking, Units, prompt_of
 from lockstep.bench.protocol import Target
-from lockstep.bench.remote import Remote
-from lockstep.bench.runner import Job, Watch, run_load
+from lockstep.bench.remote import RemoteServer
+from lockstep.bench.runner import PlannedRequest, Watch, run_load
 from lockstep.bench.samples import RandomLengths, Sample, random_samples
 from lockstep.bench.throughput import answer_all
 from lockstep.engine.llm import LLM
@@ -100,7 +100,7 @@ def run_served(target: Target, server: psutil.Process, model: str, load: Load) -
         target.post(PATH, asking.body(prompt, sample.output_tokens))
         for prompt, sample in zip(load.prompts(), load.samples, strict=True)
     ]
-    jobs = [Job(None, lambda body=body: body, None) for body in bodies]  # type: ignore[misc]  # mypy cannot infer a lambda's default
+    jobs = [PlannedRequest(None, lambda body=body: body, None) for body in bodies]  # type: ignore[misc]  # mypy cannot infer a lambda's default
     before_s = cpu_s(server)
     run = run_load([target], jobs, None, Watch(len(jobs)))
     spent_s = cpu_s(server) - before_s
@@ -143,7 +143,7 @@ def compare(model: str, arguments: argparse.Namespace) -> None:
     lengths = RandomLengths(arguments.input_len, arguments.output_len)
     extra = ["--kv-cache-memory-bytes", str(arguments.kv_bytes), *arguments.serve_flag]
     with LLM(model, options) as llm, serving(model, arguments.requests, extra) as (target, server):
-        with Remote(target) as remote:
+        with RemoteServer(target) as remote:
             served_name = remote.model_or_first(None)
         units = Units(ids=tuple(range(llm.model.vocab_size)))
         pairs: list[tuple[Round, Round]] = []

@@ -22,8 +22,8 @@ from benchmarks.comparison.workloads import Answer, Done, Work
 from lockstep.bench.client import Outcome
 from lockstep.bench.prompts import Asking, Units, calibrate, prompt_of
 from lockstep.bench.protocol import Target
-from lockstep.bench.remote import Remote
-from lockstep.bench.runner import Job, Watch, run_load
+from lockstep.bench.remote import RemoteServer
+from lockstep.bench.runner import PlannedRequest, Watch, run_load
 from lockstep.errors import LockstepError, RemoteError
 
 START_LIMIT_S = 300.0
@@ -157,7 +157,7 @@ class Server:
         self._warm_streams: set[int] = set()
         self._watched = None if process is None else Watched(psutil.Process(process.pid))
         try:
-            with Remote(target) as remote:
+            with RemoteServer(target) as remote:
                 self.model = remote.model_or_first(None)
         except RemoteError as error:
             raise OutError(str(error)) from None
@@ -169,7 +169,7 @@ class Server:
             return ""
         if self._units is None:
             try:
-                with Remote(self.target) as remote:
+                with RemoteServer(self.target) as remote:
                     self._units = calibrate(remote, self._asking(work), self._path(work), work.samples(0), 0).units
             except RemoteError as error:
                 raise OutError(str(error)) from None
@@ -200,7 +200,7 @@ class Server:
         for sample in samples:
             prompt = prompt_of(sample, self._units or Units(), seed, {})
             body = self.target.post(path, asking.body(prompt, sample.output_tokens))
-            jobs.append(Job(sample.at_s, partial(bytes, body), None))
+            jobs.append(PlannedRequest(sample.at_s, partial(bytes, body), None))
         run = run_load([self.target], jobs, 1 if work.kind == "prompts" else None, Watch(len(jobs)))
         if run.was_interrupted:
             raise KeyboardInterrupt
@@ -213,7 +213,7 @@ class Server:
     def _ask_routed(self, work: Work, seed: int) -> list[Answer]:
         assert self._routed is not None, "routed work needs a server with routed requests"
         try:
-            with Remote(self.target) as remote:
+            with RemoteServer(self.target) as remote:
                 if self._is_router:
                     return self._routed.ask_ours(remote, work, seed)
                 return self._routed.ask_others(remote, self.model, work, seed)
@@ -273,7 +273,7 @@ def start_server(
 def _answers(target: Target) -> bool:
     """True if a server does what it is for: some list their models while these are loading."""
     try:
-        with Remote(target) as remote:
+        with RemoteServer(target) as remote:
             asked = {"model": remote.model_or_first(None), "prompt": "Hello", "max_tokens": 1}
             return remote.try_post("/v1/completions", asked) is not None
     except RemoteError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.workloads import NUM_ROUTED, Answer, Work
-from lockstep.bench.remote import Remote
+from lockstep.bench.remote import RemoteServer
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.routing import Router, addressed
@@ -40,7 +40,7 @@ class RoutedRequests:
         self._entry_tokens = 8
         """Tokens of the entry's answer, as ours was seen to take them."""
 
-    def ask_ours(self, remote: Remote, work: Work, seed: int) -> list[Answer]:
+    def ask_ours(self, remote: RemoteServer, work: Work, seed: int) -> list[Answer]:
         """Send one request per question; the times of its hops come from the answer."""
         answers = []
         for question in self._questions(seed):
@@ -55,7 +55,7 @@ class RoutedRequests:
             answers.append(Answer(begin_s, (begin_s + entry["latency_ms"] / 1e3, end_s)))
         return answers
 
-    def ask_others(self, remote: Remote, model: str, work: Work, seed: int) -> list[Answer]:
+    def ask_others(self, remote: RemoteServer, model: str, work: Work, seed: int) -> list[Answer]:
         """Two requests each, one after the other."""
         answers = []
         targets = self._manifest.targets

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from lockstep.bench.runner import arrival_times
-from lockstep.bench.samples import RandomLengths, Sample, Segment, random_samples
+from lockstep.bench.samples import RandomLengths, Sample, TokenSegment, random_samples
 
 Kind = Literal["grid", "prompts", "arrivals", "routed"]
 SUITE = (
@@ -95,7 +95,7 @@ class Work:
 def _distinct(samples: Sequence[Sample], *key: int) -> tuple[Sample, ...]:
     """The samples, with a key of their work in their prompts: none begins with a prompt of another work, which an
     engine with a prefix cache would have computed already."""
-    segments = [[part for part in each.recipe if isinstance(part, Segment)] for each in samples]
+    segments = [[part for part in each.recipe if isinstance(part, TokenSegment)] for each in samples]
     return tuple(
         replace(each, recipe=tuple(part._replace(key=(*key, *part.key)) for part in parts))
         for each, parts in zip(samples, segments, strict=True)

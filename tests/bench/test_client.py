@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from lockstep.bench import client as client_module
-from lockstep.bench.client import Client, Exchange
+from lockstep.bench.client import Client, TimedExchange
 from lockstep.bench.protocol import Target
 from tests.waiting import HANG_S
 
@@ -50,8 +50,8 @@ async def listening(*answers: bytes, keep_open: bool = True) -> AsyncIterator[tu
         await asyncio.wait_for(asyncio.gather(*handlers), HANG_S)
 
 
-async def ask(client: Client, limit_s: float = HANG_S) -> Exchange:
-    exchange = Exchange()
+async def ask(client: Client, limit_s: float = HANG_S) -> TimedExchange:
+    exchange = TimedExchange()
     await client.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n", exchange, limit_s)
     return exchange
 

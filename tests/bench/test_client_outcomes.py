@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.client import Exchange, read_exchange
+from lockstep.bench.client import TimedExchange, read_exchange
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 A = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
@@ -18,8 +18,8 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":12,"completion_tokens":5}
 DONE = b"data: [DONE]\n\n"
 
 
-def exchange(*reads: tuple[float, bytes], status: int = 200, error: str = "") -> Exchange:
-    return Exchange(sent_s=10.5, status=status, reads=list(reads), ended_s=99.0, error=error)
+def exchange(*reads: tuple[float, bytes], status: int = 200, error: str = "") -> TimedExchange:
+    return TimedExchange(sent_s=10.5, status=status, reads=list(reads), ended_s=99.0, error=error)
 
 
 def test_latencies_count_from_the_start_that_is_given() -> None:
@@ -71,7 +71,7 @@ def test_how_the_network_cuts_a_stream_changes_no_text(data: st.DataObject) -> N
         (exchange((11.0, b"data: {nonsense\n\n")), "malformed"),
     ],
 )
-def test_a_failed_exchange_reports_the_reason(seen: Exchange, reason: str) -> None:
+def test_a_failed_exchange_reports_the_reason(seen: TimedExchange, reason: str) -> None:
     outcome = read_exchange(seen, 10.0, 3)
     assert not outcome.is_success
     assert reason in outcome.error

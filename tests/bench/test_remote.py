@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.bench.protocol import Target
-from lockstep.bench.remote import Remote
+from lockstep.bench.remote import RemoteServer
 from lockstep.errors import RemoteError
 from tests.bench.standin import Behaviour, serving
 from tests.waiting import HANG_S
@@ -30,7 +30,7 @@ def events(*frames: bytes) -> bytes:
 
 
 @contextmanager
-def answering(answer: bytes) -> Iterator[Remote]:
+def answering(answer: bytes) -> Iterator[RemoteServer]:
     """A client of a server that answers one request with these bytes, and goes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -43,12 +43,12 @@ def answering(answer: bytes) -> Iterator[Remote]:
 
         server = threading.Thread(target=answer_one, daemon=True)
         server.start()
-        with Remote(Target.parse(f"http://127.0.0.1:{listener.getsockname()[1]}")) as remote:
+        with RemoteServer(Target.parse(f"http://127.0.0.1:{listener.getsockname()[1]}")) as remote:
             yield remote
         server.join(HANG_S)
 
 
-def streamed(remote: Remote) -> str:
+def streamed(remote: RemoteServer) -> str:
     chunks = remote.stream("/v1/completions", {**BODY, "stream": True})
     return "".join(choice.text or "" for chunk in chunks for choice in chunk.choices)
 
@@ -56,15 +56,19 @@ def streamed(remote: Remote) -> str:
 @pytest.mark.parametrize(
     ("answer", "call", "message"),
     [
-        (response("200 OK", b"<html>", "text/html"), Remote.models, "did not answer with JSON; is this an OpenAI-"),
-        (response("200 OK", b'["alpha"]'), Remote.models, "/v1/models is no list of models; is this an OpenAI-"),
-        (response("200 OK", b'{"data": {}}'), Remote.models, "/v1/models is no list of models"),
+        (
+            response("200 OK", b"<html>", "text/html"),
+            RemoteServer.models,
+            "did not answer with JSON; is this an OpenAI-",
+        ),
+        (response("200 OK", b'["alpha"]'), RemoteServer.models, "/v1/models is no list of models; is this an OpenAI-"),
+        (response("200 OK", b'{"data": {}}'), RemoteServer.models, "/v1/models is no list of models"),
         (response("200 OK", b'{"data": []}'), lambda remote: remote.model_or_first(None), "serves no model; give one"),
-        (response("500 Oh", b"boom", "text/plain"), Remote.models, "/v1/models answered 500: boom"),
-        (response("500 Oh", b"", "text/plain"), Remote.models, "/v1/models answered 500: no reason given"),
-        (response("401 No", b"{}"), Remote.models, "; give the server's key by --api-key or OPENAI_API_KEY"),
-        (response("403 No", b"{}"), Remote.models, "; give another key by --api-key or OPENAI_API_KEY"),
-        (b"", Remote.models, "the connection to http://127.0.0.1:"),
+        (response("500 Oh", b"boom", "text/plain"), RemoteServer.models, "/v1/models answered 500: boom"),
+        (response("500 Oh", b"", "text/plain"), RemoteServer.models, "/v1/models answered 500: no reason given"),
+        (response("401 No", b"{}"), RemoteServer.models, "; give the server's key by --api-key or OPENAI_API_KEY"),
+        (response("403 No", b"{}"), RemoteServer.models, "; give another key by --api-key or OPENAI_API_KEY"),
+        (b"", RemoteServer.models, "the connection to http://127.0.0.1:"),
         (events(b'{"choices": [{"index": 0, "text": "a"}]}'), streamed, "broke off in the middle of the answer"),
         (events(b"{"), streamed, "an event of the stream is no completion chunk"),
         (
@@ -74,7 +78,7 @@ def streamed(remote: Remote) -> str:
         ),
     ],
 )
-def test_what_is_no_answer_is_a_sentence(answer: bytes, call: Callable[[Remote], Any], message: str) -> None:
+def test_what_is_no_answer_is_a_sentence(answer: bytes, call: Callable[[RemoteServer], Any], message: str) -> None:
     with answering(answer) as remote, pytest.raises(RemoteError) as raised:
         call(remote)
     assert message in str(raised.value)
@@ -87,7 +91,7 @@ def test_names_are_those_of_models_that_have_one() -> None:
 
 
 def test_a_given_model_name_needs_no_request() -> None:
-    with Remote(Target.parse("http://127.0.0.1:9")) as remote:
+    with RemoteServer(Target.parse("http://127.0.0.1:9")) as remote:
         assert remote.model_or_first("beta") == "beta"
 
 
@@ -100,7 +104,7 @@ def test_what_may_be_refused_has_no_answer_then(answer: bytes) -> None:
 def test_an_answer_that_was_interrupted_leaves_a_client_that_answers() -> None:
     """And the connection is closed: the server stops generating."""
     behaviour = Behaviour(hang_after=0)
-    with serving(behaviour) as url, Remote(Target.parse(url)) as remote:
+    with serving(behaviour) as url, RemoteServer(Target.parse(url)) as remote:
         stream = remote.stream("/v1/completions", {**BODY, "stream": True})
         assert next(stream).choices[0].text == "word0 "
         with pytest.raises(KeyboardInterrupt):

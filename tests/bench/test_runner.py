@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.bench.protocol import Target
-from lockstep.bench.runner import Job, Watch, arrival_times, progress, run_load
+from lockstep.bench.runner import PlannedRequest, Watch, arrival_times, progress, run_load
 from tests.bench.conftest import Start
 from tests.bench.standin import MODEL
 
@@ -49,9 +49,9 @@ def test_infinite_burstiness_is_a_metronome() -> None:
     assert arrival_times(4, 2.0, math.inf, 0) == (0.5, 1.0, 1.5, 2.0)
 
 
-def job(target: Target, due_s: float | None = None) -> Job:
+def job(target: Target, due_s: float | None = None) -> PlannedRequest:
     body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "stream": True}
-    return Job(due_s, lambda: target.post("/v1/completions", body), 3)
+    return PlannedRequest(due_s, lambda: target.post("/v1/completions", body), 3)
 
 
 def test_requests_are_sent_when_they_are_due_and_counted_from_then(standin: Start) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.bench.samples import RandomLengths, Sample, Segment, jsonl_samples, random_samples, trace_samples
+from lockstep.bench.samples import RandomLengths, Sample, TokenSegment, jsonl_samples, random_samples, trace_samples
 from lockstep.errors import TraceError, UsageError
 from lockstep.replay.readers import ReadOptions
 from tests.replay.readers.files import AZURE, MOONCAKE
@@ -21,7 +21,7 @@ def test_random_lengths_stay_in_their_range_and_depend_on_the_seed_alone() -> No
     assert all(count is not None and 82 <= count <= 182 for count in inputs)
     assert len(set(inputs)) > 20
     assert {sample.output_tokens for sample in samples} == set(range(5, 16))
-    assert {sample.recipe[0] for sample in samples} == {Segment((0,), 32)}
+    assert {sample.recipe[0] for sample in samples} == {TokenSegment((0,), 32)}
 
 
 def test_a_ratio_of_zero_makes_all_lengths_equal() -> None:
@@ -70,8 +70,8 @@ def written(folder: Path, content: str) -> Path:
 def test_a_mooncake_trace_keeps_times_lengths_and_shared_blocks(tmp_path: Path) -> None:
     """Requests with equal hashes begin with equal segments; the last segment is what is left of the length."""
     first, second, third = trace_samples(written(tmp_path, MOONCAKE), ReadOptions())
-    assert first.recipe == (Segment((2, 0), 512), Segment((2, 1), 512), Segment((2, 2), 6))
-    assert second.recipe == (Segment((2, 0), 512),)
+    assert first.recipe == (TokenSegment((2, 0), 512), TokenSegment((2, 1), 512), TokenSegment((2, 2), 6))
+    assert second.recipe == (TokenSegment((2, 0), 512),)
     assert (first.at_s, second.at_s, third.at_s) == (0.0, 0.0, 3.5)
     assert (first.input_tokens, first.output_tokens, third.output_tokens) == (1030, 7, 1)
 
@@ -93,8 +93,8 @@ def test_a_workload_shares_the_blocks_that_it_names_and_nothing_behind_them(tmp_
         {"id": 1, "prompt_tokens": 40, "max_output_tokens": 2, "prefix_hashes": ["system"], "arrival_ms": 0},
         {"id": 2, "prompt_tokens": 20, "max_output_tokens": 2, "prefix_hashes": ["system"], "arrival_ms": 1.5}]}"""
     first, second = trace_samples(written(tmp_path, text), ReadOptions())
-    assert first.recipe == (Segment((2, 0), 16), Segment((1, 0), 24))
-    assert second.recipe == (Segment((2, 0), 16), Segment((1, 1), 4))
+    assert first.recipe == (TokenSegment((2, 0), 16), TokenSegment((1, 0), 24))
+    assert second.recipe == (TokenSegment((2, 0), 16), TokenSegment((1, 1), 4))
     assert second.at_s == 0.0015
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from lockstep.bench.client import Outcome
-from lockstep.bench.runner import Job
+from lockstep.bench.runner import PlannedRequest
 from lockstep.bench.serve import lines_of, pairs_of
 from lockstep.cli.main import invoke
 from lockstep.release.observation import NAMES
@@ -60,7 +60,7 @@ def test_they_take_turns_who_is_first_and_what_is_missing_is_left_out() -> None:
     def outcome(text: str) -> Outcome:
         return Outcome(True, 1.0, text=text)
 
-    jobs = [Job(None, bytes, None, target) for target in (0, 1, 1, 0, 0, 1)]
+    jobs = [PlannedRequest(None, bytes, None, target) for target in (0, 1, 1, 0, 0, 1)]
     pairs = pairs_of(jobs, [outcome("b0"), outcome("c0"), outcome("c1"), None, None, None])
     texts = [tuple(None if side is None else side.text for side in (pair.baseline, pair.candidate)) for pair in pairs]
     assert texts == [("b0", "c0"), (None, "c1"), (None, None)]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.comparison.routed import RoutedRequests, ollama_lines
 from benchmarks.comparison.workloads import NUM_ROUTED, Work
 from lockstep.bench.protocol import Target
-from lockstep.bench.remote import Remote
+from lockstep.bench.remote import RemoteServer
 from lockstep.errors import RemoteError, UsageError
 from tests.bench.standin import MODEL, Behaviour, serving
 
@@ -29,7 +29,7 @@ def server() -> Iterator[Server]:
 
 def test_other_servers_receive_the_entry_prompt_and_then_the_request(server: Server) -> None:
     url, seen = server
-    with Remote(Target.parse(url)) as remote:
+    with RemoteServer(Target.parse(url)) as remote:
         answers = RoutedRequests(SUPPORT).ask_others(remote, MODEL, WORK, 3)
     assert len(answers) == NUM_ROUTED
     assert all(each.sent_s < each.tokens_s[0] < each.tokens_s[1] for each in answers)
@@ -42,7 +42,7 @@ def test_other_servers_receive_the_entry_prompt_and_then_the_request(server: Ser
 
 def test_prompts_differ_between_rounds(server: Server) -> None:
     url, seen = server
-    with Remote(Target.parse(url)) as remote:
+    with RemoteServer(Target.parse(url)) as remote:
         for seed in (1, 2):
             RoutedRequests(SUPPORT).ask_others(remote, MODEL, WORK, seed)
     assert len({str(body["messages"]) for body in seen.bodies}) == 2 * NUM_ROUTED
@@ -50,7 +50,7 @@ def test_prompts_differ_between_rounds(server: Server) -> None:
 
 def test_a_server_that_answers_by_itself_has_not_routed(server: Server) -> None:
     url, seen = server
-    with Remote(Target.parse(url)) as remote, pytest.raises(RemoteError):
+    with RemoteServer(Target.parse(url)) as remote, pytest.raises(RemoteError):
         RoutedRequests(SUPPORT).ask_ours(remote, WORK, 1)
     assert len(seen.bodies) <= 1
 

@@ -10,10 +10,10 @@ from hypothesis.strategies import DrawFn
 from lockstep.cluster.dispatch import NONE_OF_THESE, DispatchRule
 from lockstep.cluster.manifest import (
     PRIORITIES,
-    Entry,
     HostedReplicas,
     Hosts,
     Manifest,
+    ModelEntry,
     Persona,
     Remote,
     Resources,
@@ -87,12 +87,12 @@ PLAIN = st.recursive(
 
 
 @st.composite
-def entries(draw: DrawFn, id_: str, set_: str | None, others: list[str]) -> Entry:
+def entries(draw: DrawFn, id_: str, set_: str | None, others: list[str]) -> ModelEntry:
     remote = draw(st.none() | REMOTES)
     tier = Tier.REMOTE if remote else draw(st.sampled_from(Tier))
     is_local = tier is not Tier.REMOTE
     sources = SOURCES if remote is None else SOURCES | st.just(remote.base_url)
-    return Entry(
+    return ModelEntry(
         id=id_,
         source=draw(sources),
         tier=tier,
@@ -149,7 +149,7 @@ def manifests(draw: DrawFn) -> Manifest:
 
 
 @st.composite
-def hosts(draw: DrawFn, made: list[Entry]) -> Hosts:
+def hosts(draw: DrawFn, made: list[ModelEntry]) -> Hosts:
     """Replicas of some local models; of those of one artifact, of one at most."""
     groups = {(entry.source, entry.variant): entry.id for entry in made if entry.tier is not Tier.REMOTE}
     ids = draw(st.lists(st.sampled_from(sorted(groups.values())), unique=True)) if groups else []
@@ -169,7 +169,7 @@ def hosts(draw: DrawFn, made: list[Entry]) -> Hosts:
 
 
 @st.composite
-def routings(draw: DrawFn, made: list[Entry]) -> Routing | None:
+def routings(draw: DrawFn, made: list[ModelEntry]) -> Routing | None:
     """A rule over one of the sets, asked of a model outside of it; None where there is no such pair."""
     pairs = [
         (entry.id, other.set)

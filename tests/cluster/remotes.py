@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.cluster.base import Accepted, Event
 from lockstep.cluster.breaker import BreakerOptions
-from lockstep.cluster.manifest import Entry, Remote, Tier
+from lockstep.cluster.manifest import ModelEntry, Remote, Tier
 from lockstep.cluster.remote import RemoteModel, RemoteOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
@@ -113,7 +113,7 @@ async def remote(
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[RemoteModel]:
     """A remote model that tries once and never loses its patience, if it is not told otherwise."""
-    entry = Entry("far", "hf://a/b", Tier.REMOTE, remote=Remote(base_url, "served", "FAR_KEY", timeout_s))
+    entry = ModelEntry("far", "hf://a/b", Tier.REMOTE, remote=Remote(base_url, "served", "FAR_KEY", timeout_s))
     breaker = BreakerOptions(num_failures=num_failures, rest_s=rest_s)
     options = RemoteOptions(max_attempts=max_attempts, backoff_s=0.01, breaker=breaker)
     model = RemoteModel(entry, KEY, options, clock)

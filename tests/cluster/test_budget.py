@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from lockstep.cluster.budget import (
     Budget,
+    BudgetRow,
     Budgets,
+    BudgetVerdict,
     Footprint,
     Machine,
     Need,
     Origin,
-    Row,
-    Verdict,
     check,
     effective_budgets,
     predict,
@@ -90,9 +90,9 @@ class TestCheck:
         needs = [stub("a", Tier.RESIDENT), stub("b", Tier.STANDBY), Need("c", Tier.REMOTE)]
         table = check(needs, bounds(18 * GB, 32 * GB))
         assert table.rows == (
-            Row("a", Tier.RESIDENT, Verdict.FITS, gpu_bytes=DECLARED_BYTES, origin=Origin.DECLARED),
-            Row("b", Tier.STANDBY, Verdict.FITS, ram_bytes=DECLARED_BYTES, origin=Origin.DECLARED),
-            Row("c", Tier.REMOTE, Verdict.REMOTE),
+            BudgetRow("a", Tier.RESIDENT, BudgetVerdict.FITS, gpu_bytes=DECLARED_BYTES, origin=Origin.DECLARED),
+            BudgetRow("b", Tier.STANDBY, BudgetVerdict.FITS, ram_bytes=DECLARED_BYTES, origin=Origin.DECLARED),
+            BudgetRow("c", Tier.REMOTE, BudgetVerdict.REMOTE),
         )
         assert (table.budgets.gpu.needed_bytes, table.budgets.ram.needed_bytes) == (DECLARED_BYTES, DECLARED_BYTES)
 
@@ -107,7 +107,7 @@ class TestCheck:
         table = check(needs, bounds(DECLARED_BYTES, 0))
         assert table.is_within_budget
         assert table.rows[0].gpu_bytes == DECLARED_BYTES
-        assert table.rows[1] == Row("b", Tier.RESIDENT, Verdict.FITS, "a", origin=Origin.DECLARED)
+        assert table.rows[1] == BudgetRow("b", Tier.RESIDENT, BudgetVerdict.FITS, "a", origin=Origin.DECLARED)
 
     def test_kv_on_the_host_counts_against_ram_for_resident_models_too(self) -> None:
         need = Need("a", Tier.RESIDENT, "a", predict(None, 0, 0, host_bytes=2))
@@ -118,12 +118,12 @@ class TestCheck:
     )
     def test_the_first_that_does_not_fit_is_named(self, tier: Tier, gpu: int | None, ram: int | None) -> None:
         table = check([stub("a", tier), stub("b", tier)], bounds(gpu, ram))
-        assert [row.verdict for row in table.rows] == [Verdict.FITS, Verdict.EXCEEDS]
+        assert [row.verdict for row in table.rows] == [BudgetVerdict.FITS, BudgetVerdict.EXCEEDS]
         assert not table.is_within_budget
 
     def test_a_standby_model_that_could_never_be_promoted_is_named_and_refuses_nothing(self) -> None:
         table = check([stub("a", Tier.RESIDENT), stub("b", Tier.STANDBY)], bounds(1_000 * MB, None))
-        assert [row.verdict for row in table.rows] == [Verdict.FITS, Verdict.NEVER_FITS]
+        assert [row.verdict for row in table.rows] == [BudgetVerdict.FITS, BudgetVerdict.NEVER_FITS]
         assert table.is_within_budget
 
     @given(st.lists(st.tuples(st.sampled_from(list(Tier)), st.integers(0, 9), st.integers(0, 9)), max_size=8))

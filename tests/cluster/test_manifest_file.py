@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from lockstep.cluster.dispatch import DispatchRule
 from lockstep.cluster.manifest import (
-    Entry,
     HostedReplicas,
     Hosts,
     Manifest,
+    ModelEntry,
     Persona,
     Remote,
     Resources,
@@ -102,7 +102,7 @@ def test_every_key_means_its_field() -> None:
     assert parse(FULL, environment={"HOST": "api.example.com"}) == Manifest(
         cluster="full",
         entries=(
-            Entry(
+            ModelEntry(
                 id="router",
                 source="./router.gguf",
                 priority=-5,
@@ -113,7 +113,7 @@ def test_every_key_means_its_field() -> None:
                 size_bytes=800_000_000,
                 engine={"max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20, "chunking": False, "order": "fair"},
             ),
-            Entry(
+            ModelEntry(
                 id="billing",
                 source="pocket://",
                 set="specialists",
@@ -121,14 +121,14 @@ def test_every_key_means_its_field() -> None:
                 aliases=("openai/gpt-4o", "4"),
                 keep_alive_s=300.0,
             ),
-            Entry(
+            ModelEntry(
                 id="legal",
                 source="hf://org/legal@v2#Q4_K_M",
                 tier=Tier.STANDBY,
                 set="specialists",
                 promotes_on_intent=True,
             ),
-            Entry(id="cloud", source="https://api.example.com/v1", tier=Tier.REMOTE, set="extra", remote=cloud),
+            ModelEntry(id="cloud", source="https://api.example.com/v1", tier=Tier.REMOTE, set="extra", remote=cloud),
         ),
         resources=Resources(16 << 30, 1_500_000_000_000, 4_000_000_000, 0, 1 << 40),
         routing=Routing(
@@ -236,7 +236,7 @@ def test_a_budget_without_an_exact_unit_is_read_and_noted(written: str) -> None:
 def test_a_remote_model_needs_no_source_and_no_tier() -> None:
     manifest = parse("cluster: x\nmodels: {m: {remote: {base_url: 'http://127.0.0.1:1/v1'}}}\n")
     assert manifest.entries == (
-        Entry("m", "http://127.0.0.1:1/v1", Tier.REMOTE, remote=Remote("http://127.0.0.1:1/v1")),
+        ModelEntry("m", "http://127.0.0.1:1/v1", Tier.REMOTE, remote=Remote("http://127.0.0.1:1/v1")),
     )
     assert "source" not in dump(manifest)
 
@@ -262,7 +262,7 @@ def test_dollars_of_a_remote_are_not_expanded_twice() -> None:
 
 def test_a_manifest_in_json_may_write_a_character_as_a_surrogate_pair() -> None:
     """As ``json.dumps`` does by default."""
-    entry = Entry("m", "pocket://", system_prompt="a 😀 b")
+    entry = ModelEntry("m", "pocket://", system_prompt="a 😀 b")
     written = json.dumps(plain(Manifest("x", (entry,))))
     assert "\\ud83d\\ude00" in written
     assert parse(written).entry("m").system_prompt == "a 😀 b"
@@ -278,7 +278,7 @@ def test_what_is_written_is_plain_yaml_for_others() -> None:
     told = yaml.safe_load(dump(manifest))
     assert told["models"]["router"]["size"] == "800MB"
     assert told["fallback"] == "cloud"
-    odd = Manifest("no", (Entry("1e5", "off"), Entry("1:30", "~")))
+    odd = Manifest("no", (ModelEntry("1e5", "off"), ModelEntry("1:30", "~")))
     assert yaml.safe_load(dump(odd))["models"] == {
         "1e5": {"source": "off", "tier": "resident"},
         "1:30": {"source": "~", "tier": "resident"},

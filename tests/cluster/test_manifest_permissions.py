@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from lockstep.cluster.cluster import Cluster
-from lockstep.cluster.manifest import Entry, Hosts, Manifest, Remote
+from lockstep.cluster.manifest import Hosts, Manifest, ModelEntry, Remote
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.manifest_permissions import (
     ADDRESS_REFUSED,
@@ -316,7 +316,7 @@ async def test_a_guarded_server_is_not_even_connected_to(monkeypatch: pytest.Mon
         for name in ("rebound.example", "gone.example"):
             leads_to(monkeypatch, name, "127.0.0.1" if name.startswith("re") else None)
             remote = Remote(f"http://{name}:{port}/v1", only_public=True)
-            model = RemoteModel(Entry("cloud", remote.base_url, remote=remote))
+            model = RemoteModel(ModelEntry("cloud", remote.base_url, remote=remote))
             with pytest.raises(RequestFailedError, match="has no public address"):
                 await events_of(model, call())
             await model.close()

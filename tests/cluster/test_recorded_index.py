@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from lockstep.cluster.recorded_index import AnswerQuery, RecordedAnswer, RecordedIndex, RecordedSequence
+from lockstep.cluster.recorded_index import AnswerQuery, RecordedAnswer, RecordedCompletion, RecordedIndex
 from lockstep.core.request import FinishReason
 
 SEEDS = range(40)
@@ -21,7 +21,7 @@ def answer_of(
     n: int = 1,
     reason: FinishReason = FinishReason.STOP,
 ) -> RecordedAnswer:
-    return RecordedAnswer(name, parameters, seed, (RecordedSequence(array("I"), reason),) * n, ())
+    return RecordedAnswer(name, parameters, seed, (RecordedCompletion(array("I"), reason),) * n, ())
 
 
 def index_of(known: Known) -> RecordedIndex:

@@ -10,7 +10,7 @@ import pytest
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.resolve import DEFAULT_KV_BYTES, STUB_BLOCKS, Opened, local_part, open_manifest
+from lockstep.cluster.resolve import DEFAULT_KV_BYTES, STUB_BLOCKS, OpenedManifest, local_part, open_manifest
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.pocket import pocket_path
@@ -25,7 +25,7 @@ COUNTS = {
 }
 
 
-def opened(text: str, backend: Backend = Backend.AUTO) -> Opened:
+def opened(text: str, backend: Backend = Backend.AUTO) -> OpenedManifest:
     return open_manifest(served_by(parse(text), backend), LoadOptions())
 
 

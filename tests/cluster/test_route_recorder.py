@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.cluster import route_recorder
 from lockstep.cluster.route_recorder import DEFECT, TOO_LARGE, RouteRecorder
-from lockstep.core.balancer import Balancer, Choice, RoutingPolicy, Why
+from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy, Why
 from lockstep.replay.recorded_routes import route_files, verify_routes
 from lockstep.worker.flight import files as files_module
 from lockstep.worker.flight.options import TraceOptions
@@ -20,7 +20,7 @@ def of_one_session(folder: Path, session: str, options: TraceOptions) -> list[st
     recorder = RouteRecorder(options)
     recorder.opened("r0", 2, RoutingPolicy.PREFIX, 4)
     recorder.learned("r0", 1, [(each, True) for each in chain(1, 2, 3)])
-    recorder.chosen("r0", chain(1, 2, 4), session, Choice(1, Why.PREFIX, 2))
+    recorder.chosen("r0", chain(1, 2, 4), session, RoutingChoice(1, Why.PREFIX, 2))
     recorder.close()
     (path,) = route_files(folder)
     return lines_in(path)

@@ -8,9 +8,9 @@ import pytest
 from msgspec import structs
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.manifest import Entry, Manifest, Persona, Tier
+from lockstep.cluster.manifest import Manifest, ModelEntry, Persona, Tier
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.routing import Decision, Router, addressed
+from lockstep.cluster.routing import DispatchDecision, Router, addressed
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
@@ -21,7 +21,7 @@ from tests.cluster.clusters import SUPPORT
 MANIFEST = parse(SUPPORT)
 ASKED_MESSAGES = [{"role": "user", "content": "hello"}]
 ASKED = GenerationRequest(Conversation(ASKED_MESSAGES, {"tools": []}), SamplingParams(n=3, logprobs=2))
-PERSONA = Entry("m", "stub://m", system_prompt="Be kind.", sampling={"temperature": 0.5, "top_k": 7}, priority=-1)
+PERSONA = ModelEntry("m", "stub://m", system_prompt="Be kind.", sampling={"temperature": 0.5, "top_k": 7}, priority=-1)
 
 
 def router_of(manifest: Manifest) -> Router:
@@ -48,12 +48,12 @@ def test_the_entry_prompt_is_constrained_to_words_of_the_rule() -> None:
 
 
 DECISIONS = {
-    "billing": Decision("billing", "billing"),
-    "intent=legal": Decision("legal", "legal"),
-    '{"intent": "technical"}': Decision("technical", "technical"),
-    "none": Decision("none", "fallback", is_fallback=True),
-    "weather": Decision("weather", "fallback", is_fallback=True),
-    "I do not know": Decision(None, "fallback", is_fallback=True),
+    "billing": DispatchDecision("billing", "billing"),
+    "intent=legal": DispatchDecision("legal", "legal"),
+    '{"intent": "technical"}': DispatchDecision("technical", "technical"),
+    "none": DispatchDecision("none", "fallback", is_fallback=True),
+    "weather": DispatchDecision("weather", "fallback", is_fallback=True),
+    "I do not know": DispatchDecision(None, "fallback", is_fallback=True),
 }
 
 
@@ -64,8 +64,8 @@ def test_an_answer_decides_who_is_next(answer: str) -> None:
 
 def test_without_a_fallback_an_unmatched_answer_has_no_target() -> None:
     router = router_of(replace(MANIFEST, fallback=None))
-    assert router.decide("none") == Decision("none", None)
-    assert router.decide("legal") == Decision("legal", "legal")
+    assert router.decide("none") == DispatchDecision("none", None)
+    assert router.decide("legal") == DispatchDecision("legal", "legal")
 
 
 def test_a_beginning_tells_who_is_next_once_only_one_is_left() -> None:
@@ -118,4 +118,4 @@ def test_a_literal_map_sets_the_words_of_the_stub() -> None:
     text = SUPPORT.replace("routing:\n", "routing:\n  literal: refund=billing\n")
     served = served_by(parse(text), Backend.STUB)
     assert served.entries[0].source == "stub://router?field=intent&ids=refund,technical,legal"
-    assert router_of(served).decide("intent=refund") == Decision("refund", "billing")
+    assert router_of(served).decide("intent=refund") == DispatchDecision("refund", "billing")

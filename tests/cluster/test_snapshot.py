@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from lockstep.cluster.snapshot import ClusterSnapshot, Counters, HostSnapshot, PlaceSnapshot, host_named
+from lockstep.cluster.snapshot import ClusterCounters, ClusterSnapshot, HostSnapshot, PlaceSnapshot, host_named
 from lockstep.core.balancer import Why
 from lockstep.errors import HostNotFoundError
 from lockstep.hosts.values import Host, ReplicaPhase, ReplicaStatus, ReplicaUse
@@ -80,7 +80,9 @@ def test_an_address_is_shown_where_a_worker_listens(address: str, port: int, sho
 
 
 def test_what_an_earlier_server_shows_is_read_as_a_cluster_without_hosts() -> None:
-    before = msgspec.to_builtins(ClusterSnapshot("c", "stub", None, None, False, (), (), (), (), 0, Counters(), ()))
+    before = msgspec.to_builtins(
+        ClusterSnapshot("c", "stub", None, None, False, (), (), (), (), 0, ClusterCounters(), ())
+    )
     del before["hosts"], before["places"]
     read = msgspec.convert(before, ClusterSnapshot)
     assert (read.hosts, read.places) == ((), ())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.balancer import MAX_SESSIONS, Balancer, Choice, RoutingPolicy, Why
+from lockstep.core.balancer import MAX_SESSIONS, Balancer, RoutingChoice, RoutingPolicy, Why
 from lockstep.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ class Plain:
         missing = [place for place, each in enumerate(hashes) if each not in self.contents[replica]]
         return missing[0] if missing else len(hashes)
 
-    def choose(self, hashes: tuple[bytes, ...], session: str | None) -> Choice | None:
+    def choose(self, hashes: tuple[bytes, ...], session: str | None) -> RoutingChoice | None:
         size = len(self.loads)
         in_turn = [(self.last + 1 + place) % size for place in range(size)]
         in_turn = [each for each in in_turn if self.there[each]]
@@ -45,20 +45,20 @@ class Plain:
             self.sessions[session] = choice.replica
         return choice
 
-    def chosen(self, in_turn: list[int], hashes: tuple[bytes, ...], session: str | None) -> Choice:
+    def chosen(self, in_turn: list[int], hashes: tuple[bytes, ...], session: str | None) -> RoutingChoice:
         if self.policy is RoutingPolicy.ROUND_ROBIN:
-            return Choice(in_turn[0], Why.TURN, 0)
+            return RoutingChoice(in_turn[0], Why.TURN, 0)
         least = min(self.loads[each] for each in in_turn)
         allowed = [each for each in in_turn if self.loads[each] <= least + self.max_imbalance]
         before = self.sessions.get(session or "")
         if self.policy is not RoutingPolicy.LEAST_LOADED and before in allowed:
             assert before is not None
-            return Choice(before, Why.SESSION, self.depth(before, hashes))
+            return RoutingChoice(before, Why.SESSION, self.depth(before, hashes))
         depth = max(self.depth(each, hashes) for each in allowed)
         if self.policy is RoutingPolicy.PREFIX and depth:
             best = [each for each in allowed if self.depth(each, hashes) == depth]
-            return Choice(min(best, key=lambda each: self.loads[each]), Why.PREFIX, depth)
-        return Choice(min(in_turn, key=lambda each: self.loads[each]), Why.LOAD, 0)
+            return RoutingChoice(min(best, key=lambda each: self.loads[each]), Why.PREFIX, depth)
+        return RoutingChoice(min(in_turn, key=lambda each: self.loads[each]), Why.LOAD, 0)
 
 
 @settings(max_examples=300)
@@ -169,7 +169,7 @@ def test_one_that_drains_gets_nothing_and_its_sessions_go_elsewhere() -> None:
     assert balancer.choose(chain(1), "s") is None
     balancer.ended(first.replica)
     balancer.admit(first.replica)
-    assert balancer.choose() == Choice(first.replica, Why.LOAD, 0)
+    assert balancer.choose() == RoutingChoice(first.replica, Why.LOAD, 0)
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -11,7 +11,7 @@ from lockstep.engine import queues
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.input_processing import prepare
 from lockstep.engine.outputs import RequestOutput, Timings
-from lockstep.engine.queues import Abort, Inbox, Results
+from lockstep.engine.queues import AbortCommand, Inbox, Results
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import QueueFullError, UsageError
 from tests.engine.conftest import MakeEngine
@@ -39,7 +39,7 @@ def test_commands_are_taken_in_order_and_those_that_come_meanwhile_later(lives: 
     taken = inbox.take()
     assert next(taken) is lives[0]
     inbox.put(lives[1])
-    assert list(taken) == [Abort(0)]
+    assert list(taken) == [AbortCommand(0)]
     assert list(inbox.take()) == [lives[1]]
 
 
@@ -64,7 +64,7 @@ def test_a_closed_inbox_rejects_requests_with_its_first_reason(lives: list[LiveR
         with pytest.raises(UsageError, match="the first reason"):
             refused()
     inbox.abort(0)
-    assert list(inbox.take()) == [lives[0], Abort(0)]
+    assert list(inbox.take()) == [lives[0], AbortCommand(0)]
 
 
 def test_who_takes_may_find_that_the_last_one_was_taken_back(lives: list[LiveRequest]) -> None:

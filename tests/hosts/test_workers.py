@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from lockstep.artifacts.model import TokenizerParts
-from lockstep.core.balancer import Choice, RoutingPolicy, Why
+from lockstep.core.balancer import RoutingChoice, RoutingPolicy, Why
 from lockstep.engine.input_processing import tokenised
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
@@ -45,7 +45,7 @@ class Routes:
     """Choices, in order."""
 
     def __init__(self) -> None:
-        self.choices: list[Choice] = []
+        self.choices: list[RoutingChoice] = []
 
     def opened(self, group: str, num_replicas: int, policy: RoutingPolicy, max_imbalance: int) -> None: ...
     def admitted(self, group: str, replica: int) -> None: ...
@@ -53,7 +53,7 @@ class Routes:
     def learned(self, group: str, replica: int, news: object) -> None: ...
     def ended(self, group: str, replica: int) -> None: ...
 
-    def chosen(self, group: str, hashes: object, session: str | None, choice: Choice | None) -> None:
+    def chosen(self, group: str, hashes: object, session: str | None, choice: RoutingChoice | None) -> None:
         if choice is not None:
             self.choices.append(choice)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.release.evidence import MAX_SEGMENTS, Segment, gather
+from lockstep.release.evidence import MAX_SEGMENTS, TrafficSegment, gather
 from lockstep.release.observation import SIDES
 from lockstep.release.store import open_store
 from lockstep.release.verdict import to_json
@@ -81,9 +81,9 @@ def test_segments_are_cut_by_model_backends_accelerator_and_label(tmp_path: Path
         read_into(store, [pair_file(tmp_path / "input", baseline, candidate)])
         pairs = gather(store).pairs
     assert {pairs.segments[number] for number in pairs.segment} == {
-        Segment("m", "vllm", "sglang", "y", "chat"),
-        Segment("n", "vllm", "vllm", None, None),
-        Segment(None, None, None, None, "code"),
+        TrafficSegment("m", "vllm", "sglang", "y", "chat"),
+        TrafficSegment("n", "vllm", "vllm", None, None),
+        TrafficSegment(None, None, None, None, "code"),
     }
     assert {each.name for each in pairs.segments} == {"m, vllm -> sglang, y, chat", "n, vllm -> vllm", "code"}
 

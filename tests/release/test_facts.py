@@ -11,7 +11,7 @@ import pytest
 from lockstep.errors import EvidenceError
 from lockstep.release.evidence import gather
 from lockstep.release.facts import compute_facts, digest_of, event_faults, is_deterministic, names_of
-from lockstep.release.observation import NAMES, Reason
+from lockstep.release.observation import NAMES, LeftOutReason
 from lockstep.release.reading import read
 from lockstep.release.store import open_store
 from tests.release.inputs import Record, pair_file, read_into, write_lines
@@ -188,6 +188,6 @@ def test_faults_of_events_are_part_of_the_evidence(tmp_path: Path) -> None:
         evidence = gather(store)
         assert event_faults(store, "baseline") == []
     assert set(evidence.faults) == {
-        ("candidate", Reason.DOUBLED_INDEX, 1),
-        ("candidate", Reason.FALLING_STAMPS, 1),
+        ("candidate", LeftOutReason.DOUBLED_INDEX, 1),
+        ("candidate", LeftOutReason.FALLING_STAMPS, 1),
     }

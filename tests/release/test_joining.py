@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.release.joining import KEYS, Joining, join
-from lockstep.release.observation import SIDES, Reason, Side
+from lockstep.release.observation import SIDES, LeftOutReason, Side
 from lockstep.release.store import open_store
 from tests.release.inputs import Record, pair_file, read_into, write_lines
 
@@ -43,7 +43,7 @@ def join_of(tmp_path: Path, baseline: Sequence[Any], candidate: Sequence[Any]) -
     return joined(pair_file(tmp_path / "input.json", *sides))
 
 
-def reasons(joining: Joining) -> dict[tuple[Side, Reason], tuple[int, tuple[str, ...]]]:
+def reasons(joining: Joining) -> dict[tuple[Side, LeftOutReason], tuple[int, tuple[str, ...]]]:
     return {(each.side, each.reason): (each.count, each.examples) for each in joining.unjoined}
 
 
@@ -118,10 +118,10 @@ def test_orphans_duplicates_and_records_without_a_key_have_their_reasons(tmp_pat
     joining, pairs = join_of(tmp_path, baseline, [{"request_id": "both"}, {"request_id": "twice"}])
     assert len(pairs) == 1
     assert reasons(joining) == {
-        ("baseline", Reason.DUPLICATE): (2, ("twice", "twice")),
-        ("baseline", Reason.NO_ID): (1, ("?",)),
-        ("baseline", Reason.NO_PARTNER): (1, ("alone",)),
-        ("candidate", Reason.NO_PARTNER): (1, ("twice",)),
+        ("baseline", LeftOutReason.DUPLICATE): (2, ("twice", "twice")),
+        ("baseline", LeftOutReason.NO_ID): (1, ("?",)),
+        ("baseline", LeftOutReason.NO_PARTNER): (1, ("alone",)),
+        ("candidate", LeftOutReason.NO_PARTNER): (1, ("twice",)),
     }
 
 
@@ -132,7 +132,7 @@ def test_a_failed_try_that_a_later_one_follows_is_a_retry(tmp_path: Path, key: R
     tries = [{**key, "ts": 1.0, "error": "timeout"}, {**key, "ts": 2.0, "error": "timeout"}, {**key, "ts": 3.0}]
     joining, pairs = join_of(tmp_path, tries, [{**key, "ts": 1.0}])
     assert [pair[1:] for pair in pairs] == [(2.0, 0.0)]
-    assert [(each.reason, each.count) for each in joining.unjoined] == [(Reason.RETRIED, 2)]
+    assert [(each.reason, each.count) for each in joining.unjoined] == [(LeftOutReason.RETRIED, 2)]
 
 
 def test_the_last_try_counts_also_if_it_failed(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_two_answers_of_one_id_are_duplicates_whichever_came_first(tmp_path: Pat
     answers = [{"request_id": "a", "ts": 1.0}, {"request_id": "a", "ts": 2.0, "error": "cancelled"}]
     joining, pairs = join_of(tmp_path, answers, [{"request_id": "a"}])
     assert pairs == []
-    assert reasons(joining)[("baseline", Reason.DUPLICATE)][0] == 2
+    assert reasons(joining)[("baseline", LeftOutReason.DUPLICATE)][0] == 2
 
 
 def test_a_failure_is_no_retry_of_another_request_in_its_trace(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_places_in_unlike_data_sets_do_not_pair(tmp_path: Path, candidate: list[
     joining, pairs = join_of(tmp_path, baseline, candidate)
     assert pairs == []
     assert note in notes_of(tmp_path / "input.json")[0]
-    assert {each.reason for each in joining.unjoined} == {Reason.UNLIKE_DATA_SETS}
+    assert {each.reason for each in joining.unjoined} == {LeftOutReason.UNLIKE_DATA_SETS}
     assert [each.count for each in joining.unjoined if each.side == "baseline"] == [2]
 
 
@@ -205,7 +205,7 @@ def test_pairs_that_a_file_gives_need_no_key(tmp_path: Path) -> None:
     pairs = [{"baseline": {"latency_ms": at}, "candidate": {"latency_ms": at + 0.5}} for at in (1.0, 2.0)]
     joining, found = joined(write_lines(tmp_path / "pairs.jsonl", [*pairs, {"baseline": {"latency_ms": 9.0}}]))
     assert found == [("pair", 1.0, 1.5), ("pair", 2.0, 2.5)]
-    assert reasons(joining) == {("baseline", Reason.NO_ID): (1, ("?",))}
+    assert reasons(joining) == {("baseline", LeftOutReason.NO_ID): (1, ("?",))}
 
 
 def test_pairs_that_a_file_gives_stay_pairs_whatever_the_engines_call_them(tmp_path: Path) -> None:
@@ -220,14 +220,14 @@ def test_a_pair_that_is_in_a_file_twice_is_a_duplicate(tmp_path: Path) -> None:
     pair = {"request_id": "a", "baseline": {"latency_ms": 1.0}, "candidate": {"latency_ms": 2.0}}
     joining, found = joined(write_lines(tmp_path / "pairs.jsonl", [pair, pair]))
     assert found == []
-    assert reasons(joining)[("candidate", Reason.DUPLICATE)][0] == 2
+    assert reasons(joining)[("candidate", LeftOutReason.DUPLICATE)][0] == 2
 
 
 def test_sides_whose_ids_never_match_are_all_orphans(tmp_path: Path) -> None:
     sides = [[{"request_id": f"{side}-{at}"} for at in range(30)] for side in "bc"]
     joining, pairs = join_of(tmp_path, *sides)
     assert pairs == []
-    assert reasons(joining)[("baseline", Reason.NO_PARTNER)] == (30, ("b-0", "b-1", "b-10", "b-11", "b-12"))
+    assert reasons(joining)[("baseline", LeftOutReason.NO_PARTNER)] == (30, ("b-0", "b-1", "b-10", "b-11", "b-12"))
 
 
 RECORDS = st.lists(

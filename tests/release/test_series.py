@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.release.evidence import Pairs, Segment
+from lockstep.release.evidence import Pairs, TrafficSegment
 from lockstep.release.observation import METRICS
 from lockstep.release.outputs import Output
 from lockstep.release.policy import Policy
@@ -30,7 +30,7 @@ def pairs_of(num: int, **columns: Any) -> Pairs:
         "metrics": metrics,
         "output": np.full(num, Output.SAME, np.int8),
         "segment": np.zeros(num, np.int32),
-        "segments": (Segment("m", None, None, None, "a"),),
+        "segments": (TrafficSegment("m", None, None, None, "a"),),
         "routed": (everywhere, everywhere),
         "streamed": (everywhere, everywhere),
         "missing_at": np.empty(0, np.int64),
@@ -96,7 +96,7 @@ def test_missing_records_stand_among_the_pairs_where_they_arrived() -> None:
 
 
 def test_segments_have_series_where_they_are_enforced_and_large_enough() -> None:
-    segments = tuple(Segment("m", None, None, None, label) for label in "abc")
+    segments = tuple(TrafficSegment("m", None, None, None, label) for label in "abc")
     pairs = pairs_of(60, segment=np.repeat(np.array([0, 1, 2], np.int32), (30, 20, 10)), segments=segments)
     assert {each.segment for each in series_of(Policy(), pairs)} == {"all"}
     found = series_of(Policy(segments="enforce"), pairs)

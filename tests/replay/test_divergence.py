@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import Finish, StepEvents, StepPlan
-from lockstep.replay.divergence import Change, Decision, Difference, difference
+from lockstep.replay.divergence import Change, Difference, StepDecision, difference
 
 PLAN = StepPlan(
     7,
@@ -46,7 +46,7 @@ EVENTS = StepEvents(7, (Finish(1, FinishReason.LENGTH),), (1, 1, 1))
 def test_plans_differ_first_in_what_is_decided_first(other: dict[str, object], found: Difference | None) -> None:
     plan = replace(PLAN, **other)  # type: ignore[arg-type]  # fields by name, of as many types
 
-    assert difference(Decision(PLAN, EVENTS), Decision(plan, EVENTS)) == found
+    assert difference(StepDecision(PLAN, EVENTS), StepDecision(plan, EVENTS)) == found
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,14 @@ def test_plans_differ_first_in_what_is_decided_first(other: dict[str, object], f
 def test_the_same_plan_may_end_others(finished: tuple[Finish, ...], found: Difference) -> None:
     events = StepEvents(7, finished, EVENTS.num_tokens)
 
-    assert difference(Decision(PLAN, EVENTS), Decision(PLAN, events)) == found
+    assert difference(StepDecision(PLAN, EVENTS), StepDecision(PLAN, events)) == found
 
 
 def test_refusals_and_idle_steps_come_before_all() -> None:
-    idle = Decision(None, None)
+    idle = StepDecision(None, None)
 
     assert difference(idle, idle) is None
-    assert difference(Decision(PLAN, EVENTS), idle) == Difference(Change.IDLE, (1, 2, 3), ())
-    assert difference(Decision(PLAN, EVENTS, ("r",)), Decision(PLAN, EVENTS)) == Difference(Change.REFUSAL, (0,), ())
+    assert difference(StepDecision(PLAN, EVENTS), idle) == Difference(Change.IDLE, (1, 2, 3), ())
+    assert difference(StepDecision(PLAN, EVENTS, ("r",)), StepDecision(PLAN, EVENTS)) == Difference(
+        Change.REFUSAL, (0,), ()
+    )

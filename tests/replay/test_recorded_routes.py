@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.cli.replay import verify_trace
 from lockstep.cluster.route_recorder import ROUTE_SUFFIX
-from lockstep.core.balancer import Balancer, Choice, RoutingPolicy
+from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy
 from lockstep.errors import TraceError
 from lockstep.replay.recorded_routes import RoutesVerdict, facts, route_files, verify_routes
 from lockstep.replay.trace_integrity import Kind
@@ -34,7 +34,7 @@ def test_the_routes_of_any_life_are_decided_again(tmp_path_factory: pytest.TempP
 class Stubborn(Balancer):
     """One that always answers replica 0."""
 
-    def choose(self, hashes: Sequence[bytes] = (), session: str | None = None) -> Choice | None:
+    def choose(self, hashes: Sequence[bytes] = (), session: str | None = None) -> RoutingChoice | None:
         choice = super().choose(hashes, session)
         return None if choice is None else choice._replace(replica=0)
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from lockstep.errors import UsageError
 from lockstep.replay.configs import MAX_CONFIGS, combinations, parse_grid
 from lockstep.replay.metrics import metric_named, short_name
-from lockstep.replay.sweep import Job, Outcome, cheapest, evaluate, front, pareto_front, price, sweep
+from lockstep.replay.sweep import SweepJob, SweepOutcome, cheapest, evaluate, front, pareto_front, price, sweep
 from tests.replay.workloads import config, request, workload
 
 WORKLOAD = workload(*(request(f"r{n}", 12, 6, arrival=n // 4, contents=(n % 3, 7, 8)) for n in range(24)))
 COMMON = {"block_size": "4", "num_blocks": "60", "max_model_len": "64"}
-JOB = Job(WORKLOAD, COMMON, None, {"ttft": 50.0, "e2e": 400.0})
+JOB = SweepJob(WORKLOAD, COMMON, None, {"ttft": 50.0, "e2e": 400.0})
 
 
 def test_a_sweep_in_two_processes_gives_what_one_gives() -> None:
@@ -74,8 +74,10 @@ def test_the_front_is_what_no_other_beats(points: list[tuple[int, int] | None]) 
         assert mark is not beaten
 
 
-def outcome(good: float, **limits: int) -> Outcome:
-    return Outcome({}, config(**limits), {"goodput.ratio": good, "latency_ms.ttft.p99": 10.0, "requests_per_s": good})
+def outcome(good: float, **limits: int) -> SweepOutcome:
+    return SweepOutcome(
+        {}, config(**limits), {"goodput.ratio": good, "latency_ms.ttft.p99": 10.0, "requests_per_s": good}
+    )
 
 
 def test_the_cheapest_that_is_good_enough_has_the_least_kv_memory_then_the_fewest_sequences() -> None:
@@ -84,7 +86,7 @@ def test_the_cheapest_that_is_good_enough_has_the_least_kv_memory_then_the_fewes
         outcome(1.0, num_blocks=50, max_num_seqs=16),
         outcome(0.99, num_blocks=50, max_num_seqs=8),
         outcome(0.98, num_blocks=20),
-        Outcome({}, None, {}, "cannot work"),
+        SweepOutcome({}, None, {}, "cannot work"),
     ]
 
     assert cheapest(rows, 0.99) == 2
@@ -94,7 +96,7 @@ def test_the_cheapest_that_is_good_enough_has_the_least_kv_memory_then_the_fewes
 
 
 def test_of_some_figures_more_is_better() -> None:
-    rows = [outcome(0.5), outcome(0.9), Outcome({}, None, {}, "cannot work")]
+    rows = [outcome(0.5), outcome(0.9), SweepOutcome({}, None, {}, "cannot work")]
 
     assert front(rows, ["latency_ms.ttft.p99", "requests_per_s"]) == (False, True, False)
 

@@ -16,8 +16,8 @@ from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.manifest_permissions import NONE, Permissions
 from lockstep.cluster.snapshot import (
     BudgetSnapshot,
+    ClusterCounters,
     ClusterSnapshot,
-    Counters,
     HostSnapshot,
     ModelSnapshot,
     PlaceSnapshot,
@@ -63,7 +63,7 @@ class Managed(Cluster):
         models = tuple(_model(name, state) for name, state in self.states.items())
         budget = BudgetSnapshot("gpu_budget", 100, 80, 40)
         return ClusterSnapshot(
-            "small", "stub", "router", None, False, models, (), (budget,), self.sessions(), 1, Counters(3), ()
+            "small", "stub", "router", None, False, models, (), (budget,), self.sessions(), 1, ClusterCounters(3), ()
         )
 
     def manifest_text(self) -> str:

@@ -20,7 +20,7 @@ from lockstep.server.app import create_app
 from lockstep.server.body import YAML_TYPES, kind_of
 from lockstep.server.cluster_routes import accepted_type, manifest_text
 from lockstep.server.options import ServerOptions
-from lockstep.server.serving import Phase
+from lockstep.server.serving import ServerPhase
 from tests.cluster.manifests import manifests
 from tests.server.managing import FAULTS, MANIFEST, Hosted, Managed
 from tests.server.support import NAME, client_of, error_of
@@ -244,7 +244,7 @@ async def test_no_manifest_is_replaced_while_the_server_drains() -> None:
     cluster = Managed()
     app = create_app(cluster)
     app.state.serving.lifecycle.on_signal()
-    assert app.state.serving.lifecycle.phase is Phase.DRAINING
+    assert app.state.serving.lifecycle.phase is ServerPhase.DRAINING
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://test") as client:
         response = await client.put("/v1/manifest", content=MANIFEST, headers=YAML)
     assert response.status_code == 503

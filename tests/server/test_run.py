@@ -21,7 +21,7 @@ from lockstep.cluster.snapshot import EngineSnapshot, ReplicaSnapshot
 from lockstep.errors import ConfigError, UsageError
 from lockstep.server.options import ServerOptions
 from lockstep.server.run import ready_lines, run_server
-from lockstep.server.serving import Lifecycle, Phase
+from lockstep.server.serving import Lifecycle, ServerPhase
 from tests.server.managing import Managed
 from tests.server.process import IN_THREAD, ServerProcess, plain_async_client, serve
 from tests.server.support import connect, received
@@ -244,10 +244,16 @@ async def test_a_phase_never_goes_back() -> None:
     for _ in range(4):
         lifecycle.on_signal()
         phases.append(lifecycle.phase)
-    assert phases == [Phase.ADMITTING, Phase.DRAINING, Phase.ENDING, Phase.FORCED, Phase.FORCED]
+    assert phases == [
+        ServerPhase.ADMITTING,
+        ServerPhase.DRAINING,
+        ServerPhase.ENDING,
+        ServerPhase.FORCED,
+        ServerPhase.FORCED,
+    ]
     lifecycle.end()
-    assert lifecycle.phase is Phase.FORCED
-    assert await lifecycle.changed() is Phase.FORCED
+    assert lifecycle.phase is ServerPhase.FORCED
+    assert await lifecycle.changed() is ServerPhase.FORCED
 
 
 def test_both_processes_log_in_one_format() -> None:

@@ -16,8 +16,8 @@ from typing import cast
 
 import httptools
 
-from lockstep.bench.protocol import ChunkReader, Target, reason_of
-from lockstep.cluster.completion_chunks import Chunk, Usage, error_message
+from lockstep.bench.protocol import EventLineReader, Target, reason_of
+from lockstep.cluster.completion_chunks import ChunkUsage, CompletionChunk, error_message
 
 REQUEST_LIMIT_S = 6 * 3600.0
 """A request that takes longer has failed."""
@@ -27,7 +27,7 @@ MAX_BODY_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
-class Exchange:
+class TimedExchange:
     """One request as it was seen on the wire; times are of `time.perf_counter`."""
 
     sent_s: float = 0.0
@@ -44,14 +44,14 @@ class _Connection(asyncio.Protocol):
     """One connection that carries one exchange at a time."""
 
     def __init__(self) -> None:
-        self.exchange: Exchange | None = None
+        self.exchange: TimedExchange | None = None
         self.is_open = True
         self._done: asyncio.Future[None] | None = None
         self._now_s = 0.0
         self._transport: asyncio.Transport
         self._parser: httptools.HttpResponseParser
 
-    def begin(self, request: bytes, exchange: Exchange) -> asyncio.Future[None]:
+    def begin(self, request: bytes, exchange: TimedExchange) -> asyncio.Future[None]:
         """Send a request; the future is done when its response is whole or the connection is not."""
         self.exchange = exchange
         self._done = asyncio.get_running_loop().create_future()
@@ -119,7 +119,7 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls else None
         self._idle: list[_Connection] = []
 
-    async def send(self, request: bytes, exchange: Exchange, limit_s: float = REQUEST_LIMIT_S) -> None:
+    async def send(self, request: bytes, exchange: TimedExchange, limit_s: float = REQUEST_LIMIT_S) -> None:
         """Send one request and fill its exchange; what goes wrong is in there. Cancelling closes the connection."""
         try:
             async with asyncio.timeout(limit_s):
@@ -131,7 +131,7 @@ class Client:
         except OSError as error:
             exchange.error = f"cannot connect to {self._target.authority}: {error.strerror or error}"
 
-    async def _on_idle_connection(self, request: bytes, exchange: Exchange) -> bool:
+    async def _on_idle_connection(self, request: bytes, exchange: TimedExchange) -> bool:
         """False: there is none, or the server had closed it before the request came, so that it may be sent again."""
         while self._idle:
             connection = self._idle.pop()
@@ -141,7 +141,7 @@ class Client:
             return not (exchange.error and exchange.status == 0)
         return False
 
-    async def _on(self, connection: _Connection, request: bytes, exchange: Exchange) -> None:
+    async def _on(self, connection: _Connection, request: bytes, exchange: TimedExchange) -> None:
         try:
             await connection.begin(request, exchange)
         except BaseException:
@@ -195,7 +195,7 @@ class Outcome:
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
-def read_exchange(exchange: Exchange, start_s: float, prompt_tokens: int | None) -> Outcome:
+def read_exchange(exchange: TimedExchange, start_s: float, prompt_tokens: int | None) -> Outcome:
     """Measure one exchange; pure, and run after the load is over.
 
     Args:
@@ -214,12 +214,12 @@ def read_exchange(exchange: Exchange, start_s: float, prompt_tokens: int | None)
     return Outcome(False, start_s, error=error, send_delay_s=delay_s)
 
 
-def _measure(exchange: Exchange, start_s: float, prompt_tokens: int | None, delay_s: float) -> Outcome:
+def _measure(exchange: TimedExchange, start_s: float, prompt_tokens: int | None, delay_s: float) -> Outcome:
     """Measure a whole stream; ValueError: the answer reports an error or is not whole."""
     tokens_s: list[float] = []
     text: list[str] = []
     last_s: float | None = None
-    usage = Usage()
+    usage = ChunkUsage()
     for at_s, chunk in _chunks(exchange):
         if chunk.error is not None:
             raise ValueError(f"in mid-stream: {error_message(chunk.error)}")
@@ -246,9 +246,9 @@ def _measure(exchange: Exchange, start_s: float, prompt_tokens: int | None, dela
     )
 
 
-def _chunks(exchange: Exchange) -> Iterator[tuple[float, Chunk]]:
+def _chunks(exchange: TimedExchange) -> Iterator[tuple[float, CompletionChunk]]:
     """Each event with the time of the read that completed it; ValueError: an event of another kind."""
-    reader = ChunkReader()
+    reader = EventLineReader()
     rest = b""
     for at_s, piece in [*exchange.reads, (exchange.ended_s, b"\n")]:
         *lines, rest = (rest + piece).split(b"\n")

@@ -19,7 +19,7 @@ import numpy as np
 from lockstep.bench.runner import loop_factory
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.cluster import Cluster
-from lockstep.cluster.manifest import Entry, Manifest, Tier
+from lockstep.cluster.manifest import Manifest, ModelEntry, Tier
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.planner import Observed, Phase, PlanPolicy, Replica, plan
 from lockstep.cluster.routing import Router, addressed
@@ -195,7 +195,7 @@ async def decisions(manifest: Manifest, targets: Sequence[str]) -> list[float]:
     routing = manifest.routing
     assert routing is not None, "the examples have routing"
     router = Router(manifest, routing)
-    entries: Mapping[str, Entry] = {entry.id: entry for entry in manifest.entries}
+    entries: Mapping[str, ModelEntry] = {entry.id: entry for entry in manifest.entries}
     observed = Observed(tuple(_replica(entry) for entry in manifest.entries), manifest.resources.gpu_budget_bytes)
     sessions, policy = Sessions(), PlanPolicy()
     held = {entry.id: ModelSessions(16, lambda session: None) for entry in manifest.entries}
@@ -220,7 +220,7 @@ async def decisions(manifest: Manifest, targets: Sequence[str]) -> list[float]:
     return taken
 
 
-def _replica(entry: Entry) -> Replica:
+def _replica(entry: ModelEntry) -> Replica:
     phase = Phase.RESIDENT if entry.tier is Tier.RESIDENT else Phase.ABSENT
     return Replica(entry.id, phase, 800_000_000, priority=entry.priority, is_pinned=phase is Phase.RESIDENT)
 

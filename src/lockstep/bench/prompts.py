@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.bench.remote import Remote
-from lockstep.bench.samples import Sample, Segment
+from lockstep.bench.remote import RemoteServer
+from lockstep.bench.samples import Sample, TokenSegment
 from lockstep.errors import RemoteError
 
 _VOCABULARY = (
@@ -39,14 +39,14 @@ class Units:
     method: str = ""
     """Origin of token counts: exact, or estimated."""
 
-    def fill(self, segments: Sequence[Segment], seed: int, *, more_tokens: int = 0) -> list[int] | str:
+    def fill(self, segments: Sequence[TokenSegment], seed: int, *, more_tokens: int = 0) -> list[int] | str:
         """The prompt of these segments: token ids, or text.
 
         Args:
             more_tokens: the last segment is longer by so many (or shorter, if negative), never shorter than one.
         """
         last = segments[-1]
-        adjusted = [*segments[:-1], Segment(last.key, max(1, last.num_tokens + more_tokens))]
+        adjusted = [*segments[:-1], TokenSegment(last.key, max(1, last.num_tokens + more_tokens))]
         if self.ids:
             return [self.ids[i] for part in adjusted for i in _draw(part, len(self.ids), part.num_tokens, seed)]
         counts = [max(1, round(part.num_tokens / self.tokens_per_word)) for part in adjusted]
@@ -54,7 +54,7 @@ class Units:
         return "".join(self.words[i] for part, count in drawn for i in _draw(part, len(self.words), count, seed))
 
 
-def _draw(segment: Segment, num_units: int, count: int, seed: int) -> list[int]:
+def _draw(segment: TokenSegment, num_units: int, count: int, seed: int) -> list[int]:
     """Indices of units; a longer draw of one key begins with the shorter one."""
     indices: list[int] = np.random.default_rng([seed, 3, *segment.key]).integers(0, num_units, count).tolist()
     return indices
@@ -92,7 +92,7 @@ def prompt_of(sample: Sample, units: Units, seed: int, corrections: dict[tuple[i
     Args:
         corrections: tokens by which the last segment of a key must be longer for the whole to be exact.
     """
-    segments = [part for part in sample.recipe if isinstance(part, Segment)]
+    segments = [part for part in sample.recipe if isinstance(part, TokenSegment)]
     if not segments:
         return sample.recipe
     return units.fill(segments, seed, more_tokens=corrections.get(segments[-1].key, 0))
@@ -117,9 +117,9 @@ class Calibration:
     """Tokens to add to a prompt, by the key of its last segment."""
 
 
-def calibrate(remote: Remote, asking: Asking, path: str, samples: Sequence[Sample], seed: int) -> Calibration:
+def calibrate(remote: RemoteServer, asking: Asking, path: str, samples: Sequence[Sample], seed: int) -> Calibration:
     """Find units for the samples' segments: token ids, else words counted by ``/tokenize``, else by ``usage``."""
-    if not any(isinstance(part, Segment) for sample in samples for part in sample.recipe):
+    if not any(isinstance(part, TokenSegment) for sample in samples for part in sample.recipe):
         return Calibration(Units(method="as given"))
     ids = _ids(remote, asking.model, " " + " ".join(WORDS))
     if ids is None:
@@ -133,19 +133,19 @@ def calibrate(remote: Remote, asking: Asking, path: str, samples: Sequence[Sampl
     return Calibration(units, _corrections(remote, asking.model, units, samples, seed))
 
 
-def _ids(remote: Remote, model: str, text: str) -> list[int] | None:
+def _ids(remote: RemoteServer, model: str, text: str) -> list[int] | None:
     """Token ids of a text alone; None where the server has no ``/tokenize`` as we know it."""
     answer = remote.try_post("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
     return tokens if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens) else None
 
 
-def _takes_ids(remote: Remote, asking: Asking, path: str, ids: list[int]) -> bool:
+def _takes_ids(remote: RemoteServer, asking: Asking, path: str, ids: list[int]) -> bool:
     return remote.try_post(path, _plain(asking.body(ids[:8], 1))) is not None
 
 
 def _corrections(
-    remote: Remote, model: str, units: Units, samples: Sequence[Sample], seed: int
+    remote: RemoteServer, model: str, units: Units, samples: Sequence[Sample], seed: int
 ) -> dict[tuple[int, ...], int]:
     corrections: dict[tuple[int, ...], int] = {}
     right = 0
@@ -166,10 +166,10 @@ def _corrections(
 
 def _last_key(sample: Sample) -> tuple[int, ...] | None:
     last = sample.recipe[-1]
-    return last.key if isinstance(last, Segment) else None
+    return last.key if isinstance(last, TokenSegment) else None
 
 
-def _by_usage(remote: Remote, asking: Asking, path: str) -> Units:
+def _by_usage(remote: RemoteServer, asking: Asking, path: str) -> Units:
     """Words, and their tokens by the difference that more of them make: a template's own tokens cancel out."""
     counts: list[int] = []
     for num_words in _PROBE_WORDS:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from lockstep.cluster.completion_chunks import DONE, Chunk, error_message
+from lockstep.cluster.completion_chunks import DONE, CompletionChunk, error_message
 from lockstep.errors import UsageError
 from lockstep.version import __version__
 
@@ -81,14 +81,14 @@ class Target:
 _DATA = b"data:"
 
 
-class ChunkReader:
+class EventLineReader:
     """Reads lines of an event stream. One event is one line, as every server of this kind writes them."""
 
     def __init__(self) -> None:
-        self._decoder = msgspec.json.Decoder(Chunk)
+        self._decoder = msgspec.json.Decoder(CompletionChunk)
         self.is_done = False
 
-    def read(self, line: bytes) -> Chunk | None:
+    def read(self, line: bytes) -> CompletionChunk | None:
         """The chunk of a line; None: a comment, an empty line, or the end. ValueError: an event of another kind."""
         if self.is_done or not line.startswith(_DATA):
             return None

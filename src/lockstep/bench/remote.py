@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx2
 
-from lockstep.bench.protocol import ChunkReader, Target, reason_of
-from lockstep.cluster.completion_chunks import Chunk, error_message
+from lockstep.bench.protocol import EventLineReader, Target, reason_of
+from lockstep.cluster.completion_chunks import CompletionChunk, error_message
 from lockstep.errors import RemoteError
 
 CONNECT_LIMIT_S = 10.0
@@ -23,7 +23,7 @@ _HINTS: Mapping[int, str] = {
 }
 
 
-class Remote:
+class RemoteServer:
     """One server. Use it as a context manager."""
 
     def __init__(self, target: Target, read_limit_s: float = READ_LIMIT_S) -> None:
@@ -95,7 +95,7 @@ class Remote:
         except ValueError:
             return None
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk]:
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[CompletionChunk]:
         """The chunks of a streamed answer as they come. Closing it early closes the connection and ends the generation.
 
         Raises:
@@ -109,8 +109,8 @@ class Remote:
                 interrupted.close()
             raise
 
-    def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk]:
-        reader = ChunkReader()
+    def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[CompletionChunk]:
+        reader = EventLineReader()
         with self._translated(), self._client.stream("POST", path, json=body) as response:
             if response.status_code != httpx2.codes.OK:
                 response.read()
@@ -127,7 +127,7 @@ class Remote:
     def close(self) -> None:
         self._client.close()
 
-    def __enter__(self) -> Remote:
+    def __enter__(self) -> RemoteServer:
         return self
 
     def __exit__(
@@ -158,7 +158,7 @@ def _client_of(target: Target, read_limit_s: float) -> httpx2.Client:
     return httpx2.Client(base_url=target.url, headers=target.headers, timeout=limits, trust_env=False, verify=verify)
 
 
-def _read(reader: ChunkReader, line: str) -> Chunk | None:
+def _read(reader: EventLineReader, line: str) -> CompletionChunk | None:
     try:
         return reader.read(line.encode())
     except ValueError as error:

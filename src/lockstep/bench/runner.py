@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.bench.client import Client, Exchange, Outcome, read_exchange
+from lockstep.bench.client import Client, Outcome, TimedExchange, read_exchange
 from lockstep.bench.protocol import Target
 
 PREPARED_BYTES = 256 << 20
@@ -23,7 +23,7 @@ _REPORT_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlannedRequest:
     """A request to come."""
 
     due_s: float | None
@@ -65,13 +65,13 @@ class Runner:
     """One run. Cancelling `run` ends it early; what was measured stays in `result`."""
 
     def __init__(
-        self, clients: Sequence[Client], jobs: Sequence[Job], max_concurrency: int | None, watch: Watch
+        self, clients: Sequence[Client], jobs: Sequence[PlannedRequest], max_concurrency: int | None, watch: Watch
     ) -> None:
         self._clients = clients
         self._jobs = jobs
         self._places = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._watch = watch
-        self._exchanges: dict[int, tuple[Exchange, float]] = {}
+        self._exchanges: dict[int, tuple[TimedExchange, float]] = {}
         self._kept_bytes = 0
         self._origin_s = 0.0
         self.result = Run([None] * len(jobs))
@@ -104,8 +104,8 @@ class Runner:
         while (wait_s := self._origin_s + due_s - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)
 
-    async def _one(self, index: int, job: Job, request: bytes) -> None:
-        exchange = Exchange()
+    async def _one(self, index: int, job: PlannedRequest, request: bytes) -> None:
+        exchange = TimedExchange()
         async with self._places:
             start_s = time.perf_counter() if job.due_s is None else self._origin_s + job.due_s
             await self._clients[job.target].send(request, exchange)
@@ -131,7 +131,7 @@ class Runner:
         self.result.outcomes[index] = read_exchange(exchange, start_s, self._jobs[index].prompt_tokens)
 
 
-def _prepare(jobs: Sequence[Job]) -> dict[int, bytes]:
+def _prepare(jobs: Sequence[PlannedRequest]) -> dict[int, bytes]:
     prepared: dict[int, bytes] = {}
     num_bytes = 0
     for index, job in enumerate(jobs):
@@ -142,7 +142,9 @@ def _prepare(jobs: Sequence[Job]) -> dict[int, bytes]:
     return prepared
 
 
-def run_load(targets: Sequence[Target], jobs: Sequence[Job], max_concurrency: int | None, watch: Watch) -> Run:
+def run_load(
+    targets: Sequence[Target], jobs: Sequence[PlannedRequest], max_concurrency: int | None, watch: Watch
+) -> Run:
     """Run to the end, or to Ctrl-C, in an event loop of its own.
 
     Args:

@@ -21,7 +21,7 @@ MAX_SAMPLES = 1_000_000
 """More requests than this are no benchmark but a mistake in a flag."""
 
 
-class Segment(NamedTuple):
+class TokenSegment(NamedTuple):
     """A run of tokens that is the same wherever the key is the same; a shorter one is a prefix of a longer one."""
 
     key: tuple[int, ...]
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
 
 Messages = tuple[Mapping[str, Any], ...]
-Recipe = str | Messages | tuple[Segment, ...]
+Recipe = str | Messages | tuple[TokenSegment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Sample:
     @property
     def input_tokens(self) -> int | None:
         """Tokens of the prompt as far as the recipe has them, without any template."""
-        segments = [part for part in self.recipe if isinstance(part, Segment)]
+        segments = [part for part in self.recipe if isinstance(part, TokenSegment)]
         return sum(segment.num_tokens for segment in segments) if segments else None
 
 
@@ -72,9 +72,9 @@ def random_samples(count: int, lengths: RandomLengths, seed: int) -> tuple[Sampl
     rng = np.random.default_rng([seed, 1])
     inputs = _lengths(rng, lengths.input_tokens, lengths.range_ratio, count)
     outputs = _lengths(rng, lengths.output_tokens, lengths.range_ratio, count)
-    prefix = (Segment((0,), lengths.prefix_tokens),) if lengths.prefix_tokens else ()
+    prefix = (TokenSegment((0,), lengths.prefix_tokens),) if lengths.prefix_tokens else ()
     return tuple(
-        Sample((*prefix, Segment((1, index), num_input)), num_output)
+        Sample((*prefix, TokenSegment((1, index), num_input)), num_output)
         for index, (num_input, num_output) in enumerate(zip(inputs, outputs, strict=True))
     )
 
@@ -151,8 +151,8 @@ def _sample(request: WorkloadRequest, index: int, content_size: int) -> Sample:
     left = request.num_prompt_tokens
     segments = []
     for content in request.contents:
-        segments.append(Segment((2, content), min(left, content_size)))
+        segments.append(TokenSegment((2, content), min(left, content_size)))
         left -= content_size
     if left > 0:
-        segments.append(Segment((1, index), left))
+        segments.append(TokenSegment((1, index), left))
     return Sample(tuple(segments), request.num_output_tokens, request.arrival / PS_PER_S)

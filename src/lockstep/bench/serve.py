@@ -15,8 +15,8 @@ import numpy as np
 from lockstep.bench.client import Outcome
 from lockstep.bench.prompts import Asking, Calibration, calibrate, prompt_of
 from lockstep.bench.protocol import Target
-from lockstep.bench.remote import Remote
-from lockstep.bench.runner import Job, Run, Watch, arrival_times, progress, run_load
+from lockstep.bench.remote import RemoteServer
+from lockstep.bench.runner import PlannedRequest, Run, Watch, arrival_times, progress, run_load
 from lockstep.bench.samples import MAX_SAMPLES, RandomLengths, Sample, jsonl_samples, random_samples, trace_samples
 from lockstep.bench.statistics import figures, per_request
 from lockstep.errors import UsageError
@@ -108,7 +108,7 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class AnswerPair:
     """One request as a baseline and a candidate answered it; None: interrupted before its end."""
 
     index: int
@@ -124,7 +124,7 @@ class ServeResult:
     figures: dict[str, Any]
     outcomes: list[Outcome]
     was_interrupted: bool
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[AnswerPair, ...] = ()
     """With a candidate: each request as both servers answered it."""
 
     def as_json(self, *, detailed: bool) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
     samples = samples_of(options)
     if not options.is_chat and any(isinstance(part, dict) for sample in samples for part in sample.recipe):
         raise UsageError("the data set holds conversations (messages), which need --backend openai-chat")
-    with Remote(options.target) as remote:
+    with RemoteServer(options.target) as remote:
         model = remote.model_or_first(options.model)
         asking = Asking(model, options.is_chat, options.temperature, options.ignore_eos, options.extra_body)
         calibration = calibrate(remote, asking, options.endpoint, samples, options.seed)
@@ -182,7 +182,9 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
     return _with_pairs(options, result, pairs_of(jobs, run.outcomes))
 
 
-def _jobs(options: ServeOptions, asking: Asking, calibration: Calibration, samples: Sequence[Sample]) -> list[Job]:
+def _jobs(
+    options: ServeOptions, asking: Asking, calibration: Calibration, samples: Sequence[Sample]
+) -> list[PlannedRequest]:
     times: Sequence[float | None] = [sample.at_s for sample in samples]
     if options.dataset.kind != "trace":
         due = arrival_times(len(samples), options.request_rate, options.burstiness, options.seed)
@@ -198,13 +200,13 @@ def _jobs(options: ServeOptions, asking: Asking, calibration: Calibration, sampl
 
     targets = list(enumerate([options.target] if options.candidate is None else [options.target, options.candidate]))
     return [
-        Job(at_s, writer(index, sample, target), sample.input_tokens, place)
+        PlannedRequest(at_s, writer(index, sample, target), sample.input_tokens, place)
         for index, (at_s, sample) in enumerate(zip(times, samples, strict=True))
         for place, target in (targets if index % 2 == 0 else reversed(targets))
     ]
 
 
-def _with_pairs(options: ServeOptions, result: ServeResult, pairs: Sequence[Pair]) -> ServeResult:
+def _with_pairs(options: ServeOptions, result: ServeResult, pairs: Sequence[AnswerPair]) -> ServeResult:
     """The result with its pairs, and the candidate's figures beside the baseline's."""
     done = [pair.candidate for pair in pairs if pair.candidate is not None]
     duration_s = float(result.figures["duration"])
@@ -212,7 +214,7 @@ def _with_pairs(options: ServeOptions, result: ServeResult, pairs: Sequence[Pair
     return replace(result, figures=result.figures | {"candidate": candidate}, pairs=tuple(pairs))
 
 
-def _result(options: ServeOptions, model: str, jobs: Sequence[Job], run: Run) -> ServeResult:
+def _result(options: ServeOptions, model: str, jobs: Sequence[PlannedRequest], run: Run) -> ServeResult:
     outcomes = [outcome for job, outcome in zip(jobs, run.outcomes, strict=True) if outcome and job.target == 0]
     total_tokens = sum(outcome.output_tokens for outcome in outcomes)
     delays_ms = [outcome.send_delay_s * 1e3 for outcome in outcomes] or [0.0]
@@ -240,16 +242,16 @@ def request_id(seed: int, index: int) -> str:
     return f"bench-{seed}-{index}"
 
 
-def pairs_of(jobs: Sequence[Job], outcomes: Sequence[Outcome | None]) -> list[Pair]:
+def pairs_of(jobs: Sequence[PlannedRequest], outcomes: Sequence[Outcome | None]) -> list[AnswerPair]:
     """Outcomes of a run whose jobs come in twos, in either order."""
     pairs = []
     for index in range(len(jobs) // 2):
         both = {jobs[at].target: outcomes[at] for at in (2 * index, 2 * index + 1)}
-        pairs.append(Pair(index, both[0], both[1]))
+        pairs.append(AnswerPair(index, both[0], both[1]))
     return pairs
 
 
-def lines_of(pairs: Iterable[Pair], seed: int, model: str) -> bytes:
+def lines_of(pairs: Iterable[AnswerPair], seed: int, model: str) -> bytes:
     """Pairs as JSON lines, which `lockstep gate` reads; those that neither server answered to the end are left out."""
     encode = msgspec.json.encode
     lines = []

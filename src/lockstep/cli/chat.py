@@ -12,7 +12,7 @@ from msgspec import to_builtins
 from lockstep.cli import options as flags
 from lockstep.cli.conversation import (
     ANY_VOCABULARY,
-    Answer,
+    ChatAnswer,
     Conversation,
     Message,
     answer_one,
@@ -25,7 +25,7 @@ from lockstep.errors import RemoteError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from lockstep.bench.remote import Remote
+    from lockstep.bench.remote import RemoteServer
 
 CHAT_PATH, RAW_PATH = "/v1/chat/completions", "/v1/completions"
 
@@ -58,14 +58,14 @@ class ChatFlags:
 def chat(given: ChatFlags) -> None:
     """Chat with a server of the OpenAI API; Lockstep's own is the default."""
     from lockstep.bench.protocol import Target
-    from lockstep.bench.remote import Remote
+    from lockstep.bench.remote import RemoteServer
 
     if given.raw and given.system is not None:
         raise UsageError("--system has no place in a prompt that is completed as it is: leave out --raw")
     names = ("max_tokens", "temperature", "top_p", "seed")
     params = SamplingParams(**{name: getattr(given, name) for name in names})
     params.validate(ANY_VOCABULARY)
-    with Remote(Target.parse(given.base_url, given.api_key)) as remote:
+    with RemoteServer(Target.parse(given.base_url, given.api_key)) as remote:
         extra = flags.extra_fields(given.extra_body)
         answerer = RemoteAnswerer(remote, remote.model_or_first(given.model), extra, has_roles=not given.raw)
         conversation = Conversation(answerer, params, system_of(given.system), is_verbose=given.verbose)
@@ -78,7 +78,7 @@ def chat(given: ChatFlags) -> None:
 class RemoteAnswerer:
     """A model of a server. Parameters take precedence over fields of the body."""
 
-    def __init__(self, remote: Remote, model: str, extra: dict[str, Any], *, has_roles: bool) -> None:
+    def __init__(self, remote: RemoteServer, model: str, extra: dict[str, Any], *, has_roles: bool) -> None:
         self.model = model
         self.has_roles = has_roles
         self._remote = remote
@@ -101,7 +101,7 @@ class RemoteAnswerer:
             "chat template": "the server's" if self.has_roles else "none; each message is completed on its own",
         }
 
-    def ask(self, messages: Sequence[Message], params: SamplingParams, answer: Answer) -> Generator[Piece]:
+    def ask(self, messages: Sequence[Message], params: SamplingParams, answer: ChatAnswer) -> Generator[Piece]:
         """Stream the answer; leaving it closes the stream, which ends the generation there."""
         body = self._fixed | to_builtins(params)
         if self.has_roles:

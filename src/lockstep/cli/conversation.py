@@ -36,7 +36,7 @@ Message = dict[str, str]
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """An answer as far as it came; who gives it fills in what is known of it."""
 
     text: str = ""
@@ -92,7 +92,7 @@ class Answerer(Protocol):
         """Facts of the model that `/show` lists, by name."""
         ...
 
-    def ask(self, messages: Sequence[Message], params: SamplingParams, answer: Answer) -> Generator[Piece]:
+    def ask(self, messages: Sequence[Message], params: SamplingParams, answer: ChatAnswer) -> Generator[Piece]:
         """Give the answer to a conversation in pieces; closing it, or an interrupt in it, ends the generation."""
         ...
 
@@ -101,7 +101,7 @@ def write_answer(
     answerer: Answerer,
     messages: Sequence[Message],
     params: SamplingParams,
-    answer: Answer,
+    answer: ChatAnswer,
     writer: AnswerWriter | None,
 ) -> None:
     """Ask, and write what comes; also of an answer that is interrupted or fails, all that was written is in it."""
@@ -191,13 +191,13 @@ class Conversation:
         first = [] if self._system is None else [{"role": "system", "content": self._system}]
         return first + self.messages
 
-    def ask(self, text: str, writer: AnswerWriter | None, answer: Answer) -> None:
+    def ask(self, text: str, writer: AnswerWriter | None, answer: ChatAnswer) -> None:
         """Have a message answered. It is not yet remembered."""
         message = {"role": "user", "content": whole_text(text, "the message")}
         messages = [*self.transcript(), message] if self.has_roles else [message]
         write_answer(self._answerer, messages, self.params, answer, writer)
 
-    def remember(self, text: str, answer: Answer) -> None:
+    def remember(self, text: str, answer: ChatAnswer) -> None:
         """A message and its answer, as far as it came."""
         if self.has_roles:
             self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
@@ -205,7 +205,7 @@ class Conversation:
 
 def answer_one(conversation: Conversation, prompt: str) -> None:
     """Answer the prompt of ``-p``; an interrupt ends the program."""
-    answer = Answer()
+    answer = ChatAnswer()
     conversation.ask(prompt_of(prompt), AnswerWriter(), answer)
     print(flush=True)
     if conversation.is_verbose:
@@ -254,7 +254,7 @@ def _reader() -> Iterator[Reader]:
 
 def _say(conversation: Conversation, reader: Reader, text: str) -> None:
     """Answer a message. An answer that Ctrl-C stopped is remembered if it has words: templates expect some."""
-    answer, is_stopped = Answer(), False
+    answer, is_stopped = ChatAnswer(), False
     try:
         with reader.stoppable():
             conversation.ask(text, AnswerWriter(), answer)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.artifacts.hub.cache import CachedModel
     from lockstep.artifacts.hub.source import DownloadProgress, HubSource
     from lockstep.artifacts.model import Artifact
-    from lockstep.engine.loading import Verification
+    from lockstep.engine.loading import ModelCheck
 
 
 models_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -142,12 +142,12 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _report_json(found: Verification) -> dict[str, Any]:
+def _report_json(found: ModelCheck) -> dict[str, Any]:
     cases = [{"name": case.name, "passed": case.passed, "detail": case.detail} for case in found.report.cases]
     return {"deterministic": found.report.deterministic, "digest": found.digest, "cases": cases}
 
 
-def _print_report(model: str, found: Verification) -> None:
+def _print_report(model: str, found: ModelCheck) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -19,7 +19,7 @@ from lockstep.option_fields import Range
 from lockstep.shown import size
 
 if TYPE_CHECKING:
-    from lockstep.bench.remote import Remote
+    from lockstep.bench.remote import RemoteServer
     from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, PlaceSnapshot
 
 EXIT_LEFT = 1
@@ -50,7 +50,7 @@ class PsFlags:
 def ps(given: PsFlags) -> None:
     """Show a running cluster: models, hosts and replicas, budgets and counters; or drain one of its hosts."""
     from lockstep.bench.protocol import Target
-    from lockstep.bench.remote import Remote
+    from lockstep.bench.remote import RemoteServer
     from lockstep.cli.top_client import cluster_of
 
     drain, undrain, wait, as_json = given.drain, given.undrain, given.wait, given.as_json
@@ -58,7 +58,7 @@ def ps(given: PsFlags) -> None:
         raise UsageError("--drain and --undrain are both given; give one of them")
     if wait is not None and drain is None:
         raise UsageError("--wait is given without --drain HOST, which alone waits for something")
-    with Remote(Target.parse(given.base_url, given.api_key)) as remote:
+    with RemoteServer(Target.parse(given.base_url, given.api_key)) as remote:
         if drain is not None:
             _drain(remote, drain, DRAIN_LIMIT_S if wait is None else wait, as_json)
         elif undrain is not None:
@@ -77,7 +77,7 @@ def _path_of(host: str) -> str:
     return f"/v1/cluster/hosts/{quote(host, safe='')}/drain"
 
 
-def _drain(remote: Remote, name: str, limit_s: float, as_json: bool) -> None:
+def _drain(remote: RemoteServer, name: str, limit_s: float, as_json: bool) -> None:
     """Drain a host and wait for its replicas to leave; ends the command with `EXIT_LEFT` where some did not in time."""
     from lockstep.cli.top_client import cluster_of
 

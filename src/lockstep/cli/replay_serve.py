@@ -151,11 +151,11 @@ def _rename(found: RecordedAnswers, names: Sequence[str]) -> tuple[str, ...]:
 
 def _manifest(found: RecordedAnswers, aliases: tuple[str, ...]) -> Manifest:
     """A manifest of the recorded names, in the order of their first requests."""
-    from lockstep.cluster.manifest import Entry, Manifest
+    from lockstep.cluster.manifest import Manifest, ModelEntry
 
     first, *others = found.by_name
     made = Manifest.of_model(first, (first, *aliases))
-    return replace(made, entries=(*made.entries, *(Entry(name, name) for name in others)))
+    return replace(made, entries=(*made.entries, *(ModelEntry(name, name) for name in others)))
 
 
 def _without_budgets(manifest: Manifest) -> Manifest:

@@ -15,7 +15,7 @@ from msgspec import to_builtins
 from lockstep.cli import options as flags
 from lockstep.cli.conversation import (
     ANY_VOCABULARY,
-    Answer,
+    ChatAnswer,
     Conversation,
     Message,
     answer_one,
@@ -191,7 +191,7 @@ class LocalAnswerer:
         context = f"{self._llm.engine.config.max_model_len} tokens"
         return {"source": model.source, "context": context, "chat template": template}
 
-    def ask(self, messages: Sequence[Message], params: SamplingParams, answer: Answer) -> Generator[Piece]:
+    def ask(self, messages: Sequence[Message], params: SamplingParams, answer: ChatAnswer) -> Generator[Piece]:
         """Stream the answer; leaving it aborts the request."""
         from lockstep.engine.request import Conversation as ChatPrompt
         from lockstep.engine.request import GenerationRequest
@@ -208,7 +208,7 @@ class LocalAnswerer:
                 yield Piece(output.text, output.reasoning)
 
 
-def _fill_in(answer: Answer, output: RequestOutput) -> None:
+def _fill_in(answer: ChatAnswer, output: RequestOutput) -> None:
     answer.finish_reason = output.completions[0].finish_reason.value
     answer.prompt_tokens, answer.cached_tokens = output.num_prompt_tokens, output.num_cached_tokens
     answer.output_tokens = output.num_output_tokens
@@ -217,7 +217,7 @@ def _fill_in(answer: Answer, output: RequestOutput) -> None:
 
 def _as_json(llm: LLM, answerer: LocalAnswerer, conversation: Conversation, prompt: str) -> dict[str, Any]:
     """Answer a prompt, and all that is known of the answer."""
-    answer = Answer()
+    answer = ChatAnswer()
     conversation.ask(prompt_of(prompt), None, answer)
     output = answerer.output
     assert output is not None, "an answer that was not interrupted has come whole"

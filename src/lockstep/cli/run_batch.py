@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from lockstep.cluster.cluster import Cluster
-    from lockstep.server.batches import CheckedInput, Job
+    from lockstep.server.batches import BatchJob, CheckedInput
     from lockstep.server.options import ServerOptions
 
 EXIT_FAILED = 1
@@ -175,17 +175,17 @@ def _checked(path: Path, source: str, names: Sequence[str]) -> CheckedInput:
 
 
 @contextmanager
-def _job(path: Path, target: str, model: str, checked: CheckedInput, *, resumes: bool) -> Iterator[Job]:
+def _job(path: Path, target: str, model: str, checked: CheckedInput, *, resumes: bool) -> Iterator[BatchJob]:
     """The work on an input, whose answers are kept beside the output until it is whole."""
     from lockstep.owned_folders import temporary_folder
-    from lockstep.server.batches import Job, Journal
+    from lockstep.server.batches import BatchJob, Journal
 
     if target == PIPE:
         if resumes:
             raise UsageError("--resume has nothing to go on with where OUT is standard output; name a file")
         with temporary_folder(_TEMPORARY) as folder:
             journal = Journal(folder / "part", NAME, len(checked.offsets))
-            with closing(Job(NAME, "", path, checked.offsets, journal)) as job:
+            with closing(BatchJob(NAME, "", path, checked.offsets, journal)) as job:
                 yield job
         return
     part = part_of(target)
@@ -199,7 +199,7 @@ def _job(path: Path, target: str, model: str, checked: CheckedInput, *, resumes:
         journal = Journal(part, digest, len(checked.offsets))
     except OSError as error:
         raise _not_kept(part, error) from None
-    with closing(Job(NAME, "", path, checked.offsets, journal)) as job:
+    with closing(BatchJob(NAME, "", path, checked.offsets, journal)) as job:
         yield job
 
 
@@ -210,7 +210,7 @@ def part_of(target: str) -> Path:
 
 
 def _answer(
-    job: Job, model: str, names: Sequence[str], load: LoadOptions, run: AnswerFlags, options: ServerOptions
+    job: BatchJob, model: str, names: Sequence[str], load: LoadOptions, run: AnswerFlags, options: ServerOptions
 ) -> None:
     """Load the model, and answer what has no answer yet."""
     from lockstep.cluster.cluster import Cluster
@@ -232,7 +232,7 @@ def _answer(
         asyncio.run(_run(cluster, app, job, run.max_num_seqs))
 
 
-async def _run(cluster: Cluster, app: FastAPI, job: Job, num_at_once: int) -> None:
+async def _run(cluster: Cluster, app: FastAPI, job: BatchJob, num_at_once: int) -> None:
     from lockstep.server.batches import InProcessServer, run_job
 
     shown = _Progress(job)
@@ -262,7 +262,7 @@ def _not_kept(path: Path, error: OSError) -> UsageError:
 class _Progress:
     """Lines on standard error that say how far a job is."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BatchJob) -> None:
         self._job = job
         self._is_terminal = sys.stderr.isatty()
         self._told_s = time.monotonic()
@@ -281,7 +281,7 @@ class _Progress:
             _say(text)
 
 
-def _write(job: Job, target: str) -> None:
+def _write(job: BatchJob, target: str) -> None:
     """Write all answers in order; a file is there as soon as it is whole."""
     from lockstep.server.batches import sync_folder, write_results
 

@@ -20,7 +20,7 @@ from lockstep.option_fields import Range
 
 if TYPE_CHECKING:
     from lockstep.replay.render.sweep import SweepResult
-    from lockstep.replay.sweep import Job, Outcome
+    from lockstep.replay.sweep import SweepJob, SweepOutcome
 
 EXIT_NONE_MEETS = 1
 
@@ -75,7 +75,7 @@ def sweep(given: SweepFlags) -> None:
     from lockstep.replay.metrics import check_metric, parse_goals
     from lockstep.replay.render.sweep import facts
     from lockstep.replay.report import GOALS
-    from lockstep.replay.sweep import Job
+    from lockstep.replay.sweep import SweepJob
 
     file, html, search = given.file, given.html, given.search
     objective, slo_percent, output = search.objective, search.slo_percent, search.output
@@ -95,7 +95,7 @@ def sweep(given: SweepFlags) -> None:
     workload = given.reading.read(file)
     if "order" not in all_settings[0]:
         warn_of_order((workload, common))
-    job = Job(workload, common, given.costs.priced(), goals)
+    job = SweepJob(workload, common, given.costs.priced(), goals)
     outcomes = _run(job, all_settings, search.jobs or available_cores())
     percent = DEFAULT_SLO_PERCENT if slo_percent is None else slo_percent
     result = _judged(job, outcomes, objective, percent)
@@ -109,7 +109,7 @@ def sweep(given: SweepFlags) -> None:
         raise typer.Exit(EXIT_NONE_MEETS)
 
 
-def _run(job: Job, all_settings: Sequence[dict[str, str]], num_processes: int) -> tuple[Outcome, ...]:
+def _run(job: SweepJob, all_settings: Sequence[dict[str, str]], num_processes: int) -> tuple[SweepOutcome, ...]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -122,7 +122,9 @@ def _run(job: Job, all_settings: Sequence[dict[str, str]], num_processes: int) -
         return run_all(job, all_settings, num_processes, lambda: progress.advance(task))
 
 
-def _judged(job: Job, outcomes: tuple[Outcome, ...], wanted: Sequence[str] | None, percent: float) -> SweepResult:
+def _judged(
+    job: SweepJob, outcomes: tuple[SweepOutcome, ...], wanted: Sequence[str] | None, percent: float
+) -> SweepResult:
     """A grid in which nothing works has no objectives."""
     from lockstep.replay.metrics import metric_named
     from lockstep.replay.render.sweep import SweepResult

@@ -44,13 +44,13 @@ def top(
 ) -> None:
     """Watch a running cluster in the terminal: models, rates, memory, sessions and events; changes nothing."""
     from lockstep.bench.protocol import Target
-    from lockstep.bench.remote import Remote
+    from lockstep.bench.remote import RemoteServer
     from lockstep.cli.top_client import SILENCE_LIMIT_S, take
 
     target = Target.parse(base_url, api_key)
     if not once and not (sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"):
         raise UsageError("lockstep top draws on a terminal, and this is none; --once prints one frame and ends")
-    with Remote(target, SILENCE_LIMIT_S) as remote:
+    with RemoteServer(target, SILENCE_LIMIT_S) as remote:
         first = take(remote, interval)
         if once:
             time.sleep(interval)

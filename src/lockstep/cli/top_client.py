@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from lockstep.bench.protocol import Target
-from lockstep.bench.remote import Remote
+from lockstep.bench.remote import RemoteServer
 from lockstep.cluster.cluster_stats import MAX_WINDOW_S, ClusterStats
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.cluster.snapshot import ClusterSnapshot
@@ -55,7 +55,7 @@ class View:
     """Why nothing newer is known; empty: it is."""
 
 
-def cluster_of(remote: Remote) -> ClusterSnapshot:
+def cluster_of(remote: RemoteServer) -> ClusterSnapshot:
     """The state of a server's cluster; RemoteError states why there is none."""
     answer = remote.get("/v1/cluster")
     try:
@@ -65,7 +65,7 @@ def cluster_of(remote: Remote) -> ClusterSnapshot:
         raise RemoteError(f"{url} shows its cluster otherwise than this version reads it ({error})") from None
 
 
-def take(remote: Remote, interval_s: float) -> Reading:
+def take(remote: RemoteServer, interval_s: float) -> Reading:
     """Read all that is shown of a server, rates over about an interval; RemoteError states why it does not answer."""
     cluster = cluster_of(remote)
     stats = decoded(remote.get_text(f"/v1/stats?window_s={min(interval_s, MAX_WINDOW_S)}")[1], ClusterStats)
@@ -149,7 +149,7 @@ class TopClient:
             return replace(self._view, events=tuple(self._events))
 
     def _read(self) -> None:
-        with Remote(self.target, SILENCE_LIMIT_S) as remote:
+        with RemoteServer(self.target, SILENCE_LIMIT_S) as remote:
             while True:
                 time.sleep(self.interval_s)
                 try:
@@ -164,7 +164,7 @@ class TopClient:
 
     def _watch(self) -> None:
         """Follow the events. A server that comes back counts them anew, so all of them are requested again."""
-        with Remote(self.target) as remote:
+        with RemoteServer(self.target) as remote:
             while True:
                 try:
                     lines = remote.follow(_EVENTS)

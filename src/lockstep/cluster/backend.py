@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from urllib.parse import quote, urlencode
 
-from lockstep.cluster.manifest import Entry, Manifest, Persona, Tier
+from lockstep.cluster.manifest import Manifest, ModelEntry, Persona, Tier
 from lockstep.cluster.recorded import RecordedBackend
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.executors.stub import StubOptions
@@ -44,7 +44,7 @@ def served_by(manifest: Manifest, backend: Backend | OneModel | RecordedBackend)
     comes from.
     """
 
-    def served(entry: Entry) -> Entry:
+    def served(entry: ModelEntry) -> ModelEntry:
         if isinstance(backend, RecordedBackend):
             return backend.served(entry)
         if isinstance(backend, OneModel):
@@ -58,11 +58,11 @@ def served_by(manifest: Manifest, backend: Backend | OneModel | RecordedBackend)
     return replace(manifest, entries=tuple(_routing_stub(manifest, served(entry)) for entry in manifest.entries))
 
 
-def _local(entry: Entry) -> Entry:
+def _local(entry: ModelEntry) -> ModelEntry:
     return replace(entry, tier=Tier.STANDBY, remote=None) if entry.tier is Tier.REMOTE else entry
 
 
-def _routing_stub(manifest: Manifest, entry: Entry) -> Entry:
+def _routing_stub(manifest: Manifest, entry: ModelEntry) -> ModelEntry:
     """Add the possible answers to a stub that is the entry model, unless its source has them; other entries stay as
     they are."""
     routing = manifest.routing
@@ -79,7 +79,7 @@ def _routing_stub(manifest: Manifest, entry: Entry) -> Entry:
     return replace(entry, source=f"{entry.source}{'&' if '?' in entry.source else '?'}{urlencode(missing, safe=',')}")
 
 
-def _pocket(manifest: Manifest, entry: Entry) -> Entry:
+def _pocket(manifest: Manifest, entry: ModelEntry) -> ModelEntry:
     """Replace an entry by the embedded model. A persona of the manifest is kept; the embedded personas were trained to
     follow the conversation."""
     if entry.system_prompt is not None:

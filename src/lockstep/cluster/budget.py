@@ -157,7 +157,7 @@ class Need:
     """Footprint of the replica; None: the model is remote."""
 
 
-class Verdict(StrEnum):
+class BudgetVerdict(StrEnum):
     """Verdict on the memory that a model needs."""
 
     FITS = "fits"
@@ -169,12 +169,12 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BudgetRow:
     """Memory need and verdict of one model."""
 
     model: str
     tier: Tier
-    verdict: Verdict
+    verdict: BudgetVerdict
     shares_with: str | None = None
     """Model with the same replica, which already counts its memory; None: there is none."""
     gpu_bytes: int = 0
@@ -187,14 +187,14 @@ class Row:
 class BudgetTable:
     """Memory needs of all models, and whether they fit the budgets."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[BudgetRow, ...]
     """Rows in order of definition."""
     budgets: Budgets
 
     @property
     def is_within_budget(self) -> bool:
         """True if the cluster can start with the manifest."""
-        return all(row.verdict is not Verdict.EXCEEDS for row in self.rows)
+        return all(row.verdict is not BudgetVerdict.EXCEEDS for row in self.rows)
 
 
 def check(needs: Sequence[Need], ceilings: Budgets) -> BudgetTable:
@@ -206,30 +206,30 @@ def check(needs: Sequence[Need], ceilings: Budgets) -> BudgetTable:
     footprints = {need.replica: need.footprint for need in needs if need.footprint is not None}
     pinned_bytes = sum(each.resident_bytes for replica, each in footprints.items() if replica in resident)
     owners: dict[str, str] = {}
-    rows: list[Row] = []
+    rows: list[BudgetRow] = []
     gpu, ram = (replace(ceiling, needed_bytes=0) for ceiling in ceilings)
     for need in needs:
         if need.replica is None or need.footprint is None:
-            rows.append(Row(need.model, need.tier, Verdict.REMOTE))
+            rows.append(BudgetRow(need.model, need.tier, BudgetVerdict.REMOTE))
             continue
         row = _row(need, need.footprint, need.replica in resident, owners.get(need.replica))
         owners.setdefault(need.replica, need.model)
         gpu, ram = gpu.adding(row.gpu_bytes), ram.adding(row.ram_bytes)
         promoted = replace(gpu, needed_bytes=pinned_bytes + need.footprint.resident_bytes)
         if (row.gpu_bytes and gpu.excess_bytes) or (row.ram_bytes and ram.excess_bytes):
-            row = replace(row, verdict=Verdict.EXCEEDS)
+            row = replace(row, verdict=BudgetVerdict.EXCEEDS)
         elif need.replica not in resident and promoted.excess_bytes:
-            row = replace(row, verdict=Verdict.NEVER_FITS)
+            row = replace(row, verdict=BudgetVerdict.NEVER_FITS)
         rows.append(row)
     return BudgetTable(tuple(rows), Budgets(gpu, ram))
 
 
-def _row(need: Need, footprint: Footprint, is_resident: bool, owner: str | None) -> Row:
+def _row(need: Need, footprint: Footprint, is_resident: bool, owner: str | None) -> BudgetRow:
     if owner is not None:
-        return Row(need.model, need.tier, Verdict.FITS, owner, origin=footprint.origin)
+        return BudgetRow(need.model, need.tier, BudgetVerdict.FITS, owner, origin=footprint.origin)
     gpu_bytes = footprint.resident_bytes if is_resident else 0
     ram_bytes = footprint.host_bytes + (0 if is_resident else footprint.standby_bytes)
-    return Row(need.model, need.tier, Verdict.FITS, None, gpu_bytes, ram_bytes, footprint.origin)
+    return BudgetRow(need.model, need.tier, BudgetVerdict.FITS, None, gpu_bytes, ram_bytes, footprint.origin)
 
 
 def table_text(table: BudgetTable) -> str:
@@ -238,7 +238,7 @@ def table_text(table: BudgetTable) -> str:
     return "\n".join([aligned(models), *map(str, table.budgets)])
 
 
-def cells_of(row: Row) -> tuple[str, str, str, str]:
+def cells_of(row: BudgetRow) -> tuple[str, str, str, str]:
     """Cells of a model under `COLUMNS`."""
     if row.origin is None:
         return "-", "-", "-", row.verdict

@@ -23,7 +23,7 @@ from lockstep.cluster.recorded import RecordedBackend, RecordedModel
 from lockstep.cluster.reload import Reloads, first_of
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.requests import RequestHandler
-from lockstep.cluster.resolve import LoadProgress, Opened
+from lockstep.cluster.resolve import LoadProgress, OpenedManifest
 from lockstep.cluster.sessions import SessionName
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot, host_named
 from lockstep.cluster.state import ClusterOptions, ClusterState
@@ -72,7 +72,7 @@ class Cluster:
         self._progress = progress
         self._state = state = ClusterState(options or ClusterOptions(), manifest)
         self._handler = RequestHandler(state)
-        self._prepared: Opened | None = None
+        self._prepared: OpenedManifest | None = None
         self._created_s = int(state.events.unix_time_s())
         self._history = History()
         self._sweeping: asyncio.Task[None] | None = None

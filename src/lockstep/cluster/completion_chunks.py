@@ -20,7 +20,7 @@ class FunctionPart(msgspec.Struct):
     arguments: str | None = None
 
 
-class CallDelta(msgspec.Struct):
+class ToolCallDelta(msgspec.Struct):
     """Addition to one tool call of an answer."""
 
     index: int = 0
@@ -35,10 +35,10 @@ class Delta(msgspec.Struct):
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[CallDelta] | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
-class Choice(msgspec.Struct):
+class ChunkChoice(msgspec.Struct):
     """One of the ``n`` choices, with ``text`` for completions and ``delta`` for chats."""
 
     index: int = 0
@@ -68,7 +68,7 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ChunkUsage(msgspec.Struct):
     """Token counts reported by the server."""
 
     prompt_tokens: int | None = None
@@ -76,11 +76,11 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: CachedTokens | None = None
 
 
-class Chunk(msgspec.Struct):
+class CompletionChunk(msgspec.Struct):
     """One event of a stream."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
     error: Any = None
 
 

@@ -56,7 +56,7 @@ class Remote:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ModelEntry:
     """One named model: an artifact, a persona and limits."""
 
     id: str
@@ -181,7 +181,7 @@ class Manifest:
     """Manifest of a cluster; `lockstep.cluster.manifest_file.parse` checks that its names are consistent."""
 
     cluster: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ModelEntry, ...]
     """Models in order of definition, which breaks ties; the fallback model is the one named by `fallback`."""
     resources: Resources = field(default_factory=Resources)
     routing: Routing | None = None
@@ -203,10 +203,10 @@ class Manifest:
             names: served name, then aliases; any text is allowed, even if a manifest file could not contain it.
         """
         id_, *aliases = dict.fromkeys(names)
-        entry = Entry(id_, source, aliases=tuple(aliases), chat_template=chat_template)
+        entry = ModelEntry(id_, source, aliases=tuple(aliases), chat_template=chat_template)
         return cls(ONE_MODEL, (entry,), sessions=SessionLimits(idle_threshold_s=None, max_active_sessions=None))
 
-    def entry(self, id_: str) -> Entry:
+    def entry(self, id_: str) -> ModelEntry:
         """Model with an id; KeyError: there is none."""
         for entry in self.entries:
             if entry.id == id_:

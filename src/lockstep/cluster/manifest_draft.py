@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lockstep.cluster.dispatch import NONE_OF_THESE, DispatchRule
-from lockstep.cluster.manifest import Entry, Hosts, Manifest, Resources, Routing, SessionLimits, Tier
+from lockstep.cluster.manifest import Hosts, Manifest, ModelEntry, Resources, Routing, SessionLimits, Tier
 from lockstep.cluster.quantities import size_text
 from lockstep.spelling import did_you_mean, listed
 from lockstep.yaml_reading import Reading
@@ -31,10 +31,10 @@ class EntryDraft:
     id_where: str = ""
     """Path of the id."""
 
-    def entry(self) -> Entry:
+    def entry(self) -> ModelEntry:
         """Build the entry; the draft must be valid."""
         tier = {"tier": Tier.REMOTE} if "remote" in self.fields else {}
-        return Entry(**{"id": self.id, "set": self.set, **self.fields, **tier})
+        return ModelEntry(**{"id": self.id, "set": self.set, **self.fields, **tier})
 
     @property
     def is_remote(self) -> bool:

@@ -21,8 +21,8 @@ from lockstep.cluster.manifest_hosts import hosts_block, hosts_written
 from lockstep.cluster.manifest_keys import (
     RESOURCES,
     SESSIONS,
-    Key,
-    Shape,
+    ManifestKey,
+    NameShape,
     check_name,
     entry_keys,
     mapping,
@@ -94,7 +94,7 @@ def plain(manifest: Manifest) -> dict[str, Any]:
 
     Keys have a fixed order, defaults are omitted, and quantities have their shortest form.
     """
-    keys = {"id": Key(name), **entry_keys({})}
+    keys = {"id": ManifestKey(name), **entry_keys({})}
     models: dict[str, Any] = {}
     fallback: object = manifest.fallback
     last = len(manifest.entries) - 1
@@ -128,42 +128,42 @@ def _routing_written(routing: Routing) -> dict[str, Any]:
     return {"entry": routing.entry, "dispatch_rule": str(routing.rule), **literal}
 
 
-def top_keys(validators: Mapping[str, Validator], environment: Mapping[str, str] | None) -> Mapping[str, Key]:
+def top_keys(validators: Mapping[str, Validator], environment: Mapping[str, str] | None) -> Mapping[str, ManifestKey]:
     """Top-level keys of a manifest, each with the reader of its block."""
     keys = entry_keys(environment)
     return {
-        "cluster": Key(name),
-        "resources": Key(mapping(RESOURCES)),
-        "models": Key(partial(_models, keys)),
-        "fallback": Key(partial(_fallback, keys)),
-        "routing": Key(_routing),
-        "sessions": Key(mapping(SESSIONS)),
-        "hosts": Key(hosts_block),
-        "rollouts": Key(partial(_validated_block, validators)),
+        "cluster": ManifestKey(name),
+        "resources": ManifestKey(mapping(RESOURCES)),
+        "models": ManifestKey(partial(_models, keys)),
+        "fallback": ManifestKey(partial(_fallback, keys)),
+        "routing": ManifestKey(_routing),
+        "sessions": ManifestKey(mapping(SESSIONS)),
+        "hosts": ManifestKey(hosts_block),
+        "rollouts": ManifestKey(partial(_validated_block, validators)),
     }
 
 
-def _models(keys: Mapping[str, Key], node: YamlNode) -> list[EntryDraft]:
+def _models(keys: Mapping[str, ManifestKey], node: YamlNode) -> list[EntryDraft]:
     """Read ``models:``: single models by id, and lists of models by name of the list."""
     drafts: list[EntryDraft] = []
     nodes = node.entries()
     for key, child in nodes.items():
         if child.is_list:
-            child.read(partial(_check_key, key, Shape.SET))
+            child.read(partial(_check_key, key, NameShape.SET))
             drafts += _valid_values(child.read(partial(_set, keys, key)))
         else:
-            child.read(partial(_check_key, key, Shape.NAME))
+            child.read(partial(_check_key, key, NameShape.NAME))
             drafts += _valid_values([child.read(partial(_entry, keys, None, key))])
     if not nodes:
         raise ConfigError("is empty; name at least one model")
     return drafts
 
 
-def _check_key(key: str, shape: Shape, _: YamlNode) -> str:
+def _check_key(key: str, shape: NameShape, _: YamlNode) -> str:
     return check_name(key, shape)
 
 
-def _set(keys: Mapping[str, Key], set_: str, node: YamlNode) -> list[EntryDraft]:
+def _set(keys: Mapping[str, ManifestKey], set_: str, node: YamlNode) -> list[EntryDraft]:
     items = node.items()
     if not items:
         raise ConfigError("is an empty list; name at least one model, or leave it out")
@@ -175,7 +175,7 @@ def _valid_values(values: Any) -> list[Any]:
     return [] if values is INVALID else [value for value in values if value is not INVALID]
 
 
-def _fallback(keys: Mapping[str, Key], node: YamlNode) -> EntryDraft | str:
+def _fallback(keys: Mapping[str, ManifestKey], node: YamlNode) -> EntryDraft | str:
     """Read ``fallback:``: a model, or the id of another model."""
     if not node.is_map:
         return name(node)
@@ -185,9 +185,9 @@ def _fallback(keys: Mapping[str, Key], node: YamlNode) -> EntryDraft | str:
     return entry
 
 
-def _entry(keys: Mapping[str, Key], set_: str | None, key: str | None, node: YamlNode) -> EntryDraft:
+def _entry(keys: Mapping[str, ManifestKey], set_: str | None, key: str | None, node: YamlNode) -> EntryDraft:
     """Read one model; its id is its key or its ``id:``."""
-    own = {"id": Key(name if key is None else partial(_id_equal_to_key, key)), **keys}
+    own = {"id": ManifestKey(name if key is None else partial(_id_equal_to_key, key)), **keys}
     fields = read_fields(node, own, () if set_ is None else ("id",))
     id_ = fields.pop("id", None)
     lines, where = node.reading.lines, node.where
@@ -230,10 +230,10 @@ def _literal(node: YamlNode) -> dict[str, str]:
     return literal
 
 
-ROUTING: Mapping[str, Key] = {
-    "entry": Key(name),
-    "dispatch_rule": Key(lambda node: node, "rule"),
-    "literal": Key(_literal),
+ROUTING: Mapping[str, ManifestKey] = {
+    "entry": ManifestKey(name),
+    "dispatch_rule": ManifestKey(lambda node: node, "rule"),
+    "literal": ManifestKey(_literal),
 }
 
 

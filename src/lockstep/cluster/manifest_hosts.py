@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from lockstep.cluster.manifest import HostedReplicas, Hosts
 from lockstep.cluster.manifest_keys import (
-    Key,
-    Shape,
+    ManifestKey,
+    NameShape,
     check_name,
     flag,
     mapping,
@@ -81,7 +81,7 @@ def _amount(name: str, node: YamlNode) -> float:
         raise ConfigError(f"is an unknown resource; did you mean {known_name!r}?")
     if name == _STORE:
         raise ConfigError("is not used by replicas; leave it out, or write `memory:`")
-    check_name(name, Shape.ALIAS)
+    check_name(name, NameShape.ALIAS)
     if name == _MEMORY:
         if not (num_bytes := size(is_budget=True)(node)):
             raise ConfigError("is 0; leave it out to reserve no memory")
@@ -98,12 +98,16 @@ def _amounts_written(amounts: Mapping[str, float]) -> dict[str, Any]:
     return {name: size_text(int(amount)) if name == _MEMORY else amount for name, amount in amounts.items()}
 
 
-REPLICAS: Mapping[str, Key] = {
-    "num": Key(whole(1, MAX_REPLICAS)),
-    "resources": Key(_amounts, write=_amounts_written),
-    "spread": Key(flag),
+REPLICAS: Mapping[str, ManifestKey] = {
+    "num": ManifestKey(whole(1, MAX_REPLICAS)),
+    "resources": ManifestKey(_amounts, write=_amounts_written),
+    "spread": ManifestKey(flag),
 }
-TLS: Mapping[str, Key] = {"ca": Key(_path, "tls_ca"), "cert": Key(_path, "tls_cert"), "key": Key(_path, "tls_key")}
+TLS: Mapping[str, ManifestKey] = {
+    "ca": ManifestKey(_path, "tls_ca"),
+    "cert": ManifestKey(_path, "tls_cert"),
+    "key": ManifestKey(_path, "tls_key"),
+}
 
 
 def _replicas(node: YamlNode) -> dict[str, HostedReplicas]:
@@ -116,14 +120,14 @@ def _replicas_written(replicas: Mapping[str, HostedReplicas]) -> dict[str, Any]:
     return {id_: written(REPLICAS, demand, ("num",)) for id_, demand in replicas.items()}
 
 
-HOSTS: Mapping[str, Key] = {
-    "ray": Key(_address),
-    "replicas": Key(_replicas, write=_replicas_written),
-    "routing": Key(one_of({each.value: each for each in RoutingPolicy}), write=lambda policy: policy.value),
-    "max_imbalance": Key(whole(0, MAX_IMBALANCE)),
-    "secret": Key(_path),
-    "tls": Key(mapping(TLS, ("ca", "cert"))),
-    "allow_plain": Key(flag, "allows_plain"),
+HOSTS: Mapping[str, ManifestKey] = {
+    "ray": ManifestKey(_address),
+    "replicas": ManifestKey(_replicas, write=_replicas_written),
+    "routing": ManifestKey(one_of({each.value: each for each in RoutingPolicy}), write=lambda policy: policy.value),
+    "max_imbalance": ManifestKey(whole(0, MAX_IMBALANCE)),
+    "secret": ManifestKey(_path),
+    "tls": ManifestKey(mapping(TLS, ("ca", "cert"))),
+    "allow_plain": ManifestKey(flag, "allows_plain"),
 }
 
 

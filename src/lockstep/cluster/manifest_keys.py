@@ -41,7 +41,7 @@ def _same(value: Any) -> Any:
     return value
 
 
-class Shape(Enum):
+class NameShape(Enum):
     """Allowed form of names: a pattern, and its description for errors."""
 
     NAME = (
@@ -56,7 +56,7 @@ class Shape(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ManifestKey:
     """One key of a block."""
 
     read: Reader
@@ -76,7 +76,7 @@ def text(node: YamlNode) -> str:
     return value
 
 
-def check_name(value: str, shape: Shape = Shape.NAME) -> str:
+def check_name(value: str, shape: NameShape = NameShape.NAME) -> str:
     """Raise ConfigError for an invalid name. The default shape is that of ids, clusters and the words of an entry's
     answer."""
     pattern, right = shape.value
@@ -92,7 +92,7 @@ def name(node: YamlNode) -> str:
 
 
 def alias(node: YamlNode) -> str:
-    return check_name(text(node), Shape.ALIAS)
+    return check_name(text(node), NameShape.ALIAS)
 
 
 def one_of(known: Mapping[str, Any], shown_names: Sequence[str] | None = None) -> Reader:
@@ -212,7 +212,7 @@ def one_or_list(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else list(values)
 
 
-def read_fields(node: YamlNode, keys: Mapping[str, Key], required: Sequence[str] = ()) -> dict[str, Any]:
+def read_fields(node: YamlNode, keys: Mapping[str, ManifestKey], required: Sequence[str] = ()) -> dict[str, Any]:
     """Read the well-formed values of a block, by field; each malformed value is recorded as a problem."""
     values: dict[str, Any] = {}
     for key, child in node.known_entries(keys, required).items():
@@ -222,12 +222,12 @@ def read_fields(node: YamlNode, keys: Mapping[str, Key], required: Sequence[str]
     return values
 
 
-def mapping(keys: Mapping[str, Key], required: Sequence[str] = ()) -> Reader:
+def mapping(keys: Mapping[str, ManifestKey], required: Sequence[str] = ()) -> Reader:
     """Return a reader of a block as its well-formed values, by field."""
     return lambda node: read_fields(node, keys, required)
 
 
-def written(keys: Mapping[str, Key], value: Any, always: Sequence[str] = ()) -> dict[str, Any]:
+def written(keys: Mapping[str, ManifestKey], value: Any, always: Sequence[str] = ()) -> dict[str, Any]:
     """Write a dataclass as a block: the fields that differ from their defaults, and those of the keys in `always`."""
     block: dict[str, Any] = {}
     defaults = {each.name: _default(each) for each in fields(value)}
@@ -331,7 +331,7 @@ def _dollars(value: str) -> str:
     return value.replace("$", "$$")
 
 
-def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
+def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, ManifestKey]:
     """Keys of ``remote:``, the only block in which ``${NAME}`` is expanded."""
     expanded = _remote_text(environment)
 
@@ -361,15 +361,15 @@ def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
         return value
 
     return {
-        "base_url": Key(base_url, write=_dollars),
-        "model": Key(expanded, write=_dollars),
-        "api_key_env": Key(key_variable, write=_dollars),
-        "timeout": Key(duration(0.001, expanded), "timeout_s", duration_text),
+        "base_url": ManifestKey(base_url, write=_dollars),
+        "model": ManifestKey(expanded, write=_dollars),
+        "api_key_env": ManifestKey(key_variable, write=_dollars),
+        "timeout": ManifestKey(duration(0.001, expanded), "timeout_s", duration_text),
     }
 
 
-RESOURCES: Mapping[str, Key] = {
-    key: Key(read, f"{key}_bytes", size_text)
+RESOURCES: Mapping[str, ManifestKey] = {
+    key: ManifestKey(read, f"{key}_bytes", size_text)
     for key, read in {
         "gpu_budget": size(1, is_budget=True),
         "ram_budget": size(is_budget=True),
@@ -378,37 +378,37 @@ RESOURCES: Mapping[str, Key] = {
         "disk_kv_budget": size(),
     }.items()
 }
-SESSIONS: Mapping[str, Key] = {
-    "idle_threshold": Key(unless(NEVER, duration()), "idle_threshold_s", word_for_none(NEVER, duration_text)),
-    "min_lifetime": Key(duration(), "min_lifetime_s", duration_text),
-    "sweep_interval": Key(duration(MIN_SWEEP_INTERVAL_S), "sweep_interval_s", duration_text),
-    "max_active_sessions": Key(unless(UNLIMITED, whole(1)), write=word_for_none(UNLIMITED)),
+SESSIONS: Mapping[str, ManifestKey] = {
+    "idle_threshold": ManifestKey(unless(NEVER, duration()), "idle_threshold_s", word_for_none(NEVER, duration_text)),
+    "min_lifetime": ManifestKey(duration(), "min_lifetime_s", duration_text),
+    "sweep_interval": ManifestKey(duration(MIN_SWEEP_INTERVAL_S), "sweep_interval_s", duration_text),
+    "max_active_sessions": ManifestKey(unless(UNLIMITED, whole(1)), write=word_for_none(UNLIMITED)),
 }
 
 
-def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
+def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, ManifestKey]:
     """Keys of a model, in the order in which they are written."""
     remote = remote_keys(environment)
     return {
-        "source": Key(source),
-        "tier": Key(one_of(TIERS, [tier.value for tier in Tier]), write=lambda tier: tier.value),
-        "priority": Key(priority, write=_priority_text),
-        "max_active_sessions": Key(whole(1)),
-        "co_activation": Key(one_or_many(name), write=one_or_list),
-        "promotion_hint": Key(
+        "source": ManifestKey(source),
+        "tier": ManifestKey(one_of(TIERS, [tier.value for tier in Tier]), write=lambda tier: tier.value),
+        "priority": ManifestKey(priority, write=_priority_text),
+        "max_active_sessions": ManifestKey(whole(1)),
+        "co_activation": ManifestKey(one_or_many(name), write=one_or_list),
+        "promotion_hint": ManifestKey(
             one_of({PROMOTION_HINT: True}),
             "promotes_on_intent",
             lambda is_set: PROMOTION_HINT if is_set else None,
         ),
-        "aliases": Key(one_or_many(alias), write=one_or_list),
-        "system_prompt": Key(text),
-        "persona": Key(one_of({each.value: each for each in Persona}), write=lambda persona: persona.value),
-        "sampling": Key(sampling_block, write=dict),
-        "size": Key(size(1), "size_bytes", size_text),
-        "engine": Key(engine_block, write=engine_written),
-        "chat_template": Key(text),
-        "keep_alive": Key(duration(), "keep_alive_s", duration_text),
-        "remote": Key(
+        "aliases": ManifestKey(one_or_many(alias), write=one_or_list),
+        "system_prompt": ManifestKey(text),
+        "persona": ManifestKey(one_of({each.value: each for each in Persona}), write=lambda persona: persona.value),
+        "sampling": ManifestKey(sampling_block, write=dict),
+        "size": ManifestKey(size(1), "size_bytes", size_text),
+        "engine": ManifestKey(engine_block, write=engine_written),
+        "chat_template": ManifestKey(text),
+        "keep_alive": ManifestKey(duration(), "keep_alive_s", duration_text),
+        "remote": ManifestKey(
             lambda node: _remote(read_fields(node, remote, ("base_url",))),
             write=lambda value: written(remote, value),
         ),
@@ -441,14 +441,14 @@ def engine_written(given: Mapping[str, object]) -> dict[str, object]:
 def sampling_block(node: YamlNode) -> dict[str, float | int]:
     """Read ``sampling:``; each value must be valid in a request as well."""
     types = option_types(SamplingParams)
-    return read_fields(node, {key: Key(option(types[key])) for key in SAMPLING_KEYS})
+    return read_fields(node, {key: ManifestKey(option(types[key])) for key in SAMPLING_KEYS})
 
 
 @cache
-def engine_keys() -> Mapping[str, Key]:
+def engine_keys() -> Mapping[str, ManifestKey]:
     """Keys of ``engine:``: the fields of EngineOptions, read by their types."""
     sizes = {
-        "kv_cache_memory_bytes": Key(size(1), write=size_text),
-        "host_kv_memory_bytes": Key(size(), write=size_text),
+        "kv_cache_memory_bytes": ManifestKey(size(1), write=size_text),
+        "host_kv_memory_bytes": ManifestKey(size(), write=size_text),
     }
-    return {name: sizes.get(name) or Key(option(type_)) for name, type_ in option_types(EngineOptions).items()}
+    return {name: sizes.get(name) or ManifestKey(option(type_)) for name, type_ in option_types(EngineOptions).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lockstep.cluster.manifest import Entry, Manifest
+from lockstep.cluster.manifest import Manifest, ModelEntry
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.recorded import RecordedModel
 from lockstep.cluster.remote import RemoteModel
@@ -23,9 +23,9 @@ MAX_SHOWN_NAMES = 16
 class Model:
     """One named model: its declaration, its replica or remote server, and its use."""
 
-    entry: Entry
+    entry: ModelEntry
     """Entry as the backend serves it."""
-    declared: Entry
+    declared: ModelEntry
     """Entry as in the manifest."""
     replica: ReplicaState | None
     """Replica that computes for the model; None: the model is remote, or its source has not been opened yet."""
@@ -93,7 +93,7 @@ class ModelSet:
         make: builds the model of a declared and a served entry.
     """
 
-    def __init__(self, declared: Manifest, served: Manifest, make: Callable[[Entry, Entry], Model]) -> None:
+    def __init__(self, declared: Manifest, served: Manifest, make: Callable[[ModelEntry, ModelEntry], Model]) -> None:
         self.declared = declared
         self.served = served
         pairs = zip(declared.entries, served.entries, strict=True)

@@ -13,19 +13,19 @@ from types import MappingProxyType
 from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import (
     COLUMNS,
+    BudgetRow,
     BudgetTable,
+    BudgetVerdict,
     Need,
-    Row,
-    Verdict,
     cells_of,
     check,
     cut_texts,
     effective_budgets,
     predict,
 )
-from lockstep.cluster.manifest import Entry, HostedReplicas, Hosts, Manifest, Tier
+from lockstep.cluster.manifest import HostedReplicas, Hosts, Manifest, ModelEntry, Tier
 from lockstep.cluster.quantities import size_text
-from lockstep.cluster.resolve import Source, has_device_alone, machine_of, must_be_fetched, weigh
+from lockstep.cluster.resolve import OpenedSource, has_device_alone, machine_of, must_be_fetched, weigh
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactError, ChatTemplateError, ConfigError
 from lockstep.executors.stub import SCHEME as STUB
@@ -52,7 +52,7 @@ class Placement:
     warnings: tuple[str, ...]
     """Warnings about settings that the author may not have intended."""
 
-    def row(self, id_: str) -> Row | None:
+    def row(self, id_: str) -> BudgetRow | None:
         """Row of one model; None: its size is unknown."""
         return next((row for row in self.table.rows if row.model == id_), None)
 
@@ -78,7 +78,7 @@ def place(
     sources, unopened, broken = _open_sources(served, base)
     unknown: dict[str, str] = {}
     refusals: list[str] = []
-    opened: list[Entry] = []
+    opened: list[ModelEntry] = []
     needs: dict[str, Need] = {}
     for entry in served.entries:
         if entry.tier is Tier.REMOTE and entry.remote is None:
@@ -109,9 +109,9 @@ def place(
     return Placement(manifest, served, table, unknown, tuple(refusals), warnings)
 
 
-def _open_sources(served: Manifest, base: LoadOptions) -> tuple[dict[str, Source], dict[str, str], set[str]]:
+def _open_sources(served: Manifest, base: LoadOptions) -> tuple[dict[str, OpenedSource], dict[str, str], set[str]]:
     """Opened sources; reasons why others could not be opened; and those of them that a download would not fix."""
-    sources: dict[str, Source] = {}
+    sources: dict[str, OpenedSource] = {}
     unopened: dict[str, str] = {}
     broken: set[str] = set()
     for source in sorted({entry.source for entry in served.entries if entry.tier is not Tier.REMOTE}):
@@ -119,7 +119,7 @@ def _open_sources(served: Manifest, base: LoadOptions) -> tuple[dict[str, Source
             if must_be_fetched(source, is_online=False):
                 unopened[source] = f"{source} is not on this machine yet; `lockstep pull {source}` fetches it"
             else:
-                sources[source] = Source.open(source, base)
+                sources[source] = OpenedSource.open(source, base)
         except ArtifactError as error:
             unopened[source] = str(error)
             broken.add(source)
@@ -188,7 +188,7 @@ def _size_warnings(table: BudgetTable, unknown: Iterable[str]) -> list[str]:
     warnings += [
         f"{row.model}: {row.verdict} beside the models that are declared resident"
         for row in table.rows
-        if row.verdict is Verdict.NEVER_FITS
+        if row.verdict is BudgetVerdict.NEVER_FITS
     ]
     return warnings + cut_texts(table.budgets)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from lockstep.cluster.base import Accepted, EventStream, Health
-from lockstep.cluster.manifest import Entry, Remote, Tier
+from lockstep.cluster.manifest import ModelEntry, Remote, Tier
 from lockstep.cluster.prompt_tokeniser import PromptTokeniser
 from lockstep.cluster.recorded_index import ENDS, AnswerQuery, Match, RecordedIndex
 from lockstep.core.request import FinishReason
@@ -188,11 +188,11 @@ class RecordedBackend:
     def __str__(self) -> str:
         return "recorded"
 
-    def model(self, entry: Entry) -> RecordedModel:
+    def model(self, entry: ModelEntry) -> RecordedModel:
         """Recorded model that serves an entry."""
         return self._models.get(entry.id) or self._other(entry.id)
 
-    def served(self, entry: Entry) -> Entry:
+    def served(self, entry: ModelEntry) -> ModelEntry:
         """Entry of a manifest, changed to be served from the recording."""
         source = f"{SCHEME}{entry.id}"
         return replace(entry, source=source, tier=Tier.REMOTE, remote=Remote(source), max_active_sessions=None)

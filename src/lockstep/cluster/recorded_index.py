@@ -37,7 +37,7 @@ class Delivery(NamedTuple):
     num_tokens: int
 
 
-class RecordedSequence(NamedTuple):
+class RecordedCompletion(NamedTuple):
     """One completion as it was recorded."""
 
     tokens: array[int]
@@ -53,7 +53,7 @@ class RecordedAnswer:
     parameters: bytes
     """`lockstep.worker.flight.content.parameters_as_bytes`."""
     seed: int
-    sequences: tuple[RecordedSequence, ...]
+    sequences: tuple[RecordedCompletion, ...]
     deliveries: tuple[Delivery, ...]
     """In order of time; together they are all tokens of all sequences."""
     queue_us: int = 0

@@ -17,7 +17,7 @@ from lockstep.cluster.manifest_permissions import PermissionCheck
 from lockstep.cluster.models import ModelSet
 from lockstep.cluster.multi_host import MultiHostBackend
 from lockstep.cluster.replica_state import ReplicaState
-from lockstep.cluster.resolve import Opened
+from lockstep.cluster.resolve import OpenedManifest
 from lockstep.cluster.snapshot import Replaced
 from lockstep.cluster.state import REPLACED, ClusterState
 from lockstep.errors import InvalidParameterError, LockstepError, UnavailableError
@@ -188,7 +188,7 @@ def _restore_dismissed(old: ModelSet, new: ModelSet) -> list[ReplicaState]:
     return restored
 
 
-async def _load(state: ClusterState, models: ModelSet, opened: Opened, gone: Sequence[ReplicaState]) -> None:
+async def _load(state: ClusterState, models: ModelSet, opened: OpenedManifest, gone: Sequence[ReplicaState]) -> None:
     """Load the new manifest's resident models, beside the old ones if the budget allows, and read the tokenizers of the
     others."""
     replicas, needed = state.replicas, _resident(models)

@@ -19,7 +19,7 @@ import httpx2
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.cluster.base import Accepted, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
-from lockstep.cluster.manifest import Entry
+from lockstep.cluster.manifest import ModelEntry
 from lockstep.cluster.remote_exchange import CallDeadlines, Exchange, PublicTransport
 from lockstep.cluster.remote_messages import RETRY_AFTER_S, AttemptError, RemoteRequest, ServerName, remote_request
 from lockstep.cluster.snapshot import RemoteSnapshot
@@ -67,7 +67,7 @@ class RemoteModel:
 
     def __init__(
         self,
-        entry: Entry,
+        entry: ModelEntry,
         api_key: str | None = None,
         options: RemoteOptions | None = None,
         clock: Callable[[], float] = time.monotonic,

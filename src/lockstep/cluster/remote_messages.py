@@ -17,7 +17,15 @@ import msgspec
 from msgspec import NODEFAULT
 from msgspec.structs import fields
 
-from lockstep.cluster.completion_chunks import CallDelta, Choice, Chunk, Delta, FunctionPart, Usage, error_message
+from lockstep.cluster.completion_chunks import (
+    ChunkChoice,
+    ChunkUsage,
+    CompletionChunk,
+    Delta,
+    FunctionPart,
+    ToolCallDelta,
+    error_message,
+)
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import CallPart, Completion, RequestOutput, Timings, TokenCounts, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
@@ -194,9 +202,9 @@ class RemoteAnswer:
         self._request = request
         self._sent_s = sent_s
         self._first_s: float | None = None
-        self._decoder = msgspec.json.Decoder(Chunk)
+        self._decoder = msgspec.json.Decoder(CompletionChunk)
         self._choices = [_PartialChoice() for _ in range(request.num_choices)]
-        self._usage = Usage()
+        self._usage = ChunkUsage()
         self._num_chars = 0
         self._num_empty = 0
         self.is_cut = False
@@ -260,7 +268,7 @@ class RemoteAnswer:
         )
         return msgspec.structs.replace(self._last, request=output)
 
-    def _outputs(self, choice: Choice, now_s: float) -> list[TokenOutput]:
+    def _outputs(self, choice: ChunkChoice, now_s: float) -> list[TokenOutput]:
         if not 0 <= choice.index < len(self._choices):
             raise self._malformed(f"choice index {choice.index}, although n is {len(self._choices)}")
         so_far = self._choices[choice.index]
@@ -282,7 +290,7 @@ class RemoteAnswer:
         news = [output] if has_updates else []
         return news if choice.finish_reason is None else [*news, *self._finish(choice)]
 
-    def _output(self, choice: Choice) -> TokenOutput:
+    def _output(self, choice: ChunkChoice) -> TokenOutput:
         delta = choice.delta or Delta()
         calls = tuple(_part(call) for call in delta.tool_calls or ())
         if calls and not self._request.has_tools:
@@ -291,7 +299,7 @@ class RemoteAnswer:
         self._num_chars += len(text) + len(thoughts) + sum(len(part.arguments) for part in calls)
         return TokenOutput(0, choice.index, (), text, reasoning=thoughts, calls=calls)
 
-    def _finish(self, choice: Choice) -> list[TokenOutput]:
+    def _finish(self, choice: ChunkChoice) -> list[TokenOutput]:
         reason = choice.finish_reason or ""
         if reason not in _ENDINGS:
             raise AttemptError(RemoteFailedError(f"{self._server} ended its answer with {reason[:64]!r}"))
@@ -310,7 +318,7 @@ class RemoteAnswer:
         return AttemptError(RemoteFailedError(f"{self._server} sent {what}; is it an OpenAI-compatible server?"))
 
 
-def _part(call: CallDelta) -> CallPart:
+def _part(call: ToolCallDelta) -> CallPart:
     function = call.function or FunctionPart()
     return CallPart(call.index, function.arguments or "", call.id, function.name)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lockstep.cluster.manifest import Entry, Tier
+from lockstep.cluster.manifest import ModelEntry, Tier
 from lockstep.cluster.planner import MOVES, Phase, Replica
 from lockstep.cluster.snapshot import EngineSnapshot, ReplicaSnapshot
 from lockstep.engine.options import LoadOptions
@@ -121,7 +121,7 @@ class ReplicaState:
         """True if calls are admitted at once: it is resident and not draining."""
         return self.phase is Phase.RESIDENT and self.makes_room_for is None and not self.num_leaving
 
-    def pin(self, entries: Sequence[Entry]) -> None:
+    def pin(self, entries: Sequence[ModelEntry]) -> None:
         """Set pinning, priority and idle limit from its models."""
         limits = [entry.keep_alive_s for entry in entries]
         self.is_pinned = not self.is_dismissed and any(entry.tier is Tier.RESIDENT for entry in entries)

@@ -17,7 +17,7 @@ from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
-from lockstep.cluster.manifest import Entry, Manifest, Resources, Tier
+from lockstep.cluster.manifest import Manifest, ModelEntry, Resources, Tier
 from lockstep.cluster.replica_state import ReplicaSpec
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.loading import CORRECT_TEMPLATE, default_cache_dir, download_stage
@@ -40,7 +40,7 @@ LoadProgress = Callable[[str, str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedManifest:
     """Manifest whose models can be loaded."""
 
     manifest: Manifest
@@ -59,7 +59,7 @@ def open_manifest(
     progress: LoadProgress | None = None,
     *,
     is_alone: bool | None = None,
-) -> Opened:
+) -> OpenedManifest:
     """Open every source that is not remote.
 
     Args:
@@ -81,13 +81,13 @@ def open_manifest(
                 "set it, or use --backend stub or pocket"
             )
     first_ids = {entry.source: entry.id for entry in reversed(manifest.entries) if entry.tier is not Tier.REMOTE}
-    sources = {source: Source.open(source, base, first_ids[source], progress) for source in sorted(first_ids)}
+    sources = {source: OpenedSource.open(source, base, first_ids[source], progress) for source in sorted(first_ids)}
     return weigh(manifest, sources, base, held_bytes, has_device_alone(manifest) if is_alone is None else is_alone)
 
 
 def weigh(
-    manifest: Manifest, sources: Mapping[str, Source], base: LoadOptions, held_bytes: int, is_alone: bool
-) -> Opened:
+    manifest: Manifest, sources: Mapping[str, OpenedSource], base: LoadOptions, held_bytes: int, is_alone: bool
+) -> OpenedManifest:
     """Decide how each model is loaded, and how much it needs of each budget; see `open_manifest`.
 
     Args:
@@ -112,7 +112,7 @@ def weigh(
         for e in manifest.entries
     )
     budgets = effective_budgets(manifest.resources, machine_of(manifest, held_bytes))
-    return Opened(manifest, specs, needs, check(needs, budgets))
+    return OpenedManifest(manifest, specs, needs, check(needs, budgets))
 
 
 def local_part(manifest: Manifest) -> Manifest:
@@ -173,7 +173,7 @@ def machine_of(manifest: Manifest, held_bytes: int = 0) -> Machine | None:
     return Machine(available_memory_bytes() + held_bytes) if is_shared else None
 
 
-def corrected(opened: Opened, loaded: Mapping[str, Loaded]) -> Opened:
+def corrected(opened: OpenedManifest, loaded: Mapping[str, Loaded]) -> OpenedManifest:
     """Check the needs again with the sizes that loads have measured.
 
     Args:
@@ -192,7 +192,7 @@ def corrected(opened: Opened, loaded: Mapping[str, Loaded]) -> Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OpenedSource:
     """One opened source."""
 
     source: str
@@ -204,7 +204,9 @@ class Source:
     is_stub: bool
 
     @classmethod
-    def open(cls, source: str, base: LoadOptions, model: str = "", progress: LoadProgress | None = None) -> Source:
+    def open(
+        cls, source: str, base: LoadOptions, model: str = "", progress: LoadProgress | None = None
+    ) -> OpenedSource:
         """Open a source and report its progress under a model's id; ArtifactError: it cannot be served."""
         if source.startswith(STUB):
             stub = StubOptions.parse(source)
@@ -226,7 +228,7 @@ class Source:
             is_stub=False,
         )
 
-    def options(self, entry: Entry, base: LoadOptions, is_alone: bool) -> LoadOptions:
+    def options(self, entry: ModelEntry, base: LoadOptions, is_alone: bool) -> LoadOptions:
         """Options with which a model of this source is loaded. Whatever is known to make the load fail is rejected
         here. The KV pool of a stub is fictitious and counted in blocks."""
         engine = base.engine
@@ -246,7 +248,7 @@ class Source:
             raise ChatTemplateError(f"{entry.id}: {error}; {CORRECT_TEMPLATE}") from None
         return options
 
-    def footprint(self, entry: Entry, engine: EngineOptions) -> Footprint:
+    def footprint(self, entry: ModelEntry, engine: EngineOptions) -> Footprint:
         if self.is_stub:
             return predict(entry.size_bytes or DECLARED_BYTES, 0, 0)
         return predict(
@@ -280,7 +282,9 @@ def _group_of(manifest: Manifest, source: str, variant: str | None = None) -> Gr
     return GroupOptions(wanted.num, wanted.resources, wanted.spread, hosts.routing, hosts.max_imbalance)
 
 
-def _spec(entry: Entry, source: Source, options: LoadOptions, footprint: Footprint, group: GroupOptions) -> ReplicaSpec:
+def _spec(
+    entry: ModelEntry, source: OpenedSource, options: LoadOptions, footprint: Footprint, group: GroupOptions
+) -> ReplicaSpec:
     """Load specification of an entry. With several hosts its key includes the group's placement: a manifest that
     changes it creates a new group, and the old group is drained."""
     own = (source.fingerprint, entry.variant)

@@ -19,7 +19,7 @@ from typing import Concatenate, ParamSpec
 import msgspec
 
 from lockstep.cluster.marked_lines import Marker
-from lockstep.core.balancer import Balancer, Choice, RoutingPolicy, bits_of
+from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy, bits_of
 from lockstep.core.prefix import ContentNews
 from lockstep.version import __version__
 from lockstep.worker.flight.content import Digests
@@ -275,7 +275,7 @@ class RouteRecorder:
         self._put(Ended(found.number, replica))
 
     @_guarded
-    def chosen(self, group: str, hashes: Sequence[bytes], session: str | None, choice: Choice | None) -> None:
+    def chosen(self, group: str, hashes: Sequence[bytes], session: str | None, choice: RoutingChoice | None) -> None:
         found = self._begun(group)
         name = None if session is None else self._digests.session(session)
         replica, why, num_cached = (NO_REPLICA, "", 0) if choice is None else (choice[0], choice[1].value, choice[2])

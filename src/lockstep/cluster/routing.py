@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import fields, replace
 
-from lockstep.cluster.manifest import Entry, Manifest, Persona, Routing
+from lockstep.cluster.manifest import Manifest, ModelEntry, Persona, Routing
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
@@ -18,7 +18,7 @@ _DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class DispatchDecision:
     """Routing decision that follows from the entry model's answer."""
 
     intent: str | None
@@ -70,16 +70,16 @@ class Router:
             shown_specials=(),
         )
 
-    def decide(self, answer: str) -> Decision:
+    def decide(self, answer: str) -> DispatchDecision:
         """Decide which model answers next."""
         return self._decisions.get(answer) or self._decided(answer)
 
-    def _decided(self, answer: str) -> Decision:
+    def _decided(self, answer: str) -> DispatchDecision:
         value = self._rule.read(answer)
         target = None if value is None else self._rule.target_of(value, self._ids)
         if target is not None:
-            return Decision(value, target)
-        return Decision(value, self._fallback, is_fallback=self._fallback is not None)
+            return DispatchDecision(value, target)
+        return DispatchDecision(value, self._fallback, is_fallback=self._fallback is not None)
 
     def foresee(self, beginning: str) -> str | None:
         """Target of the routing decision, as soon as the beginning of the entry's answer determines it; None: it does
@@ -88,7 +88,7 @@ class Router:
         return possible.pop() if beginning and len(possible) == 1 else None
 
 
-def addressed(call: GenerationRequest, entry: Entry) -> GenerationRequest:
+def addressed(call: GenerationRequest, entry: ModelEntry) -> GenerationRequest:
     """Return a call with a model's persona, its priority, and its sampling defaults where the call sets none."""
     return replace(
         call,
@@ -99,7 +99,7 @@ def addressed(call: GenerationRequest, entry: Entry) -> GenerationRequest:
     )
 
 
-def _with_persona(prompt: Prompt, entry: Entry) -> Prompt:
+def _with_persona(prompt: Prompt, entry: ModelEntry) -> Prompt:
     """Add the persona to a conversation; a plain prompt stays as it is."""
     words = entry.system_prompt
     if words is None or not isinstance(prompt, Conversation):

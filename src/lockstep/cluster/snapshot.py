@@ -140,7 +140,7 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     """Name of the API key whose session it is; empty: it came without one."""
 
 
-class Counters(msgspec.Struct):
+class ClusterCounters(msgspec.Struct):
     """Counted since the start."""
 
     requests_total: int = 0
@@ -335,7 +335,7 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     """Only those that were named by their clients."""
     sessions_live: int
     """Named sessions, and the ephemeral ones of requests that are being answered."""
-    counters: Counters
+    counters: ClusterCounters
     transitions: tuple[TransitionSnapshot, ...]
     """The latest, oldest first."""
     remotes: tuple[RemoteSnapshot, ...] = ()

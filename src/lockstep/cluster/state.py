@@ -18,7 +18,7 @@ from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import cut_texts, refusal, table_text
 from lockstep.cluster.controller_state import ControllerState
 from lockstep.cluster.events import EventLog
-from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
+from lockstep.cluster.manifest import PRIORITIES, Manifest, ModelEntry, Tier
 from lockstep.cluster.models import Model, ModelSet
 from lockstep.cluster.multi_host import MultiHostBackend, OpenController, ray_controller
 from lockstep.cluster.plan_recorder import PlanRecorder
@@ -27,11 +27,18 @@ from lockstep.cluster.recorded import RecordedBackend, RecordedModel
 from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replica_state import FAILED, STANDBY, ReplicaState
 from lockstep.cluster.replicas import LOST, Replicas
-from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device_alone, local_part, open_manifest
+from lockstep.cluster.resolve import (
+    LoadProgress,
+    OpenedManifest,
+    corrected,
+    has_device_alone,
+    local_part,
+    open_manifest,
+)
 from lockstep.cluster.route_recorder import RouteRecorder
 from lockstep.cluster.session_locations import SessionLocations
 from lockstep.cluster.sessions import ModelSessions, Session, SessionName, Sessions, StoredTokens
-from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, Counters, TransitionSnapshot
+from lockstep.cluster.snapshot import BudgetSnapshot, ClusterCounters, ClusterSnapshot, TransitionSnapshot
 from lockstep.cluster.threads import call_on, in_thread
 from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.engine.options import LoadOptions
@@ -113,7 +120,7 @@ class ClusterState:
             )
             self.worker = self.hosts.workers
         self.events = EventLog()
-        self.counters = Counters()
+        self.counters = ClusterCounters()
         self._host_store = HostStore()
         self.session_locations = SessionLocations(
             self.worker, self.sessions, lambda: self.models.by_id, lambda: self._host_store.is_open
@@ -127,7 +134,7 @@ class ClusterState:
             self.hosts.replicas = self.replicas
         self.on_manifest: Callable[[str], None] = lambda text: None
         """Called with the text of a manifest that another gateway applied."""
-        self.opened: Opened | None = None
+        self.opened: OpenedManifest | None = None
         """Resolved artifacts of the models that serve calls; None: no artifact has been opened yet."""
         self.is_booted = False
         self._coming: ModelSet | None = None
@@ -162,7 +169,9 @@ class ClusterState:
 
     # -- from a manifest to models --------------------------------------------------------------------------------
 
-    async def open(self, manifest: Manifest, progress: LoadProgress | None = None, *, fetches: bool = True) -> Opened:
+    async def open(
+        self, manifest: Manifest, progress: LoadProgress | None = None, *, fetches: bool = True
+    ) -> OpenedManifest:
         """Open a manifest's sources and check their sizes against its budgets.
 
         Args:
@@ -178,13 +187,13 @@ class ClusterState:
         loop, held_bytes = asyncio.get_running_loop(), self.replicas.held_bytes
         report = None if progress is None else partial(call_on, loop, progress)
 
-        def open_them() -> Opened:
+        def open_them() -> OpenedManifest:
             those = served if fetches else local_part(served)
             return open_manifest(those, self.options.load, held_bytes, report, is_alone=is_alone)
 
         return self.weighed(await in_thread(open_them))
 
-    def weighed(self, opened: Opened) -> Opened:
+    def weighed(self, opened: OpenedManifest) -> OpenedManifest:
         """Replace predicted sizes by the sizes measured at load. OverBudgetError: the models need more than the budgets
         allow."""
         loaded = {replica.key: replica.loaded for replica in self.replicas.all() if replica.loaded is not None}
@@ -193,11 +202,11 @@ class ClusterState:
             raise OverBudgetError(reason, table_text(opened.table))
         return opened
 
-    def build(self, manifest: Manifest, opened: Opened) -> ModelSet:
+    def build(self, manifest: Manifest, opened: OpenedManifest) -> ModelSet:
         """Build the models of a manifest. Models that it does not change are reused."""
         before = self.models.by_id if self.opened is not None else {}
 
-        def make(declared: Entry, entry: Entry) -> Model:
+        def make(declared: ModelEntry, entry: ModelEntry) -> Model:
             spec = opened.specs.get(entry.id)
             replica = None if spec is None else self.replicas.of(spec)
             old = before.get(entry.id)
@@ -216,7 +225,7 @@ class ClusterState:
 
         return ModelSet(manifest, opened.manifest, make)
 
-    def _remote(self, entry: Entry, old: Model | None) -> RemoteModel | RecordedModel:
+    def _remote(self, entry: ModelEntry, old: Model | None) -> RemoteModel | RecordedModel:
         if isinstance(self.options.backend, RecordedBackend):
             return self.options.backend.model(entry)
         if old is not None and old.remote is not None and old.entry == entry:
@@ -240,7 +249,7 @@ class ClusterState:
         """Include these models in the shown transitions before they serve calls; None: stop including them."""
         self._coming = models
 
-    def apply(self, models: ModelSet, opened: Opened) -> None:
+    def apply(self, models: ModelSet, opened: OpenedManifest) -> None:
         """Make these models serve calls from now on."""
         notes = (*models.declared.notes, *cut_texts(opened.table.budgets)) if opened is not self.opened else ()
         for note in notes:
@@ -487,7 +496,7 @@ class ClusterState:
             self.counters.model_evictions += reason == UnloadReason.ROOM
 
 
-def _unopened(declared: Entry, entry: Entry) -> Model:
+def _unopened(declared: ModelEntry, entry: ModelEntry) -> Model:
     """Build a model whose artifact has not been read yet: it can be found by name but serves no requests."""
     return Model(entry, declared, None, None, ModelSessions(None, lambda session: None))
 
@@ -497,7 +506,7 @@ def _shown(phase: Phase) -> str:
     return STANDBY if phase is Phase.ABSENT else phase.value
 
 
-def _session_limit(entry: Entry, manifest: Manifest) -> int | None:
+def _session_limit(entry: ModelEntry, manifest: Manifest) -> int | None:
     """Maximum number of sessions that a model may hold at once. A remote model holds nothing on the device, so its
     connections set the limit."""
     if entry.max_active_sessions is not None:

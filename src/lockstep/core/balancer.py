@@ -40,7 +40,7 @@ class Why(Enum):
     TURN = "turn"
 
 
-class Choice(NamedTuple):
+class RoutingChoice(NamedTuple):
     """The chosen replica for a request."""
 
     replica: int
@@ -100,7 +100,7 @@ class Balancer:
         self._num_held = [0] * num_replicas
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
-    def choose(self, hashes: Sequence[bytes] = (), session: str | None = None) -> Choice | None:
+    def choose(self, hashes: Sequence[bytes] = (), session: str | None = None) -> RoutingChoice | None:
         """Choose the replica of a request and count one more open request for it; None: no replica receives requests.
 
         Args:
@@ -192,20 +192,20 @@ class Balancer:
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
-    def _chosen(self, hashes: Sequence[bytes], session: str | None) -> Choice:
+    def _chosen(self, hashes: Sequence[bytes], session: str | None) -> RoutingChoice:
         if self.policy is RoutingPolicy.ROUND_ROBIN:
-            return Choice(self._next_of(self._there), Why.TURN, 0)
+            return RoutingChoice(self._next_of(self._there), Why.TURN, 0)
         if self.policy is not RoutingPolicy.LEAST_LOADED:
             allowed = self._allowed()
             if session is not None:
                 before = self._sessions.get(session)
                 if before is not None and allowed >> before & 1:
-                    return Choice(before, Why.SESSION, self._depth(hashes, 1 << before)[1])
+                    return RoutingChoice(before, Why.SESSION, self._depth(hashes, 1 << before)[1])
             if self.policy is RoutingPolicy.PREFIX:
                 candidates, depth = self._depth(hashes, allowed)
                 if depth:
-                    return Choice(self._least_of(candidates), Why.PREFIX, depth)
-        return Choice(self._next_of(self._with_load[self._least]), Why.LOAD, 0)
+                    return RoutingChoice(self._least_of(candidates), Why.PREFIX, depth)
+        return RoutingChoice(self._next_of(self._with_load[self._least]), Why.LOAD, 0)
 
     def _allowed(self) -> int:
         """Replicas within the limit of imbalance of the least loaded one."""

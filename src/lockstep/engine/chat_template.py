@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lockstep.engine.template_budget import (
     MAX_RENDERED_CHARS,
     MAX_SOURCE_CHARS,
-    Budget,
+    RenderBudget,
     TooMuchWork,
     add_gates,
     check_format,
@@ -71,7 +71,7 @@ class ChatTemplate:
         self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._supports_developer = "developer" in source
-        self._budget = Budget()
+        self._budget = RenderBudget()
         self._environment = _environment(self._budget)
         if len(source) > MAX_SOURCE_CHARS:
             raise ChatTemplateError(f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}")
@@ -329,7 +329,7 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment(budget: Budget) -> Environment:
+def _environment(budget: RenderBudget) -> Environment:
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser

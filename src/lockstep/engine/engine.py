@@ -26,9 +26,9 @@ from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, Unscheduled,
 from lockstep.engine.open_requests import OpenRequests, RecorderHook, SequenceFollower
 from lockstep.engine.output_processing import OutputProcessor
 from lockstep.engine.outputs import Published, RequestOutput, StepOutputs, TokenOutput
-from lockstep.engine.queues import Abort, Inbox, LoopMailboxes
+from lockstep.engine.queues import AbortCommand, Inbox, LoopMailboxes
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
+from lockstep.engine.sessions import EngineSessions, SessionChange, SessionReport
 from lockstep.errors import LockstepError, RequestFailedError, UsageError
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Engine:
         kv = None
         if store is not None and config.enable_prefix_caching:
             kv = KVTransfer(self.scheduler, model, store, kv_class, wake or self._inbox.wake)
-        self.sessions = Sessions(self.scheduler, on_session or (lambda change: None), kv)
+        self.sessions = EngineSessions(self.scheduler, on_session or (lambda change: None), kv)
         self._now_s = (clock or SystemClock()).now_s
         self._observer = observer
         self._metrics = EngineMetrics()
@@ -364,7 +364,7 @@ class Engine:
             for live in self.sessions.ready(now_s):
                 self._requests.schedule(live, now_s)
         for command in self._inbox.take():
-            if isinstance(command, Abort):
+            if isinstance(command, AbortCommand):
                 self._requests.end(command.request_id, FinishReason.ABORT)
             else:
                 self._requests.add(command, now_s)

@@ -132,7 +132,7 @@ def _grammars(tokenizer: Tokenizer, executor: Executor) -> GrammarCompiler:
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class ModelCheck:
     """Results of verifying a model on this machine."""
 
     report: ProbeReport
@@ -140,7 +140,7 @@ class Verification:
     """Digest from `model_digest`; equal on every machine."""
 
 
-def verify_model(source: str, options: LoadOptions, progress: Progress | None = None) -> Verification:
+def verify_model(source: str, options: LoadOptions, progress: Progress | None = None) -> ModelCheck:
     """Check on this machine that the model computes the same bytes in every batch.
 
     Raises:
@@ -160,7 +160,7 @@ def verify_model(source: str, options: LoadOptions, progress: Progress | None = 
 
     try:
         digest = model_digest(model.executor, config.num_blocks)
-        return Verification(thorough_probe(model.executor, config.num_blocks, config.num_host_blocks, reload), digest)
+        return ModelCheck(thorough_probe(model.executor, config.num_blocks, config.num_host_blocks, reload), digest)
     finally:
         model.close()
 

@@ -22,7 +22,7 @@ from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.outputs import Published, Started, TokenOutput
 from lockstep.engine.queues import Results
-from lockstep.engine.sessions import Sessions
+from lockstep.engine.sessions import EngineSessions
 from lockstep.engine.wait_reasons import WaitSampler
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError
 from lockstep.executors.base import SequenceObserver
@@ -81,7 +81,7 @@ class OpenRequests:
         self,
         model: LoadedModel,
         scheduler: Scheduler,
-        sessions: Sessions,
+        sessions: EngineSessions,
         metrics: EngineMetrics,
         recorder: RecorderHook | None,
         now_s: Callable[[], float],

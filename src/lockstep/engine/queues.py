@@ -27,7 +27,7 @@ MAX_COMMANDS = 65_536
 """Maximum number of commands that wait for the next step."""
 
 
-class Abort(NamedTuple):
+class AbortCommand(NamedTuple):
     """Command to end a request."""
 
     request_id: int
@@ -37,7 +37,7 @@ class Inbox:
     """Requests and aborts in order of arrival."""
 
     def __init__(self) -> None:
-        self._commands: deque[LiveRequest | Abort] = deque()
+        self._commands: deque[LiveRequest | AbortCommand] = deque()
         self._wakeup = threading.Event()
         """Set when there may be work. The waiting thread clears it before it checks."""
         self._counting = threading.Lock()
@@ -78,7 +78,7 @@ class Inbox:
 
     def abort(self, request_id: int) -> None:
         """Queue the end of a request for the next step."""
-        self._commands.append(Abort(request_id))
+        self._commands.append(AbortCommand(request_id))
         self.wake()
 
     def close(self, why: str) -> None:
@@ -105,7 +105,7 @@ class Inbox:
 
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
-    def take(self) -> Iterator[LiveRequest | Abort]:
+    def take(self) -> Iterator[LiveRequest | AbortCommand]:
         """Take the commands that are here at the time of the call."""
         for _ in range(len(self._commands)):
             try:

@@ -89,7 +89,7 @@ class _Session:
     """True if it is removed, and keeps no blocks, when its last request ends."""
 
 
-class Sessions:
+class EngineSessions:
     """Admits requests to sessions, and pins and evicts blocks, between the steps of one scheduler.
 
     Args:

@@ -61,7 +61,7 @@ class _Local(threading.local):
     """None: no rendering is under way."""
 
 
-class Budget:
+class RenderBudget:
     """Remaining work of renderings, one per thread. It is active within its ``with`` block."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ def _weight(value: object, limit: int) -> int:
     return weight
 
 
-def limit_environment(environment: Environment, budget: Budget) -> None:
+def limit_environment(environment: Environment, budget: RenderBudget) -> None:
     """Put gates around the filters and tests of an environment, and remove those that prompts do not need."""
     from jinja2 import pass_context
 
@@ -172,7 +172,7 @@ def limit_environment(environment: Environment, budget: Budget) -> None:
 
 
 def checked_arguments(
-    function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget: Budget
+    function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget: RenderBudget
 ) -> tuple[Any, ...]:
     """Charge a call and return its positional arguments. Calls that make a large result from small arguments are
     rejected."""
@@ -196,7 +196,7 @@ def check_format(text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     _check_growth("format", (text, *args), kwargs)
 
 
-def check_operation(operator: str, left: Any, right: Any, budget: Budget) -> None:
+def check_operation(operator: str, left: Any, right: Any, budget: RenderBudget) -> None:
     """Charge an arithmetic operation, and reject results beyond the limits."""
     budget.charge(left, right)
     if any(isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS for value in (left, right)):
@@ -256,7 +256,7 @@ def add_gates(tree: Template) -> Template:
     return whole
 
 
-def _gated(name: str, function: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
+def _gated(name: str, function: Callable[..., Any], budget: RenderBudget) -> Callable[..., Any]:
     """Wrap a filter or test so that it charges its arguments first. `wraps` keeps Jinja's attributes."""
     passed = 1 if hasattr(function, "jinja_pass_arg") else 0
 

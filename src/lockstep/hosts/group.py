@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lockstep.core.balancer import Balancer, Choice, RoutingPolicy
+from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy
 from lockstep.core.prefix import ContentNews, block_hashes, namespace_of
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
@@ -50,7 +50,9 @@ class RouteWatcher(Protocol):
     def withdrawn(self, group: str, replica: int, is_lost: bool) -> None: ...
     def learned(self, group: str, replica: int, news: Sequence[ContentNews]) -> None: ...
     def ended(self, group: str, replica: int) -> None: ...
-    def chosen(self, group: str, hashes: Sequence[bytes], session: str | None, choice: Choice | None) -> None: ...
+    def chosen(
+        self, group: str, hashes: Sequence[bytes], session: str | None, choice: RoutingChoice | None
+    ) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -152,7 +152,7 @@ def compare_field(store: Store, field: str) -> tuple[NDArray[np.int8], dict[str,
     return output.astype(np.int8), {reason: int(count) for reason, count in rows}
 
 
-class Divergence(NamedTuple):
+class DivergencePoints(NamedTuple):
     """Places of first differing tokens, over pairs whose tokens differ."""
 
     num_pairs: int
@@ -160,14 +160,14 @@ class Divergence(NamedTuple):
     earliest: int | None
 
 
-def divergence(store: Store) -> Divergence:
+def divergence(store: Store) -> DivergencePoints:
     """First differing places of differing answers, of the first `MAX_DIVERGING` in the order of time."""
     differing = (
         f"SELECT o.place FROM {BOTH_SIDES} WHERE b.ok AND c.ok AND b.tokens_hash <> c.tokens_hash"
         f" AND NOT ({is_unlike(_OF_REQUESTS)}) ORDER BY o.place LIMIT {MAX_DIVERGING}"
     )
     figures = f"count(*), quantile_disc({_COMMON}, 0.5), min({_COMMON})"
-    return Divergence(*store.rows(f"SELECT {figures} FROM {BOTH_ANSWERS} WHERE place IN ({differing})")[0])
+    return DivergencePoints(*store.rows(f"SELECT {figures} FROM {BOTH_ANSWERS} WHERE place IN ({differing})")[0])
 
 
 def logprob_gaps(store: Store, output: NDArray[np.int8]) -> NDArray[np.float64]:

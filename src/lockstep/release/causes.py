@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.release.evidence import BUFFERED, OUTPUT_TOKENS, Bools, Evidence, Floats, p95
 from lockstep.release.joining import EMPTY
-from lockstep.release.observation import Reason
+from lockstep.release.observation import LeftOutReason
 from lockstep.release.outputs import BOTH_ANSWERS, Output, first_unlike
 from lockstep.release.statistics import nearest_rank
 from lockstep.release.store import floats
@@ -161,18 +161,20 @@ def of_errors(evidence: Evidence, mask: Bools) -> Cause:
 def of_join(evidence: Evidence, _: Bools) -> Cause:
     """The way in which records lost their partners: shared ids, no ids, requests of one side only, or unlike ids."""
     joining = evidence.joining
-    lost = {side: Counter[Reason]() for side in ("baseline", "candidate")}
+    lost = {side: Counter[LeftOutReason]() for side in ("baseline", "candidate")}
     for each in joining.unjoined:
         lost[each.side][each.reason] += each.count
     baseline, candidate = lost["baseline"], lost["candidate"]
     total = baseline + candidate
-    alone = baseline[Reason.NO_PARTNER], candidate[Reason.NO_PARTNER]
-    if total[Reason.DUPLICATE] and 2 * total[Reason.DUPLICATE] >= total[Reason.DUPLICATE] + abs(alone[0] - alone[1]):
-        words = f"{total[Reason.DUPLICATE]:,} records have an id that another one has"
+    alone = baseline[LeftOutReason.NO_PARTNER], candidate[LeftOutReason.NO_PARTNER]
+    if total[LeftOutReason.DUPLICATE] and 2 * total[LeftOutReason.DUPLICATE] >= total[LeftOutReason.DUPLICATE] + abs(
+        alone[0] - alone[1]
+    ):
+        words = f"{total[LeftOutReason.DUPLICATE]:,} records have an id that another one has"
         action = "let the gateway give each request an id of its own, and keep it on retries"
         return Cause("duplicate-id", words, action)
-    if total[Reason.NO_ID] > sum(alone):
-        return Cause("no-id", f"{total[Reason.NO_ID]:,} records have no id")
+    if total[LeftOutReason.NO_ID] > sum(alone):
+        return Cause("no-id", f"{total[LeftOutReason.NO_ID]:,} records have no id")
     for lacking, other, most, least in (("candidate", "baseline", *alone), ("baseline", "candidate", *alone[::-1])):
         if most > 2 * least:
             words = f"the {lacking} lacks {most:,} requests that the {other} has, the {other} {least:,}"

@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep.release.coverage import known_metrics
 from lockstep.release.evidence import OUTPUT_TOKENS, Bools, Evidence, Floats
-from lockstep.release.observation import Reason
+from lockstep.release.observation import LeftOutReason
 from lockstep.release.policy import Policy
 from lockstep.release.reading import Source
 from lockstep.release.sequential import WORDS
@@ -82,11 +82,11 @@ def _unread(sources: Sequence[Source]) -> Iterator[Caveat]:
             yield Caveat(name="unread-fields", sentence=sentence)
 
 
-_REASONS: Mapping[Reason, str] = {
-    Reason.NO_ID: "have no id that pairs them",
-    Reason.UNLIKE_DATA_SETS: "have only a place in a data set, and the other side was sent another one",
-    Reason.NO_PARTNER: "have no partner on the other side",
-    Reason.DUPLICATE: "share their id with another record of their side",
+_REASONS: Mapping[LeftOutReason, str] = {
+    LeftOutReason.NO_ID: "have no id that pairs them",
+    LeftOutReason.UNLIKE_DATA_SETS: "have only a place in a data set, and the other side was sent another one",
+    LeftOutReason.NO_PARTNER: "have no partner on the other side",
+    LeftOutReason.DUPLICATE: "share their id with another record of their side",
 }
 """Reasons for which records are in no pair, in words."""
 

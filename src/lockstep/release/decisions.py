@@ -21,7 +21,7 @@ from lockstep.replay.cost import Extrapolation
 from lockstep.replay.cost_file import CostFile, MadeOn
 from lockstep.replay.diff import diff_traces
 from lockstep.replay.latencies import distribution
-from lockstep.replay.live import Life, Lives, LiveStep, live_step, workload_of_lives
+from lockstep.replay.live import Lives, LiveStep, SequenceLife, live_step, workload_of_lives
 from lockstep.replay.metrics import MORE_IS_BETTER
 from lockstep.replay.playback import played
 from lockstep.replay.render.difference import engine_facts
@@ -130,10 +130,10 @@ def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is
     }
 
 
-def _course(trace: Trace, number: int) -> tuple[list[LiveStep], list[Life], list[str]]:
+def _course(trace: Trace, number: int) -> tuple[list[LiveStep], list[SequenceLife], list[str]]:
     """Steps of an engine, the sequences that ended with them, and what is left out; in one pass."""
     steps: list[LiveStep] = []
-    served: list[Life] = []
+    served: list[SequenceLife] = []
     lives = Lives()
     for event in played(trace):
         served += [life for life in lives.take(event) if life.added.engine == number and life.outcome.is_completed]

@@ -19,7 +19,7 @@ from lockstep.release.agreement import compare_field
 from lockstep.release.facts import LABELS, compute_facts, digest_of, event_faults, is_deterministic, names_of, num_empty
 from lockstep.release.gaps import P95, pooled_p95
 from lockstep.release.joining import Joining, join
-from lockstep.release.observation import METRICS, SIDES, Reason, Side
+from lockstep.release.observation import METRICS, SIDES, LeftOutReason, Side
 from lockstep.release.outputs import BOTH_SIDES, IN_SEGMENT, TRACE, comparison, has_material, resolve
 from lockstep.release.policy import Policy
 from lockstep.release.statistics import nearest_rank
@@ -49,7 +49,7 @@ BUFFERED = 0.9
 """From this part of the whole time on, a first token came with the others."""
 
 
-class Segment(NamedTuple):
+class TrafficSegment(NamedTuple):
     """Traffic of one kind."""
 
     model: str | None
@@ -80,7 +80,7 @@ class Pairs:
     """Of `Output`."""
     segment: NDArray[np.int32]
     """Places in ``segments``; -1: one of the many that have no figures of their own."""
-    segments: tuple[Segment, ...]
+    segments: tuple[TrafficSegment, ...]
     routed: tuple[Bools, Bools]
     """Whether route and scheduler are known."""
     streamed: tuple[Bools, Bools]
@@ -119,7 +119,7 @@ class Evidence:
     """Values of `NAMED` of both sides' pairs, sorted."""
     is_deterministic: tuple[bool, bool]
     """Whether each side's engine promises equal answers in any batch."""
-    faults: tuple[tuple[Side, Reason, int], ...]
+    faults: tuple[tuple[Side, LeftOutReason, int], ...]
     """Parts of records that were left out."""
     digests: tuple[str, str]
     """Of each side's records, in whatever order they stand."""
@@ -259,7 +259,7 @@ FROM {BOTH_SIDES} {IN_SEGMENT}
 """
 
 
-def _segments(store: Store) -> tuple[Segment, ...]:
+def _segments(store: Store) -> tuple[TrafficSegment, ...]:
     """Number the segments, in the order of their names; leaves a table ``in_segment``."""
     values = ", ".join(f"{text} AS {name}" for name, text in SEGMENT_FIELDS.items())
     names = ", ".join(SEGMENT_FIELDS)
@@ -273,7 +273,7 @@ def _segments(store: Store) -> tuple[Segment, ...]:
         "CREATE TABLE in_segment AS SELECT baseline, candidate, coalesce(segment, -1)::INTEGER AS segment"
         f" FROM kinds LEFT JOIN segments ON {same}"
     )
-    return tuple(Segment(*row) for row in store.rows(f"SELECT {names} FROM segments ORDER BY segment"))
+    return tuple(TrafficSegment(*row) for row in store.rows(f"SELECT {names} FROM segments ORDER BY segment"))
 
 
 def _traces(store: Store) -> tuple[int, int]:

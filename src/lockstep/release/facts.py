@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lockstep.errors import EvidenceError
 from lockstep.release.joining import EMPTY, GIVEN_OK, NAME, OK
-from lockstep.release.observation import Reason, Side
+from lockstep.release.observation import LeftOutReason, Side
 from lockstep.release.store import Store
 
 LABELS = (
@@ -161,8 +161,8 @@ def num_empty(store: Store, side: Side) -> int:
     return store.number(f"SELECT count(*) FROM facts_{side} WHERE is_empty")
 
 
-def event_faults(store: Store, side: Side) -> list[tuple[Side, Reason, int]]:
+def event_faults(store: Store, side: Side) -> list[tuple[Side, LeftOutReason, int]]:
     """Counts of observations whose stream events were left out, by reason."""
-    columns = (("doubled", Reason.DOUBLED_INDEX), ("falling", Reason.FALLING_STAMPS))
+    columns = (("doubled", LeftOutReason.DOUBLED_INDEX), ("falling", LeftOutReason.FALLING_STAMPS))
     counts = [(reason, store.number(f"SELECT count(*) FROM facts_{side} WHERE {name}")) for name, reason in columns]
     return [(side, reason, count) for reason, count in counts if count]

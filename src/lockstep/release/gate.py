@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.release import sequential, signals
-from lockstep.release.agreement import Divergence, divergence, excess_mismatches, logprob_gaps
+from lockstep.release.agreement import DivergencePoints, divergence, excess_mismatches, logprob_gaps
 from lockstep.release.caveats import of_segments_only, warnings_of
 from lockstep.release.coverage import agreement_lower, coverage_of, lacking
 from lockstep.release.evidence import OUTPUT_TOKENS, Bools, Evidence, Floats, Pairs, p95
@@ -297,7 +297,7 @@ def _agreement(policy: Policy, evidence: Evidence, answers: Answers) -> Agreemen
     gaps = np.zeros(0) if answers.logprob_gap is None else answers.logprob_gap
     known = gaps[~np.isnan(gaps)]
     is_diverging = differs.any() or policy.agreement_field
-    parts = divergence(evidence.store) if is_diverging else Divergence(0, None, None)
+    parts = divergence(evidence.store) if is_diverging else DivergencePoints(0, None, None)
     return Agreement(
         field=policy.agreement_field,
         compared=len(places),

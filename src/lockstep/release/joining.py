@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lockstep.release.observation import SIDES, Reason, Side
+from lockstep.release.observation import SIDES, LeftOutReason, Side
 from lockstep.release.store import Store
 
 MAX_EXAMPLES = 5
@@ -60,7 +60,7 @@ class Unjoined(msgspec.Struct, frozen=True):
     """Records of one side that are in no pair, for one reason."""
 
     side: Side
-    reason: Reason
+    reason: LeftOutReason
     count: int
     examples: tuple[str, ...]
     """Their ids, the first in order."""
@@ -80,7 +80,7 @@ class Joining(msgspec.Struct, frozen=True):
     @property
     def num_tried(self) -> int:
         """Records of the larger side that a pair could be made of: all but those that were tried again."""
-        retried = {each.side: each.count for each in self.unjoined if each.reason is Reason.RETRIED}
+        retried = {each.side: each.count for each in self.unjoined if each.reason is LeftOutReason.RETRIED}
         return max(count - retried.get(side, 0) for side, count in self.records.items())
 
 
@@ -213,10 +213,11 @@ def _unjoined(store: Store, side: Side, is_unlike_data: bool) -> Iterator[Unjoin
     by_index_only = f"{str(is_unlike_data).lower()} AND key_index IS NOT NULL AND coalesce({', '.join(ids)}) IS NULL"
     rows = store.rows(
         f"SELECT reason, count(*), list_sort(min(coalesce(name, '?'), {MAX_EXAMPLES})) FROM ("
-        f"SELECT name, CASE WHEN NOT ({has_key}) THEN '{Reason.NO_ID.value}'"
-        f" WHEN {again} THEN '{Reason.DUPLICATE.value}' WHEN {by_index_only} THEN '{Reason.UNLIKE_DATA_SETS.value}'"
-        f" ELSE '{Reason.NO_PARTNER.value}' END AS reason FROM keys_{side}"
-        f" UNION ALL SELECT name, '{Reason.RETRIED.value}' FROM retried_{side}) GROUP BY 1 ORDER BY 1"
+        f"SELECT name, CASE WHEN NOT ({has_key}) THEN '{LeftOutReason.NO_ID.value}'"
+        f" WHEN {again} THEN '{LeftOutReason.DUPLICATE.value}'"
+        f" WHEN {by_index_only} THEN '{LeftOutReason.UNLIKE_DATA_SETS.value}'"
+        f" ELSE '{LeftOutReason.NO_PARTNER.value}' END AS reason FROM keys_{side}"
+        f" UNION ALL SELECT name, '{LeftOutReason.RETRIED.value}' FROM retried_{side}) GROUP BY 1 ORDER BY 1"
     )
     for reason, count, examples in rows:
-        yield Unjoined(side, Reason(reason), count, tuple(examples))
+        yield Unjoined(side, LeftOutReason(reason), count, tuple(examples))

@@ -103,7 +103,7 @@ METRICS: tuple[Metric, ...] = (
 """All metrics; ``decode_ms`` is the mean gap between an answer's tokens, and its figure that of all gaps."""
 
 
-class Reason(Enum):
+class LeftOutReason(Enum):
     """Reasons for which a record is in no pair, or a part of its evidence is left out."""
 
     NO_ID = "no-id"

@@ -31,7 +31,7 @@ from lockstep.replay.playback import Event, Playback
 from lockstep.replay.readers import reading as workloads
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError
 from lockstep.replay.timeline import RequestOutcome
-from lockstep.replay.trace import Cut, Trace, open_trace
+from lockstep.replay.trace import CutFile, Trace, open_trace
 from lockstep.replay.workload import PS_PER_MS
 from lockstep.worker.flight.content import Digests, decode_request
 from lockstep.worker.flight.entries import (
@@ -233,11 +233,11 @@ class _Sequences:
         elif self._lives.open:
             yield f"{len(self._lives.open):,} sequences were under way when the recording ended, and are left out"
 
-    def _tapped(self) -> Iterator[Entry | Cut]:
+    def _tapped(self) -> Iterator[Entry | CutFile]:
         """The recording's entries; what decides nothing, and so is no event of a playback, is kept here."""
         for entry in self._trace.entries():
             match entry:
-                case Header() | Cut():
+                case Header() | CutFile():
                     self._tokens.clear()
                 case EngineEntry():
                     self._engines[entry.number] = entry

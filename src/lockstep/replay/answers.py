@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
 
-from lockstep.cluster.recorded_index import Delivery, RecordedAnswer, RecordedIndex, RecordedSequence
+from lockstep.cluster.recorded_index import Delivery, RecordedAnswer, RecordedCompletion, RecordedIndex
 from lockstep.core.request import FinishReason, Request
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import TraceError
@@ -19,7 +19,7 @@ from lockstep.replay.live import Lives
 from lockstep.replay.playback import Arrived, Playback, played
 from lockstep.replay.rerun import DecidedStep
 from lockstep.replay.timeline import RequestOutcome
-from lockstep.replay.trace import Cut, Trace
+from lockstep.replay.trace import CutFile, Trace
 from lockstep.replay.trace_integrity import with_losses
 from lockstep.replay.workload import PS_PER_US
 from lockstep.worker.flight.content import decode_request, parameters_as_bytes
@@ -126,7 +126,7 @@ class _Reader:
         notes = tuple(map(str, with_losses(self._trace.findings, playback.losses)))
         return _answers_of(self._requests, notes)
 
-    def _seen(self) -> Iterator[Entry | Cut]:
+    def _seen(self) -> Iterator[Entry | CutFile]:
         """All entries; those that a playback does not report, or reports too late, are noted on the way."""
         for entry in self._trace.entries():
             match entry:
@@ -154,7 +154,7 @@ class _Reader:
                 case Shown(engine, seq_id, chunks):
                     if (request := self._by_first.get((engine, seq_id))) is not None:
                         request.chunks = chunks
-                case Cut():
+                case CutFile():
                     self._rows.clear()
             yield entry
 
@@ -209,7 +209,7 @@ def _answers_of(requests: Iterable[_Request], notes: tuple[str, ...]) -> Recorde
         if each.request.pooling is not None:
             found.num_others += 1
             continue
-        ended = [RecordedSequence(s.tokens, s.reason) for s in each.sequences if s.reason is not None]
+        ended = [RecordedCompletion(s.tokens, s.reason) for s in each.sequences if s.reason is not None]
         if len(ended) < each.request.params.n:
             found.num_unended += 1
             continue
@@ -220,7 +220,7 @@ def _answers_of(requests: Iterable[_Request], notes: tuple[str, ...]) -> Recorde
     return found
 
 
-def _answer_of(request: _Request, sequences: tuple[RecordedSequence, ...]) -> RecordedAnswer:
+def _answer_of(request: _Request, sequences: tuple[RecordedCompletion, ...]) -> RecordedAnswer:
     first = request.sequences[0].outcome
     seed = request.request.params.seed
     assert seed is not None, "a recorded request has the seed that was drawn"

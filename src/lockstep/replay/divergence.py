@@ -51,7 +51,7 @@ class Change(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class StepDecision:
     """Decision of one side in one step."""
 
     plan: StepPlan | None
@@ -72,7 +72,7 @@ class Difference:
     only_b: tuple[int, ...]
 
 
-def difference(a: Decision, b: Decision) -> Difference | None:
+def difference(a: StepDecision, b: StepDecision) -> Difference | None:
     """The first difference of the two decisions of a step; None: there is none."""
     if a.refused != b.refused:
         return Difference(Change.REFUSAL, _places_missing(a.refused, b.refused), _places_missing(b.refused, a.refused))
@@ -168,7 +168,7 @@ def _ended(events: StepEvents | None) -> dict[int, FinishReason]:
 class DivergencePoint:
     """Place of one side when the two differed."""
 
-    decision: Decision
+    decision: StepDecision
     run_tick: int
     """First tick of the run of equal steps that the step is in; its own number mostly."""
     tick: int
@@ -210,7 +210,7 @@ class Side(Protocol):
     def advance(self, num_steps: int) -> None:
         """Go on by so many steps, at most those that are left."""
 
-    def decision(self) -> Decision:
+    def decision(self) -> StepDecision:
         """Decision of the next step."""
 
     def place(self) -> DivergencePoint:
@@ -242,15 +242,15 @@ class SimulatedSide:
             if tick is not None and tick.plan is not None:
                 self.work += STEP_WORK + len(tick.plan.seq_ids)
 
-    def decision(self) -> Decision:
+    def decision(self) -> StepDecision:
         """The next step's. Later ones of a run are the first, so much further on."""
         plan, events = (None, None) if self._tick is None else (self._tick.plan, self._tick.events)
         if plan is None or events is None or self._offset == 0:
-            return Decision(plan, events, self._refused if self._offset == 0 else ())
+            return StepDecision(plan, events, self._refused if self._offset == 0 else ())
         step = plan.step + self._offset
         starts = tuple([start + self._offset for start in plan.starts])
         later = replace(plan, step=step, starts=starts, evicted=(), admitted=(), resumed=(), preempted=())
-        return Decision(later, StepEvents(step, (), events.num_tokens))
+        return StepDecision(later, StepEvents(step, (), events.num_tokens))
 
     def place(self) -> DivergencePoint:
         """The next step's; times within a run are those of its first step when the run has only that."""
@@ -279,8 +279,8 @@ class RecordedSide:
         self._num_steps += num_steps
         self.num_left = int(self._step is not None)
 
-    def decision(self) -> Decision:
-        return Decision(None, None) if self._step is None else Decision(self._step.plan, self._step.events)
+    def decision(self) -> StepDecision:
+        return StepDecision(None, None) if self._step is None else StepDecision(self._step.plan, self._step.events)
 
     def place(self) -> DivergencePoint:
         start_us = 0 if self._step is None else self._step.timing.start_us

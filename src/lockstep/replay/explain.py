@@ -8,7 +8,7 @@ from lockstep.core.sequence import SequenceState
 from lockstep.core.step import Chunk, Limit, Reason, StepPlan
 from lockstep.core.wording import Reached, phrase
 from lockstep.replay.divergence import Change, Difference, rows_of
-from lockstep.replay.snapshot import Snapshot, Standing
+from lockstep.replay.snapshot import Snapshot, UnfinishedSequence
 
 MAX_REQUESTS = 3
 """Requests of one divergence that have sentences of their own."""
@@ -103,7 +103,7 @@ _DECODE_LIMITS = (Limit.WIDTH, Limit.PLACES)
 """Limits for which running sequences compete in the order of ``decode_order``."""
 
 
-def _who_decodes_first(side: Snapshot, own: Standing) -> list[str]:
+def _who_decodes_first(side: Snapshot, own: UnfinishedSequence) -> list[str]:
     """Running sequences that have a place to sample in the step, and the order that puts them first."""
     order, plan = side.config.decode_order, _plan(side)
     sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]

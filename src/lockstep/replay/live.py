@@ -66,7 +66,7 @@ def live_step(event: DecidedStep) -> LiveStep:
     )
 
 
-class Life(NamedTuple):
+class SequenceLife(NamedTuple):
     """One sequence that came during the recording."""
 
     added: Added
@@ -77,14 +77,14 @@ class Lives:
     """The sequences of a recording that are under way."""
 
     def __init__(self) -> None:
-        self.open: dict[tuple[int, int], Life] = {}
+        self.open: dict[tuple[int, int], SequenceLife] = {}
         """By engine and id."""
         self._arrivals_ps: dict[tuple[int, int], int] = {}
         """Of sequences whose commands have not taken effect."""
         self._ends: dict[int, tuple[int, int]] = {}
         """Number and end of each engine's last step."""
 
-    def take(self, event: Event) -> Iterator[Life]:
+    def take(self, event: Event) -> Iterator[SequenceLife]:
         """Go on by one event; the sequences that ended with it."""
         match event:
             case Arrived(came, arrival_us):
@@ -108,7 +108,7 @@ class Lives:
             arrival_tick=added.step,
             arrival_ps=self._arrivals_ps.pop(key, 0),
         )
-        self.open[key] = Life(added, outcome)
+        self.open[key] = SequenceLife(added, outcome)
 
     def _step(self, step: DecidedStep) -> None:
         number, plan, timing = step.engine, step.plan, step.timing
@@ -126,7 +126,7 @@ class Lives:
                 if life.outcome.first_token_tick < 0:
                     life.outcome.first_token_tick, life.outcome.first_token_ps = plan.step, end_ps
 
-    def _ended(self, number: int, finished: Iterable[FinishedSequence]) -> Iterator[Life]:
+    def _ended(self, number: int, finished: Iterable[FinishedSequence]) -> Iterator[SequenceLife]:
         for sequence in finished:
             life = self.open.pop((number, sequence.seq_id), None)
             if life is not None:
@@ -165,7 +165,7 @@ def workload_of(trace: Trace, engine: int = 0) -> Workload:
             f"the recording has no engine {engine}; it has {', '.join(str(e.number) for e in trace.engines)}"
         )
     lives = Lives()
-    served: list[Life] = []
+    served: list[SequenceLife] = []
     playback = Playback(trace.entries())
     for event in played(trace, playback):
         served.extend(life for life in lives.take(event) if life.added.engine == engine)
@@ -174,7 +174,9 @@ def workload_of(trace: Trace, engine: int = 0) -> Workload:
     return workload_of_lives(trace.files[0].name, traced, served, notes)
 
 
-def workload_of_lives(name: str, engine: EngineEntry, lives: Iterable[Life], notes: tuple[str, ...] = ()) -> Workload:
+def workload_of_lives(
+    name: str, engine: EngineEntry, lives: Iterable[SequenceLife], notes: tuple[str, ...] = ()
+) -> Workload:
     """Sequences of an engine with the lengths that they had, in picoseconds from the first one's arrival; those that
     got no token are left out."""
     served = [life for life in lives if life.outcome.num_output_tokens]
@@ -186,7 +188,7 @@ def workload_of_lives(name: str, engine: EngineEntry, lives: Iterable[Life], not
     return Workload(name, requests, ArrivalUnit.PS, engine.config.block_size, config, notes)
 
 
-def _request(life: Life, first_ps: int, engine: EngineEntry, partial: int) -> WorkloadRequest:
+def _request(life: SequenceLife, first_ps: int, engine: EngineEntry, partial: int) -> WorkloadRequest:
     """One request; ``partial`` is a content that nothing else has, for a last block that is not full."""
     added, outcome = life
     contents = added.contents

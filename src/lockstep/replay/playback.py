@@ -18,7 +18,7 @@ from lockstep.replay.rerun import (
     SchedulerOf,
     Timing,
 )
-from lockstep.replay.trace import Cut, Trace
+from lockstep.replay.trace import CutFile, Trace
 from lockstep.replay.trace_integrity import FileNumber, Loss
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.entries import (
@@ -80,7 +80,7 @@ class Playback:
         scheduler_of: makes the schedulers that decide again.
     """
 
-    def __init__(self, entries: Iterable[Entry | Cut], scheduler_of: SchedulerOf = Scheduler) -> None:
+    def __init__(self, entries: Iterable[Entry | CutFile], scheduler_of: SchedulerOf = Scheduler) -> None:
         self._entries = entries
         self._scheduler_of = scheduler_of
         self.engines: dict[int, EngineRerun] = {}
@@ -144,7 +144,7 @@ class Playback:
                     self._rare(entry)
         self._forget_rest()
 
-    def _rare(self, entry: Entry | Cut) -> None:
+    def _rare(self, entry: Entry | CutFile) -> None:
         match entry:
             case Header():
                 self._begin_file(entry.run, entry.file, bool(entry.gap))
@@ -178,7 +178,7 @@ class Playback:
                 self._is_idle = True
                 chosen = self._turns.choose(self._classes, ())
                 assert chosen is None, "no engine has work"
-            case Cut():
+            case CutFile():
                 self._is_whole = False
 
     def _begin_file(self, run: str, number: int, is_behind_gap: bool) -> None:

@@ -41,7 +41,7 @@ class Gaps:
                 self.by_us[gap_ps // GAP_QUANTUM_PS] += num_seqs
 
 
-class Life:
+class RequestLife:
     """One request between its arrival and its end."""
 
     __slots__ = ("last_token_ps", "last_token_tick", "left", "outcome", "request")
@@ -63,11 +63,11 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.lives: dict[int, Life] = {}
+        self.lives: dict[int, RequestLife] = {}
         self.gaps = Gaps()
         self._ids: tuple[int, ...] | None = None
         """Of the batch; None: the next step makes a new one."""
-        self._batch: list[Life] = []
+        self._batch: list[RequestLife] = []
         self._num_got = 0
         """Tokens that each of the batch got since it is this batch, not yet taken off from what is left."""
         self._least = 0
@@ -143,6 +143,6 @@ class Progress:
         self._ones = (1,) * len(ids)
 
 
-def _reason(life: Life) -> FinishReason | None:
+def _reason(life: RequestLife) -> FinishReason | None:
     """STOP, or None at the token limit, where the scheduler itself ends the request with LENGTH."""
     return FinishReason.STOP if life.request.num_output_tokens < life.request.max_output_tokens else None

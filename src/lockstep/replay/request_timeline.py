@@ -19,7 +19,7 @@ from lockstep.errors import TraceError
 from lockstep.replay.explain import listed
 from lockstep.replay.playback import Arrived, Event, Playback
 from lockstep.replay.rerun import AppliedCommand, DecidedStep
-from lockstep.replay.trace import Cut, Trace
+from lockstep.replay.trace import CutFile, Trace
 from lockstep.worker.flight.entries import (
     Aborted,
     Added,
@@ -52,7 +52,7 @@ class Stretch:
 
 
 @dataclass(slots=True)
-class Wait:
+class TimelineWait:
     """Steps in which it had no part, for one reason."""
 
     reason: str
@@ -84,7 +84,7 @@ class SequenceTimeline:
     added_step: int | None = None
     """The first that could have it."""
     steps: list[Stretch] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
+    waits: list[TimelineWait] = field(default_factory=list)
     preemptions: int = 0
     output_tokens: int = 0
     tokens: list[int] | None = None
@@ -116,17 +116,17 @@ class RequestTimeline:
         """Recorded, of steps that were not decided yet, by engine."""
         self._reasons: dict[int, list[Reason]] = {}
         """Of the step that is being decided, by engine."""
-        self._waits: dict[tuple[int, int, Limit], Wait] = {}
+        self._waits: dict[tuple[int, int, Limit], TimelineWait] = {}
 
     # -- what it is told --------------------------------------------------------------------------------------------
 
-    def read(self, entries: Iterable[Entry | Cut]) -> Iterator[Entry | Cut]:
+    def read(self, entries: Iterable[Entry | CutFile]) -> Iterator[Entry | CutFile]:
         """The same entries, for the playback; those of the request are noted on the way."""
         for entry in entries:
             match entry:
                 case Header():
                     self._begin_file(entry)
-                case Cut():
+                case CutFile():
                     self._file = -1
                 case EngineEntry():
                     self._names[entry.number] = entry.name
@@ -228,7 +228,7 @@ class RequestTimeline:
         key = (engine, reason.seq_id, reason.limit)
         wait = self._waits.get(key)
         if wait is None:
-            wait = self._waits[key] = Wait(words, step, step, 0)
+            wait = self._waits[key] = TimelineWait(words, step, step, 0)
             sequence.waits.append(wait)
         wait.num_steps += wait.last_step != step or not wait.num_steps
         wait.reason, wait.last_step = words, step

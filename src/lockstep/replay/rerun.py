@@ -368,7 +368,7 @@ def _ends_text(ends: dict[int, FinishReason]) -> str:
     return ", ".join(f"{seq_id} ended with {reason.value}" for seq_id, reason in ends.items()) or "no sequence ended"
 
 
-class Row(NamedTuple):
+class NewRow(NamedTuple):
     """A row that does not continue the step before."""
 
     position: int
@@ -393,7 +393,7 @@ class StepRecord(NamedTuple):
     resumed: tuple[int, ...]
     preempted: tuple[int, ...]
     gone: tuple[int, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[NewRow, ...]
     num_tokens: dict[int, int]
     """By sequence, of those that got more than one."""
     ends: dict[int, FinishReason]
@@ -482,6 +482,6 @@ def _pairs(numbers: Iterator[int]) -> tuple[Pair, ...]:
     return tuple([(next(numbers), next(numbers)) for _ in range(next(numbers))])
 
 
-def _row(numbers: Iterator[int]) -> Row:
+def _row(numbers: Iterator[int]) -> NewRow:
     position, seq_id, start, both, kept = (next(numbers) for _ in range(5))
-    return Row(position, seq_id, start, both >> 1, bool(both & 1), kept, _ids(numbers))
+    return NewRow(position, seq_id, start, both >> 1, bool(both & 1), kept, _ids(numbers))

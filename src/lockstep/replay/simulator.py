@@ -20,7 +20,7 @@ from lockstep.core.step import Explain
 from lockstep.errors import RequestError, UsageError
 from lockstep.replay.cache_oracle import UnboundedCache
 from lockstep.replay.cost import CostModel
-from lockstep.replay.progress import Gaps, Life, Progress
+from lockstep.replay.progress import Gaps, Progress, RequestLife
 from lockstep.replay.timeline import RequestOutcome, Tick, Totals, Watcher
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest, content_hashes
 
@@ -219,7 +219,7 @@ class Simulation:
             outcome.refusal = str(refusal)
             self.refusals.append(request.name)
             return
-        self._progress.lives[outcome.seq_id] = Life(request, outcome, request.num_output_tokens)
+        self._progress.lives[outcome.seq_id] = RequestLife(request, outcome, request.num_output_tokens)
         if self._on_arrival is not None:
             self._on_arrival(outcome.seq_id, core_request, arrival_ps)
 

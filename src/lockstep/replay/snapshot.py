@@ -10,7 +10,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState
 from lockstep.core.step import Reason
-from lockstep.replay.divergence import Decision, DivergencePoint
+from lockstep.replay.divergence import DivergencePoint, StepDecision
 from lockstep.replay.live import Lives
 from lockstep.replay.playback import Playback, played
 from lockstep.replay.rerun import DecidedStep
@@ -20,7 +20,7 @@ from lockstep.replay.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class UnfinishedSequence:
     """One unfinished sequence before a step."""
 
     index: int
@@ -50,8 +50,8 @@ class Snapshot:
     label: str
     """``A`` or ``B``."""
     config: SchedulerConfig
-    decision: Decision
-    standings: Mapping[int, Standing]
+    decision: StepDecision
+    standings: Mapping[int, UnfinishedSequence]
     """By id, those that arrived for this step included."""
     num_active: int
     """Running after admission."""
@@ -100,7 +100,7 @@ def simulated_snapshot(label: str, simulation: Simulation, place: DivergencePoin
     arrived = simulation.replay().outcomes[len(outcomes) :]
     for index, outcome in enumerate(arrived, start=len(outcomes)):
         if not outcome.refusal:
-            standings[outcome.seq_id] = Standing(index, outcome, SequenceState.WAITING)
+            standings[outcome.seq_id] = UnfinishedSequence(index, outcome, SequenceState.WAITING)
     return Snapshot(
         label=label,
         config=config,
@@ -120,7 +120,7 @@ def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, pla
     Sequences that came before the recording have no entry in ``standings``.
     """
     playback, lives = Playback(trace.entries()), Lives()
-    standings: dict[int, Standing] = {}
+    standings: dict[int, UnfinishedSequence] = {}
     reasons: list[Reason] = []
     num_seen = num_ended = num_free_host_blocks = 0
     for event in played(trace, playback):
@@ -151,11 +151,11 @@ def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, pla
     )
 
 
-def _standings(scheduler: Scheduler, numbered: Iterable[tuple[int, RequestOutcome]]) -> dict[int, Standing]:
+def _standings(scheduler: Scheduler, numbered: Iterable[tuple[int, RequestOutcome]]) -> dict[int, UnfinishedSequence]:
     """Standings of those that have not ended."""
     views = ((index, outcome, scheduler.view(outcome.seq_id)) for index, outcome in numbered)
     return {
-        outcome.seq_id: Standing(index, outcome, view.state, len(view.table))
+        outcome.seq_id: UnfinishedSequence(index, outcome, view.state, len(view.table))
         for index, outcome, view in views
         if view is not None
     }

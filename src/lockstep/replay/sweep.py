@@ -27,7 +27,7 @@ from lockstep.worker.parent_death import die_with_parent
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SweepOutcome:
     """Result of one combination."""
 
     settings: Settings
@@ -47,7 +47,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SweepJob:
     """Work of each process: everything but the combination."""
 
     workload: Workload
@@ -58,7 +58,7 @@ class Job:
     goals_ms: Mapping[str, float]
 
 
-def evaluate(job: Job, settings: Settings) -> Outcome:
+def evaluate(job: SweepJob, settings: Settings) -> SweepOutcome:
     """Replay one combination. What cannot work is an outcome too."""
     config = None
     try:
@@ -67,14 +67,14 @@ def evaluate(job: Job, settings: Settings) -> Outcome:
         extrapolation = Extrapolation(ranges)
         replay = Simulation(job.workload, config, cost, watchers=[extrapolation] if ranges else []).run()
         figures = numbers_of(report_of(replay, job.goals_ms or None))
-        return Outcome(settings, config, figures, note=extrapolation.note())
+        return SweepOutcome(settings, config, figures, note=extrapolation.note())
     except LockstepError as error:
-        return Outcome(settings, config, {}, str(error))
+        return SweepOutcome(settings, config, {}, str(error))
 
 
 def sweep(
-    job: Job, combinations: Sequence[Settings], num_processes: int, on_outcome: Callable[[], None] = lambda: None
-) -> tuple[Outcome, ...]:
+    job: SweepJob, combinations: Sequence[Settings], num_processes: int, on_outcome: Callable[[], None] = lambda: None
+) -> tuple[SweepOutcome, ...]:
     """Replay all combinations.
 
     Args:
@@ -91,7 +91,7 @@ def sweep(
 
 
 @contextmanager
-def _answers(job: Job, combinations: Sequence[Settings], num_processes: int) -> Iterator[Iterator[Outcome]]:
+def _answers(job: SweepJob, combinations: Sequence[Settings], num_processes: int) -> Iterator[Iterator[SweepOutcome]]:
     """The outcomes as they are requested. The end of the block, however it comes, ends the processes.
 
     Each process has every n-th combination from the start and a pipe of its own: a pool sends each combination with
@@ -121,15 +121,15 @@ def _answers(job: Job, combinations: Sequence[Settings], num_processes: int) -> 
             reader.close()
 
 
-def _work(parent_pid: int, job: Job, combinations: Sequence[Settings], answers: Connection) -> None:
+def _work(parent_pid: int, job: SweepJob, combinations: Sequence[Settings], answers: Connection) -> None:
     die_with_parent(parent_pid)
     for settings in combinations:
         answers.send(evaluate(job, settings))
 
 
-def _received(answers: Connection) -> Outcome:
+def _received(answers: Connection) -> SweepOutcome:
     try:
-        outcome: Outcome = answers.recv()
+        outcome: SweepOutcome = answers.recv()
     except EOFError:
         raise LockstepError(
             "a process of the sweep was ended from outside; run it again, with fewer --jobs if memory was short"
@@ -159,7 +159,7 @@ def _interrupt_kept_back() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def front(outcomes: Sequence[Outcome], objectives: Sequence[str]) -> tuple[bool, ...]:
+def front(outcomes: Sequence[SweepOutcome], objectives: Sequence[str]) -> tuple[bool, ...]:
     """True for outcomes that no other beats in the objectives; one that lacks a figure is no candidate."""
     return pareto_front(
         [
@@ -171,7 +171,7 @@ def front(outcomes: Sequence[Outcome], objectives: Sequence[str]) -> tuple[bool,
     )
 
 
-def cheapest(outcomes: Sequence[Outcome], least_share: float) -> int | None:
+def cheapest(outcomes: Sequence[SweepOutcome], least_share: float) -> int | None:
     """Index of the cheapest outcome in which enough requests meet the goals; None: there is none.
 
     Args:

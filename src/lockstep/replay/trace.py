@@ -67,7 +67,7 @@ class Trace:
             if each.kind is Kind.GAP:
                 raise TraceError(f"{each}; {verb} follows every step and cannot pass over that: name a file by itself")
 
-    def entries(self) -> Iterator[Entry | Cut]:
+    def entries(self) -> Iterator[Entry | CutFile]:
         """Everything, file by file.
 
         Raises:
@@ -113,7 +113,7 @@ def open_trace(path: str | Path, noted: Sequence[Finding] = ()) -> Trace:
     )
 
 
-class Cut(NamedTuple):
+class CutFile(NamedTuple):
     """A file that was not written to its end, as when its process was killed; what it holds was read."""
 
     path: Path
@@ -121,8 +121,8 @@ class Cut(NamedTuple):
     """Bytes that there are."""
 
 
-def read_entries(path: Path) -> Iterator[Entry | Cut]:
-    """The entries of one file, and a `Cut` where it breaks off.
+def read_entries(path: Path) -> Iterator[Entry | CutFile]:
+    """The entries of one file, and a `CutFile` where it breaks off.
 
     Raises:
         TraceError: it is damaged, of another schema, or no recording.
@@ -144,7 +144,7 @@ def read_entries(path: Path) -> Iterator[Entry | Cut]:
             if frame.is_whole:
                 raise TraceError(f"{where} is no entry of a recording: {error}") from error
     if frame is None or not frame.is_whole or reader.end is None:
-        yield Cut(path, path.stat().st_size)
+        yield CutFile(path, path.stat().st_size)
 
 
 def part_of(path: Path) -> Part:

@@ -15,7 +15,7 @@ from lockstep.cluster.base import Accepted, Hop, ModelCard
 from lockstep.engine.outputs import RequestOutput
 from lockstep.server.fields import Shape
 from lockstep.server.generation import GenerationBody
-from lockstep.server.request_context import RequestContext, Totals
+from lockstep.server.request_context import RequestContext, RequestTotals
 from lockstep.version import __version__
 
 MS = 1_000.0
@@ -175,7 +175,7 @@ def system_fingerprint(card: ModelCard) -> str:
     return f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
 
-def usage_of(counts: Totals | RequestOutput | Hop, num_reasoning_tokens: int = 0) -> Usage:
+def usage_of(counts: RequestTotals | RequestOutput | Hop, num_reasoning_tokens: int = 0) -> Usage:
     """Usage of a request or one of its hops. A prompt counts once, independent of `n`."""
     return {
         "prompt_tokens": counts.num_prompt_tokens,
@@ -187,7 +187,7 @@ def usage_of(counts: Totals | RequestOutput | Hop, num_reasoning_tokens: int = 0
 
 
 def extension_of(
-    context: RequestContext, totals: Totals, accepted: Sequence[Accepted], outputs: Sequence[RequestOutput]
+    context: RequestContext, totals: RequestTotals, accepted: Sequence[Accepted], outputs: Sequence[RequestOutput]
 ) -> Extension:
     """Create the extension of a complete answer. The token rate covers all prompts together.
 

@@ -35,7 +35,7 @@ from lockstep.server.request_context import (
     CLIENT_LEFT_STATUS,
     ClientLeft,
     RequestContext,
-    Totals,
+    RequestTotals,
     cancel_on_disconnect,
     context_of,
     disconnected,
@@ -136,7 +136,7 @@ class Answer:
         return sum(choice.num_reasoning_tokens for choice in self.choices if choice.has_thoughts)
 
     @property
-    def totals(self) -> Totals:
+    def totals(self) -> RequestTotals:
         return totals_of(self.outputs)
 
     @property
@@ -398,14 +398,14 @@ class AnswerResponse(Response):
             leaving.cancel()
 
 
-def totals_of(outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> Totals:
+def totals_of(outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> RequestTotals:
     """Sum the outputs of a request's prompts.
 
     Args:
         unanswered: numbers of prompt and output tokens of each prompt whose answer was interrupted.
     """
     timings = [output.timings for output in outputs]
-    return Totals(
+    return RequestTotals(
         sum(output.num_prompt_tokens for output in outputs) + sum(num_prompt for num_prompt, _ in unanswered),
         sum(output.num_cached_tokens for output in outputs),
         sum(output.num_output_tokens for output in outputs) + sum(num_output for _, num_output in unanswered),
@@ -418,7 +418,7 @@ def totals_of(outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, 
     )
 
 
-def _totals_so_far(answer: Answer) -> Totals:
+def _totals_so_far(answer: Answer) -> RequestTotals:
     return totals_of(answer.outputs, answer.unanswered)
 
 

@@ -33,14 +33,14 @@ _TOOL = re.compile(r"tools\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class ParameterNames:
     """Names of parameters in another API, by patterns of those in chat completions; others have one name in both."""
 
     rules: Sequence[tuple[re.Pattern[str], str]]
     tool_places: Sequence[int] | None = None
     """Places in the request of the tools of the chat request; None: they are the same."""
 
-    def with_tools(self, places: Sequence[int]) -> Vocabulary:
+    def with_tools(self, places: Sequence[int]) -> ParameterNames:
         """A vocabulary for a request some of whose tools are left out, or become several functions."""
         return replace(self, tool_places=places)
 
@@ -70,7 +70,7 @@ class Vocabulary:
         return self.name(param) + colon + rest
 
 
-def chat_body_of(members: Mapping[str, Any], words: Vocabulary) -> ChatBody:
+def chat_body_of(members: Mapping[str, Any], words: ParameterNames) -> ChatBody:
     """A chat request of some members, where None is absent.
 
     Raises:
@@ -84,7 +84,7 @@ def chat_body_of(members: Mapping[str, Any], words: Vocabulary) -> ChatBody:
 
 
 def adapted_call(
-    request: Request, make_body: Callable[[], ChatBody], words: Vocabulary, tokenizer: Tokenizer
+    request: Request, make_body: Callable[[], ChatBody], words: ParameterNames, tokenizer: Tokenizer
 ) -> ChatCall:
     """The call of a request of another API; errors name that API's parameters.
 
@@ -105,7 +105,7 @@ async def answer_as_chat(
     request: Request,
     model: str | None,
     make_body: Callable[[], ChatBody],
-    words: Vocabulary,
+    words: ParameterNames,
     make_encoder: Callable[[Accepted, ChatCall], Encoder],
     *,
     is_stream: bool,

@@ -62,7 +62,7 @@ class Background:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class RequestTotals:
     """Token counts and times of one HTTP request, over all of its prompts. Times are measured at engine steps."""
 
     num_prompt_tokens: int = 0
@@ -109,9 +109,9 @@ class RequestContext:
     is_stream: bool = False
     session_id: str | None = None
     priority: int | None = None
-    totals: Totals = Totals()
+    totals: RequestTotals = RequestTotals()
     """Totals of the answering model; set when the request has ended."""
-    count: Callable[[], Totals] | None = None
+    count: Callable[[], RequestTotals] | None = None
     """Returns the current totals while the request is running."""
     progress: CallProgress = field(default_factory=CallProgress)
     """Progress of the request's calls and the reasons for their waits."""

@@ -26,7 +26,7 @@ from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import bounded_protocol
 from lockstep.server.reload import ManifestReload
 from lockstep.server.responses import open_store
-from lockstep.server.serving import Phase, Serving
+from lockstep.server.serving import ServerPhase, Serving
 from lockstep.server.tracing import RequestTracer
 from lockstep.shown import size
 
@@ -156,7 +156,7 @@ class _Run:
             await self._live()
         finally:
             server.should_exit = True
-            server.force_exit = lifecycle.phase is Phase.FORCED
+            server.force_exit = lifecycle.phase is ServerPhase.FORCED
             await web
 
     async def _live(self) -> None:
@@ -191,7 +191,7 @@ class _Run:
         lifecycle, traffic = self._serving.lifecycle, self._serving.traffic
         timeout_s = self._serving.options.shutdown_timeout_s
         log.info("draining: %d requests have up to %g s to finish", traffic.num_open, timeout_s)
-        is_first = lifecycle.phase is Phase.DRAINING  # two signals may arrive at the same time
+        is_first = lifecycle.phase is ServerPhase.DRAINING  # two signals may arrive at the same time
         if is_first and await _first(traffic.idle(), lifecycle.changed(), timeout_s=timeout_s):
             return
         lifecycle.end()

@@ -16,7 +16,7 @@ from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import context_of
 
 
-class Phase(Enum):
+class ServerPhase(Enum):
     """From the first moment on requests are admitted: while the model loads it is the cluster that refuses them."""
 
     ADMITTING = "admitting"
@@ -28,11 +28,11 @@ class Phase(Enum):
     """Connections are closed as they are."""
 
 
-AFTER_SIGNAL: Mapping[Phase, Phase] = {
-    Phase.ADMITTING: Phase.DRAINING,
-    Phase.DRAINING: Phase.ENDING,
-    Phase.ENDING: Phase.FORCED,
-    Phase.FORCED: Phase.FORCED,
+AFTER_SIGNAL: Mapping[ServerPhase, ServerPhase] = {
+    ServerPhase.ADMITTING: ServerPhase.DRAINING,
+    ServerPhase.DRAINING: ServerPhase.ENDING,
+    ServerPhase.ENDING: ServerPhase.FORCED,
+    ServerPhase.FORCED: ServerPhase.FORCED,
 }
 """Every further SIGTERM or SIGINT hurries."""
 
@@ -41,17 +41,17 @@ class Lifecycle:
     """One server's phase. Moves forward only; used from one event loop."""
 
     def __init__(self) -> None:
-        self._phase = Phase.ADMITTING
+        self._phase = ServerPhase.ADMITTING
         self._changed = asyncio.Event()
         self._drains = asyncio.Event()
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ServerPhase:
         return self._phase
 
     @property
     def is_admitting(self) -> bool:
-        return self._phase is Phase.ADMITTING
+        return self._phase is ServerPhase.ADMITTING
 
     def on_signal(self) -> None:
         """SIGTERM or SIGINT came."""
@@ -61,14 +61,14 @@ class Lifecycle:
 
     def end(self) -> None:
         """Time is up for what is in flight."""
-        if self._phase is Phase.DRAINING:
-            self._phase = Phase.ENDING
+        if self._phase is ServerPhase.DRAINING:
+            self._phase = ServerPhase.ENDING
 
     async def drains(self) -> None:
         """Wait until nothing new is admitted; any number may wait."""
         await self._drains.wait()
 
-    async def changed(self) -> Phase:
+    async def changed(self) -> ServerPhase:
         """Wait for a signal; one that came since the last wait counts."""
         await self._changed.wait()
         self._changed.clear()

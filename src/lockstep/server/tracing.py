@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lockstep.cluster.base import Hop
 from lockstep.errors import UsageError
 from lockstep.server.access_log import PROBES
-from lockstep.server.request_context import RequestContext, Totals
+from lockstep.server.request_context import RequestContext, RequestTotals
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def hop_spans(context: RequestContext, duration_s: float) -> Iterator[HopSpan]:
         yield HopSpan(f"hop {model}", min(left_s, totals.total_s), 0.0, _hop_attributes(model, totals))
 
 
-def _hop_attributes(model: str, counts: Hop | Totals) -> dict[str, AttributeValue]:
+def _hop_attributes(model: str, counts: Hop | RequestTotals) -> dict[str, AttributeValue]:
     return {
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,

@@ -19,7 +19,7 @@ from lockstep.replay.render.sweep import (
     sweep_table,
     verdict,
 )
-from lockstep.replay.sweep import Outcome, cheapest, front
+from lockstep.replay.sweep import SweepOutcome, cheapest, front
 from lockstep.report.document import cell_text
 from tests.replay.shows import HOSTILE_NAMES
 from tests.visits import Visit
@@ -29,16 +29,16 @@ POINTS = ((100.0, 50.0, 0.5), (200.0, 90.0, 1.0), (300.0, 80.0, 0.995), (400.0, 
 """Time to the first token, speed, and the share of requests that meet the goals; the third is beaten by the second."""
 
 
-def outcome(number: int, figures: tuple[float, ...] | None, settings: Settings | None = None) -> Outcome:
+def outcome(number: int, figures: tuple[float, ...] | None, settings: Settings | None = None) -> SweepOutcome:
     config = SchedulerConfig(block_size=16, num_blocks=100 - number, max_model_len=512, max_num_seqs=8)
     settings = settings or {"max_num_seqs": str(8 * (number + 1)), "order": "fair" if number % 2 else "fcfs"}
     if figures is None:
-        return Outcome(settings, None, {}, "max_num_seqs is 0; at least 1 is needed")
+        return SweepOutcome(settings, None, {}, "max_num_seqs is 0; at least 1 is needed")
     names = (TTFT, SPEED, "goodput.ratio")
-    return Outcome(settings, config, {**dict(zip(names, figures, strict=True)), "kv_capacity": 5.0})
+    return SweepOutcome(settings, config, {**dict(zip(names, figures, strict=True)), "kv_capacity": 5.0})
 
 
-def sweep_result(*more: Outcome, name: str = "w.json", goals: bool = True) -> SweepResult:
+def sweep_result(*more: SweepOutcome, name: str = "w.json", goals: bool = True) -> SweepResult:
     outcomes = (*(outcome(number, figures) for number, figures in enumerate(POINTS)), *more)
     objectives = (TTFT, SPEED)
     return SweepResult(

@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.server.app import create_app
 from lockstep.server.batches.answering import MAX_LOST_TRIES, MAX_TRIES, MAX_WAIT_S, InProcessServer, answer, wait_s
 from lockstep.server.batches.input_file import BatchRequest
-from lockstep.server.batches.job import Job, Reply
+from lockstep.server.batches.job import BatchJob, Reply
 from lockstep.server.batches.journal import Journal
 from lockstep.server.batches.runner import MAX_ABORTS, MAX_BESIDE, RunningRequest, has_expired, to_abort
 from lockstep.server.batches.schema import Batch
@@ -89,10 +89,10 @@ class Replies(InProcessServer):
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> BatchJob:
     source = tmp_path / "in.jsonl"
     source.write_bytes(jsonl([line(0)]))
-    return Job("batch_1", "", source, array("Q", [0]), Journal(tmp_path / "j", "d", 1))
+    return BatchJob("batch_1", "", source, array("Q", [0]), Journal(tmp_path / "j", "d", 1))
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.server.batches.answering.wait_s", lambda *_: 0.0)
 
 
-async def test_a_request_is_tried_again_until_it_is_answered(job: Job) -> None:
+async def test_a_request_is_tried_again_until_it_is_answered(job: BatchJob) -> None:
     busy, done = Reply(503, "r", b"{}", 0.0), Reply(200, "r", b"{}")
     server = Replies(busy, busy, done)
     assert await answer(server, job, 0, REQUEST) == done
@@ -108,7 +108,7 @@ async def test_a_request_is_tried_again_until_it_is_answered(job: Job) -> None:
     job.close()
 
 
-async def test_tries_have_an_end_and_sooner_where_the_worker_ended(job: Job) -> None:
+async def test_tries_have_an_end_and_sooner_where_the_worker_ended(job: BatchJob) -> None:
     busy = Replies(Reply(429, "r", b"no JSON", 0.0))
     assert (await answer(busy, job, 0, REQUEST)).status == 429
     lost = Replies(Reply(503, "r", b'{"error": {"code": "worker_lost"}}', 0.0))
@@ -140,7 +140,7 @@ async def test_an_answer_that_is_complete_is_not_lost_by_an_abort_that_comes_too
         is_sent.clear()
 
 
-def test_an_input_file_changed_after_its_check_is_rejected(job: Job, tmp_path: Path) -> None:
+def test_an_input_file_changed_after_its_check_is_rejected(job: BatchJob, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"{}\n")
     with pytest.raises(ConfigError, match="request 1 of batch_1 was changed since it was checked"):
         job.request(0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.replay.metrics import MORE_IS_BETTER, SHORT_FORMS, as_less_is_better, short_name
-from lockstep.replay.sweep import Outcome
+from lockstep.replay.sweep import SweepOutcome
 from lockstep.report.document import (
     Axis,
     Block,
@@ -46,7 +46,7 @@ class SweepResult:
 
     name: str
     """Of the workload."""
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SweepOutcome, ...]
     objectives: tuple[str, ...]
     """Paths of the figures that the front is about; none where nothing works."""
     is_on_front: tuple[bool, ...]
@@ -206,7 +206,7 @@ def _objectives_text(result: SweepResult) -> str:
     return " and ".join(map(short_name, result.objectives))
 
 
-def _settings_text(outcome: Outcome) -> str:
+def _settings_text(outcome: SweepOutcome) -> str:
     """Settings of the grid."""
     return ", ".join(f"{name}={value}" for name, value in outcome.settings.items())
 

@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
 from lockstep.server.batches.input_file import BatchRequest
-from lockstep.server.batches.job import Job, Reply, request_id_of
+from lockstep.server.batches.job import BatchJob, Reply, request_id_of
 from lockstep.server.body import JSON_TYPE
 from lockstep.server.request_context import BACKGROUND, REQUEST_ID_HEADER, Background
 
@@ -100,7 +100,7 @@ class _Exchange:
         return Reply(status, request_id, b"".join(self._pieces), retry_after_s)
 
 
-async def answer(server: InProcessServer, job: Job, index: int, request: BatchRequest) -> Reply:
+async def answer(server: InProcessServer, job: BatchJob, index: int, request: BatchRequest) -> Reply:
     """Execute one request of a job, with retries for temporary failures."""
     num_lost = 0
     for attempt in range(MAX_TRIES):
@@ -128,7 +128,7 @@ def _is_lost(reply: Reply) -> bool:
         return False
 
 
-async def run_job(job: Job, server: InProcessServer, num_at_once: int, on_answer: Callable[[], None]) -> None:
+async def run_job(job: BatchJob, server: InProcessServer, num_at_once: int, on_answer: Callable[[], None]) -> None:
     """Execute all requests of a job, ``num_at_once`` concurrently. On cancellation, results so far stay in the journal.
 
     Raises:

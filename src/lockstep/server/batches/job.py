@@ -30,7 +30,7 @@ class Reply(msgspec.Struct, frozen=True):
         return 200 <= self.status < 300
 
 
-class Job:
+class BatchJob:
     """The requests and results of one batch. One thread at a time accesses the files; `take` runs on the event loop.
 
     Args:
@@ -103,7 +103,7 @@ class Job:
 
 
 def write_results(
-    job: Job, output: IO[bytes], errors: IO[bytes], unanswered_error: tuple[str, str] | None = None
+    job: BatchJob, output: IO[bytes], errors: IO[bytes], unanswered_error: tuple[str, str] | None = None
 ) -> None:
     """Write the results to two files, which may be the same; see `Job.results`."""
     for is_success, line in job.results(unanswered_error):

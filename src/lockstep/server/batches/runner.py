@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from lockstep.errors import LockstepError, ModelNotFoundError, StorageError, StorageFullError
 from lockstep.server.batches.answering import InProcessServer, answer
 from lockstep.server.batches.input_file import BatchRequest, CheckedInput, Fault, checked_input
-from lockstep.server.batches.job import Job, Reply
+from lockstep.server.batches.job import BatchJob, Reply
 from lockstep.server.batches.schema import Batch
 from lockstep.server.batches.store import BatchStore
 from lockstep.server.serving import Serving
@@ -78,7 +78,7 @@ class _Open:
     batch: Batch
     saved: Batch
     """The batch as it was last saved in the store."""
-    job: Job | None = None
+    job: BatchJob | None = None
     aborts: dict[int, int] = field(default_factory=dict)
     """Number of aborts, by index of a request that is waiting or running again."""
     answers: list[_Answer] = field(default_factory=list)
@@ -95,7 +95,7 @@ class RunningRequest:
     """A batch request that is being executed."""
 
     owner: _Open
-    job: Job
+    job: BatchJob
     index: int
     num_aborts: int
     task: asyncio.Task[bool] | None = None
@@ -467,14 +467,14 @@ def has_expired(batch: Batch, now_s: float) -> bool:
     return now_s >= batch.expires_at and batch.status in ("validating", "in_progress")
 
 
-def _keep(job: Job | None, each: _Answer) -> None:
+def _keep(job: BatchJob | None, each: _Answer) -> None:
     """Write a result, unless a cancelled task has already written it. Runs on the store's thread."""
     assert job is not None, "a batch with results has a job"
     if not job.journal.has(each.number):
         job.answer(*each)
 
 
-def _counted(batch: Batch, job: Job | None, *, counts_unanswered: bool = False) -> Batch:
+def _counted(batch: Batch, job: BatchJob | None, *, counts_unanswered: bool = False) -> Batch:
     """Return the batch with its request counts filled in.
 
     Args:

@@ -29,7 +29,7 @@ from lockstep.errors import (
 )
 from lockstep.owned_folders import claim_folder
 from lockstep.server.batches.input_file import MAX_FILE_BYTES
-from lockstep.server.batches.job import Job, write_results
+from lockstep.server.batches.job import BatchJob, write_results
 from lockstep.server.batches.journal import Journal, sync_folder
 from lockstep.server.batches.schema import ENDED, Batch, StoredFile, derived_id
 from lockstep.server.database import OWNER_ONLY, Database, Schema
@@ -319,12 +319,12 @@ class BatchStore:
         """Save the state of a batch. Raises StorageError if the write failed."""
         await self.run(lambda: _update(self.database.connection, batch))
 
-    def open_job(self, tenant: str, batch: Batch, offsets: array[int]) -> Job:
+    def open_job(self, tenant: str, batch: Batch, offsets: array[int]) -> BatchJob:
         """Open the job of a batch, which continues an interrupted one. Runs on the database's thread."""
         journal = Journal(self._folder / "journals" / batch.id, batch.id, len(offsets))
-        return Job(batch.id, tenant, self.path_of(batch.input_file_id), offsets, journal)
+        return BatchJob(batch.id, tenant, self.path_of(batch.input_file_id), offsets, journal)
 
-    def finish(self, job: Job, batch: Batch, now_s: float, unanswered_error: tuple[str, str] | None) -> Batch:
+    def finish(self, job: BatchJob, batch: Batch, now_s: float, unanswered_error: tuple[str, str] | None) -> Batch:
         """Write a job's result files, and save the files and the final batch in one transaction.
 
         Runs on the database's thread. If it is interrupted and repeated, it writes the same files.

@@ -152,7 +152,7 @@ def documented_events() -> dict[int | str, dict[str, Any]]:
     return {200: {"model": ResponseObject, "description": "The response.", "content": {"text/event-stream": events}}}
 
 
-class Kind(Enum):
+class ItemKind(Enum):
     """Kind of an item. The value is the prefix of item ids of this kind."""
 
     THOUGHTS = REASONING_PREFIX
@@ -162,24 +162,24 @@ class Kind(Enum):
 
     @property
     def is_call(self) -> bool:
-        return self in (Kind.CALL, Kind.CUSTOM_CALL)
+        return self in (ItemKind.CALL, ItemKind.CUSTOM_CALL)
 
     @property
     def text_member(self) -> str:
         """Name of the member of a call item that holds its text."""
-        return "input" if self is Kind.CUSTOM_CALL else "arguments"
+        return "input" if self is ItemKind.CUSTOM_CALL else "arguments"
 
     @property
     def event(self) -> str:
         """Prefix of the event names for a call's text."""
-        return f"response.{'custom_tool_call_input' if self is Kind.CUSTOM_CALL else 'function_call_arguments'}"
+        return f"response.{'custom_tool_call_input' if self is ItemKind.CUSTOM_CALL else 'function_call_arguments'}"
 
 
 @dataclass(slots=True)
 class _OpenItem:
     """The item that is being written."""
 
-    kind: Kind
+    kind: ItemKind
     fields: JsonObject
     pieces: list[str] = field(default_factory=list)
     logprobs: list[JsonObject] = field(default_factory=list)
@@ -190,16 +190,16 @@ class _OpenItem:
 
     def part(self) -> dict[str, Any]:
         """Current content part."""
-        if self.kind is Kind.THOUGHTS:
+        if self.kind is ItemKind.THOUGHTS:
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def item(self, status: str) -> dict[str, Any]:
         """Current state of the whole item."""
         match self.kind:
-            case Kind.THOUGHTS:
+            case ItemKind.THOUGHTS:
                 return {**self.fields, "type": "reasoning", "summary": [], "content": [self.part()], "status": status}
-            case Kind.TEXT:
+            case ItemKind.TEXT:
                 return {
                     **self.fields,
                     "type": "message",
@@ -207,9 +207,9 @@ class _OpenItem:
                     "status": status,
                     "content": [self.part()],
                 }
-            case Kind.CALL:
+            case ItemKind.CALL:
                 return {**self.fields, "arguments": self.text, "status": status}
-            case Kind.CUSTOM_CALL:  # has no status
+            case ItemKind.CUSTOM_CALL:  # has no status
                 return {**self.fields, "input": self.text}
 
     def just_opened(self) -> dict[str, Any]:
@@ -240,12 +240,12 @@ class ResponseWriter:
         self._add("response.in_progress", response=response)
 
     def write_thoughts(self, text: str) -> None:
-        item = self._writing(Kind.THOUGHTS)
+        item = self._writing(ItemKind.THOUGHTS)
         item.pieces.append(text)
         self._add_of_part("response.reasoning_text.delta", item, delta=text)
 
     def write_text(self, text: str, logprobs: Sequence[JsonObject] = ()) -> None:
-        item = self._writing(Kind.TEXT)
+        item = self._writing(ItemKind.TEXT)
         item.pieces.append(text)
         item.logprobs.extend(logprobs)
         self._add_of_part("response.output_text.delta", item, delta=text, logprobs=list(logprobs))
@@ -258,7 +258,7 @@ class ResponseWriter:
         """Add a tool call. ``is_cut``: the token limit was reached and the arguments are incomplete."""
         self._close("completed")
         fields = dict(call)
-        kind = Kind.CUSTOM_CALL if fields["type"] == "custom_tool_call" else Kind.CALL
+        kind = ItemKind.CUSTOM_CALL if fields["type"] == "custom_tool_call" else ItemKind.CALL
         text = fields.pop(kind.text_member)
         item = _OpenItem(kind, {"id": self._new_id(kind.value), **fields})
         self._begin_item(item)
@@ -298,10 +298,10 @@ class ResponseWriter:
     def _end_output(self, status: str) -> None:
         """Close the open item. An answer without any output becomes one empty message."""
         if self._open is None and not self._closed:
-            self._writing(Kind.TEXT)
+            self._writing(ItemKind.TEXT)
         self._close(status)
 
-    def _writing(self, kind: Kind) -> _OpenItem:
+    def _writing(self, kind: ItemKind) -> _OpenItem:
         """Return the open item if it is of the given kind, otherwise a new one."""
         if self._open is not None and self._open.kind is kind:
             return self._open
@@ -320,11 +320,11 @@ class ResponseWriter:
         if item is None:
             return
         match item.kind:
-            case Kind.THOUGHTS:
+            case ItemKind.THOUGHTS:
                 self._add_of_part("response.reasoning_text.done", item, text=item.text)
-            case Kind.TEXT:
+            case ItemKind.TEXT:
                 self._add_of_part("response.output_text.done", item, text=item.text, logprobs=list(item.logprobs))
-            case Kind.CALL | Kind.CUSTOM_CALL:
+            case ItemKind.CALL | ItemKind.CUSTOM_CALL:
                 self._add_of_item(f"{item.kind.event}.done", item, **{item.kind.text_member: item.text})
         if not item.kind.is_call:
             self._add_of_part("response.content_part.done", item, part=item.part())

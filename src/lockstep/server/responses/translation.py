@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError
 from lockstep.server.chat import ChatBody
-from lockstep.server.chat_adapter import Vocabulary, chat_body_of
+from lockstep.server.chat_adapter import ParameterNames, chat_body_of
 from lockstep.server.generation import RequestBody
 from lockstep.server.responses.schema import (
     LOGPROBS,
@@ -193,7 +193,7 @@ _SAME = (
 )
 """Parameters with the same name in both APIs."""
 
-WORDS = Vocabulary(
+WORDS = ParameterNames(
     (
         (re.compile(r"messages\b.*|prompt"), "input"),
         (re.compile(r"max_tokens|max_completion_tokens"), "max_output_tokens"),
