@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from lockstep.cli.main import VERBS
+from tools.mutations import MUTATIONS, place_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
@@ -269,3 +270,9 @@ def test_no_dead_modules() -> None:
 
 def test_pure_list_holds_only_the_standard_library() -> None:
     assert all(name.split(".")[0] in sys.stdlib_module_names for name in PURE_MAY_IMPORT)
+
+
+def test_every_mutation_stands_in_one_place() -> None:
+    """`python -m tools.mutations` runs them; a pattern that code has outgrown would end that run."""
+    for mutation in MUTATIONS:
+        place_of(PACKAGE, mutation)
