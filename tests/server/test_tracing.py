@@ -16,9 +16,8 @@ from lockstep.cluster.base import Hop
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings
 from lockstep.errors import UsageError
-from lockstep.server.answer_response import totals_of
 from lockstep.server.errors import HttpError
-from lockstep.server.request_context import RequestContext
+from lockstep.server.request_context import RequestContext, RequestTotals
 from lockstep.server.tracing import RequestTracer, span_attributes, span_name
 from tests.server.process import IN_THREAD, serve
 from tests.waiting import HANG_S
@@ -70,7 +69,7 @@ def record_of_a_chat() -> RequestContext:
         tenant="key-1",
         model="alpha",
         is_stream=True,
-        totals=totals_of([output]),
+        totals=RequestTotals.of([output]),
         finish_reasons=["stop"],
         status=200,
     )

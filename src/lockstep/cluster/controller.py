@@ -1,10 +1,8 @@
-"""Controller of a cluster on several hosts: keeps its manifest, plans its replicas, and publishes their location to all
-gateways.
+"""Controller of a cluster on several hosts: keeps its manifest, plans its replicas, and publishes their locations.
 
 Gateways report their demand and use. The controller plans with the planner of a single machine, lets the runtime place
-replicas, and sends the result to all gateways. Gateways serve requests without it: when no controller runs, the placed
-replicas keep answering. The controller runs on one event loop in its own process. A new controller starts from the
-replicas that are already placed.
+replicas, and sends the result to all gateways. Without a controller, the placed replicas keep answering, and a new one
+starts from them. The controller runs on one event loop in its own process.
 """
 
 from __future__ import annotations
@@ -47,11 +45,9 @@ LOOK_S = 2.0
 POLL_S = 1.0
 """Longest time in seconds that a gateway waits for a new state; after it the unchanged state is returned."""
 LEASE_S = 5.0
-"""A gateway that sends no report for this time, in seconds, is removed. The requests that it had open no longer delay a
-drain or an unload."""
+"""A gateway without a report for so many seconds is removed; its open requests no longer delay a drain or an unload."""
 ABANDONED_S = 600.0
-"""Time in seconds without any gateway after which all replicas are removed. A gateway that restarts earlier reuses
-them."""
+"""Seconds without any gateway after which all replicas are removed; a gateway that restarts earlier reuses them."""
 DRAIN_S = 60.0
 """Time in seconds that requests on a drained host get to finish; after it they are aborted."""
 MAX_UNSENT = 1 << 14
@@ -266,8 +262,7 @@ class Controller:
             self._update_refusal(key, group)
 
     def _update_refusal(self, key: str, group: ControlledGroup) -> None:
-        """Record why a group cannot be loaded, if each of its replicas has failed to load. Each gateway itself limits
-        how long calls wait for a replica that has not failed."""
+        """Record why a group cannot be loaded, if each of its replicas has failed to load."""
         failed = [place for place in group.places.values() if place.state is ReplicaPhase.FAILED]
         if failed and len(failed) >= group.demand.num:
             self._refusals[key] = failed[0].reason
@@ -295,9 +290,7 @@ class Controller:
             self._hosts = await self._runtime.hosts()
         except PlacingError as error:
             if not self._fault:
-                log.warning(
-                    "%s; existing replicas keep answering, but no replica is placed until hosts can be listed", error
-                )
+                log.warning("%s; placed replicas keep answering, but none is placed until hosts can be listed", error)
             self._fault = str(error)
             return
         if self._fault:

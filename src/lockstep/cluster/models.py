@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lockstep.cluster.manifest import Manifest, ModelEntry
+from lockstep.cluster.manifest import Manifest, ModelEntry, Tier
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.recorded import RecordedModel
-from lockstep.cluster.remote import RemoteModel
+from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replica_state import FAILED, ReplicaState
 from lockstep.cluster.routing import Router
 from lockstep.cluster.sessions import ModelSessions
@@ -134,3 +134,16 @@ class ModelSet:
     def replicas(self) -> tuple[ReplicaState, ...]:
         """Replicas of the models, each once, in order of definition."""
         return tuple(dict.fromkeys(m.replica for m in self.by_id.values() if m.replica is not None))
+
+
+def unopened_model(declared: ModelEntry, entry: ModelEntry) -> Model:
+    """Build a model whose artifact has not been read yet: it can be found by name but serves no requests."""
+    return Model(entry, declared, None, None, ModelSessions(None, lambda session: None))
+
+
+def session_limit(entry: ModelEntry, manifest: Manifest) -> int | None:
+    """Maximum number of sessions that a model may hold at once. A remote model holds nothing on the device, so its
+    connections set the limit."""
+    if entry.max_active_sessions is not None:
+        return entry.max_active_sessions
+    return MAX_CONNECTIONS if entry.tier is Tier.REMOTE else manifest.sessions.max_active_sessions

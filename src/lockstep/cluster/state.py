@@ -1,5 +1,4 @@
-"""Live cluster state: holds the models, replicas and sessions of a cluster, and emits the events of their
-transitions."""
+"""Live cluster state: models, replicas and sessions of a cluster, and the events of their transitions."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import cut_texts, refusal, table_text
 from lockstep.cluster.controller_state import ControllerState
 from lockstep.cluster.events import EventLog
-from lockstep.cluster.manifest import PRIORITIES, Manifest, ModelEntry, Tier
-from lockstep.cluster.models import Model, ModelSet
+from lockstep.cluster.manifest import PRIORITIES, Manifest, ModelEntry
+from lockstep.cluster.models import Model, ModelSet, session_limit, unopened_model
 from lockstep.cluster.multi_host import MultiHostBackend, OpenController, ray_controller
 from lockstep.cluster.plan_recorder import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy, UnloadReason, plan
 from lockstep.cluster.recorded import RecordedBackend, RecordedModel
-from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
+from lockstep.cluster.remote import RemoteModel
 from lockstep.cluster.replica_state import FAILED, STANDBY, ReplicaState
 from lockstep.cluster.replicas import LOST, Replicas
 from lockstep.cluster.resolve import (
@@ -59,8 +58,7 @@ DRAIN_S = 10.0
 REPLACED = "replaced"
 """Reason of the unload of a replica that a new manifest no longer declares."""
 LRU_REASONS = ("room", "idle")
-"""Reasons that evict the least recently used idle session. For any other reason a session's KV goes together with the
-model or worker that holds it."""
+"""Reasons that evict the least recently used idle session; for others its KV goes with the model or worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class ClusterState:
     def __init__(self, options: ClusterOptions, manifest: Manifest) -> None:
         self.options = options
         self.now_s = options.worker.clock
-        self.models = ModelSet(manifest, served_by(manifest, options.backend), _unopened)
+        self.models = ModelSet(manifest, served_by(manifest, options.backend), unopened_model)
         """Models that serve calls, or will serve them once their artifacts are opened."""
         self.sessions = Sessions(is_shared=manifest.hosts is not None)
         trace = options.worker.trace
@@ -148,7 +146,7 @@ class ClusterState:
     def declare(self, manifest: Manifest) -> None:
         """Replace the declared models before any artifact is opened; they can then be found by name."""
         assert self.opened is None, "models that were opened are replaced"
-        self.models = ModelSet(manifest, served_by(manifest, self.options.backend), _unopened)
+        self.models = ModelSet(manifest, served_by(manifest, self.options.backend), unopened_model)
 
     def check_opened(self) -> None:
         """Raise UnavailableError until the models' sources have been opened."""
@@ -210,7 +208,7 @@ class ClusterState:
             spec = opened.specs.get(entry.id)
             replica = None if spec is None else self.replicas.of(spec)
             old = before.get(entry.id)
-            limit = _session_limit(entry, manifest)
+            limit = session_limit(entry, manifest)
             if old is not None and (old.entry, old.declared, old.replica) == (entry, declared, replica):
                 return old
             remote = self._remote(entry, old) if replica is None else None
@@ -256,7 +254,7 @@ class ClusterState:
             log.warning("%s", note)
         self.models, self._coming, self.opened = models, None, opened
         for model in models.by_id.values():
-            model.sessions.resize(_session_limit(model.entry, models.declared))
+            model.sessions.resize(session_limit(model.entry, models.declared))
         self.replicas.budget_bytes = opened.table.budgets.gpu.effective_bytes
         for spec in reversed(list(opened.specs.values())):  # if several specs share a key, the first one wins
             self.replicas.take_over(spec)
@@ -496,19 +494,6 @@ class ClusterState:
             self.counters.model_evictions += reason == UnloadReason.ROOM
 
 
-def _unopened(declared: ModelEntry, entry: ModelEntry) -> Model:
-    """Build a model whose artifact has not been read yet: it can be found by name but serves no requests."""
-    return Model(entry, declared, None, None, ModelSessions(None, lambda session: None))
-
-
 def _shown(phase: Phase) -> str:
     """Tier name that the snapshot shows for a replica's phase."""
     return STANDBY if phase is Phase.ABSENT else phase.value
-
-
-def _session_limit(entry: ModelEntry, manifest: Manifest) -> int | None:
-    """Maximum number of sessions that a model may hold at once. A remote model holds nothing on the device, so its
-    connections set the limit."""
-    if entry.max_active_sessions is not None:
-        return entry.max_active_sessions
-    return MAX_CONNECTIONS if entry.tier is Tier.REMOTE else manifest.sessions.max_active_sessions

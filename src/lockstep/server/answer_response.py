@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -137,7 +136,7 @@ class Answer:
 
     @property
     def totals(self) -> RequestTotals:
-        return totals_of(self.outputs)
+        return RequestTotals.of(self.outputs)
 
     @property
     def usage(self) -> Usage:
@@ -287,7 +286,7 @@ class AnswerResponse(Response):
             context.model = accepted[0].model
             context.hops = [hop for each in accepted for hop in each.hops]
             answer = self._make_answer(accepted)
-            context.count = partial(_totals_so_far, answer)
+            context.count = lambda: RequestTotals.of(answer.outputs, answer.unanswered)
             if self._is_stream and len(streams) == 1 and self._serving.cluster.records_chunks:
                 answer.shown = []
             readers = [self._loop.create_task(self._read(answer, call, each)) for call, each in enumerate(streams)]
@@ -398,35 +397,11 @@ class AnswerResponse(Response):
             leaving.cancel()
 
 
-def totals_of(outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> RequestTotals:
-    """Sum the outputs of a request's prompts.
-
-    Args:
-        unanswered: numbers of prompt and output tokens of each prompt whose answer was interrupted.
-    """
-    timings = [output.timings for output in outputs]
-    return RequestTotals(
-        sum(output.num_prompt_tokens for output in outputs) + sum(num_prompt for num_prompt, _ in unanswered),
-        sum(output.num_cached_tokens for output in outputs),
-        sum(output.num_output_tokens for output in outputs) + sum(num_output for _, num_output in unanswered),
-        len(outputs),
-        len(unanswered),
-        sum(output.num_preemptions for output in outputs),
-        max((each.queue_s for each in timings), default=0.0),
-        min((each.ttft_s for each in timings if each.ttft_s is not None), default=None),
-        max((each.total_s for each in timings), default=0.0),
-    )
-
-
-def _totals_so_far(answer: Answer) -> RequestTotals:
-    return totals_of(answer.outputs, answer.unanswered)
-
-
 def conclude(
     context: RequestContext, outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()
 ) -> None:
-    """Record the outcome of a request's prompts in its context. The arguments are those of `totals_of`."""
-    context.totals = totals_of(outputs, unanswered)
+    """Record the outcome of a request's prompts in its context. The arguments are those of `RequestTotals.of`."""
+    context.totals = RequestTotals.of(outputs, unanswered)
     if context.body is not None:
         context.answers = [completion.text for output in outputs for completion in output.completions]
 

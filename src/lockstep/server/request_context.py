@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from msgspec.structs import replace
 from starlette.requests import Request
@@ -26,6 +26,9 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.server.dialect import OPENAI, Dialect, dialect_of
 from lockstep.server.errors import HttpError, http_error
 from lockstep.worker.progress import CallProgress
+
+if TYPE_CHECKING:
+    from lockstep.engine.outputs import RequestOutput
 
 T = TypeVar("T")
 
@@ -79,6 +82,26 @@ class RequestTotals:
     """Earliest first token."""
     total_s: float = 0.0
     """Latest end."""
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> Self:
+        """Sum the outputs of a request's prompts.
+
+        Args:
+            unanswered: numbers of prompt and output tokens of each prompt whose answer was interrupted.
+        """
+        timings = [output.timings for output in outputs]
+        return cls(
+            sum(output.num_prompt_tokens for output in outputs) + sum(num_prompt for num_prompt, _ in unanswered),
+            sum(output.num_cached_tokens for output in outputs),
+            sum(output.num_output_tokens for output in outputs) + sum(num_output for _, num_output in unanswered),
+            len(outputs),
+            len(unanswered),
+            sum(output.num_preemptions for output in outputs),
+            max((each.queue_s for each in timings), default=0.0),
+            min((each.ttft_s for each in timings if each.ttft_s is not None), default=None),
+            max((each.total_s for each in timings), default=0.0),
+        )
 
 
 @dataclass(slots=True)
