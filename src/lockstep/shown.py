@@ -49,8 +49,8 @@ def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> str:
     """Rows as lines, their columns two spaces apart, each as wide as its widest cell."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(f"{indent}{line}" for line in lines)
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"{indent}{line.rstrip()}" for line in lines)
 
 
 def printable(text: str) -> str:

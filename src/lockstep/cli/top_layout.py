@@ -85,9 +85,9 @@ def grid(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int | None 
         width: None: all columns are shown, none wider than its cells.
     """
     table = [[Text(column.head) for column in columns], *([column.cell(row) for column in columns] for row in rows)]
-    widths = [max(cell.cell_len for cell in cells) for cells in zip(*table, strict=True)]
-    if width is not None:
-        widths = list(map(max, widths, (column.width for column in columns)))
+    least = [0 if width is None else column.width for column in columns]
+    columns_of_cells = zip(least, zip(*table, strict=True), strict=True)
+    widths = [max(low, *(cell.cell_len for cell in cells)) for low, cells in columns_of_cells]
     shown = list(range(len(columns)))
     while width is not None:
         over = sum(widths[at] for at in shown) + len(GAP) * (len(shown) - 1) - width
