@@ -104,7 +104,7 @@ class WorkerOptions:
     stream_interval_s: float = 0.0
     """Minimum interval between wake-ups of a stream's reader. Outputs within it are delivered together, but first
     tokens and ends come at once."""
-    ahead: SpawnedWorker | None = None
+    prestarted: SpawnedWorker | None = None
     """Process for the first worker, started early; its creator ends it if it is not used. None: the process is started
     when it is needed, as for later workers."""
 
@@ -124,7 +124,7 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
 
         assert options.address is not None, "a worker on a network has an address"
         return await NetworkLink.open(handler, options.address)
-    spawned = options.ahead
+    spawned = options.prestarted
     if spawned is None or not spawned.is_free:
         logs = options.log_format, options.log_level
         spawned = SpawnedWorker(*logs, options.trace, options.listen, options.kv_events)

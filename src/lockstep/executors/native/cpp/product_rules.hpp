@@ -1,4 +1,4 @@
-// Shared code of the kernels of all instruction sets: the scale of a group of activations, and products of floats.
+// Code shared by all instruction sets: the scale of a group of activations, and products of float weights.
 #pragma once
 
 #include <cstring>
