@@ -114,7 +114,7 @@ def test_the_help_of_a_flag_is_the_sentence_under_its_field() -> None:
     flags, docs = parameters(), field_docs(EngineOptions)
     assert docs.keys() == {f.name for f in fields(EngineOptions)}
     assert flags["max_skips"].help == docs["max_skips"]
-    assert flags["max_num_step_seqs"].help == "Sequences in one step, prompts and decodes alike."
+    assert flags["max_num_step_seqs"].help == "Maximum sequences per step, including prompts and decodes."
     assert flags["max_num_step_seqs"].show_default == "as max-num-seqs"
     assert all(len(flags[name].help) > 10 for name in docs if name != "host_kv_memory_bytes")
 

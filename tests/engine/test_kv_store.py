@@ -134,12 +134,12 @@ def test_who_could_not_save_is_woken_by_what_others_wrote(
     monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
     save(store, 0)
     assert not store.can_save
-    store.when_it_can_save(woken.set)
+    store.call_when_ready(woken.set)
     assert not woken.is_set()
     may_write.set()
     assert woken.wait(10.0)
     woken.clear()
-    store.when_it_can_save(woken.set)
+    store.call_when_ready(woken.set)
     assert woken.is_set(), "nobody else has to come where there is room"
 
 
@@ -163,7 +163,7 @@ def test_blocks_unused_since_the_start_are_evicted_first(open_store: OpenStore) 
     store = open_store(host_bytes=4 * PAGES)
     save(store, 0, 1, 2, 3, environment=OTHER)
     store = open_store(host_bytes=4 * PAGES)
-    store.adopt(ENVIRONMENT, nothing, 2)
+    store.register_engine(ENVIRONMENT, nothing, 2)
     save(store, 0, 1, class_=2)
     assert store.flush(10.0)
     assert present(store, 4) == {0, 1}
@@ -174,7 +174,7 @@ def test_blocks_of_an_earlier_process_have_the_class_of_their_engine_again(open_
     store = open_store(host_bytes=4 * PAGES)
     save(store, 0, 1, 2, 3, environment=OTHER)
     store = open_store(host_bytes=4 * PAGES)
-    store.adopt(OTHER, nothing, 0)
+    store.register_engine(OTHER, nothing, 0)
     save(store, 0, 1, class_=2)
     assert store.flush(10.0)
     assert present(store, 4) == set()

@@ -100,13 +100,13 @@ class TestAChoiceThatIsAskedForAgain:
         choice = Constraint.choice(INTENTS)
         pick(compiler.build(choice)[0], "technical")
         walked: list[tuple[int, ...]] = []
-        look = ChoiceGrammar._copied
+        look = ChoiceGrammar._copy_after
 
         def count(grammar: ChoiceGrammar, taken: tuple[int, ...]) -> Any:
             walked.append(taken)
             return look(grammar, taken)
 
-        monkeypatch.setattr(ChoiceGrammar, "_copied", count)
+        monkeypatch.setattr(ChoiceGrammar, "_copy_after", count)
         pick(compiler.build(choice)[0], "technical")
         assert not walked
         monkeypatch.setattr(grammar_module, "MAX_CHOICE_STATES", 4)

@@ -163,7 +163,7 @@ def test_logprobs_are_the_models_own() -> None:
 def test_without_penalties_the_past_is_not_kept() -> None:
     state = SamplerState(ResolvedSampling(1.0), 1, list(range(1_000)), 5_003)
     state.append(5)
-    assert not state.edits
+    assert not state.edits_logits
     row = rows(1, 5_003, None)
     edited = row.copy()
     state.edit(edited)

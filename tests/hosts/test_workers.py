@@ -24,7 +24,7 @@ from lockstep.errors import ReplicaGoneError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.hosts.values import GroupOptions, LinkOptions, ReplicaPhase, ReplicaStatus
 from lockstep.hosts.workers import GroupLost, HostedWorkers
-from lockstep.worker.lifecycle import Lost
+from lockstep.worker.lifecycle import WorkerLost
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import ContentsChanged, Loaded, Unloaded
 from lockstep.worker.remote_clients import ListenOptions
@@ -312,7 +312,7 @@ async def test_late_notices_of_a_worker_that_was_left_change_nothing(secret: str
         assert left is not None
         assert left.loaded(KEY) is not None
         late: tuple[Notice, ...] = (
-            Lost("a link that was cut"),
+            WorkerLost("a link that was cut"),
             Unloaded(KEY),
             ContentsChanged(KEY, [(b"content", True)]),
         )

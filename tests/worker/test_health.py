@@ -106,7 +106,7 @@ def test_the_first_death_is_answered_at_once_and_each_that_follows_twice_as_late
 def test_a_short_life_does_not_excuse_the_deaths_before_it() -> None:
     restarts = Restarts()
     restarts.delay_s(0.0)
-    restarts.up(1.0)
+    restarts.record_up(1.0)
     assert restarts.delay_s(0.9 + HEALTHY_S) == FIRST_DELAY_S
 
 
@@ -114,8 +114,8 @@ def test_a_long_life_does() -> None:
     restarts = Restarts()
     for now_s in range(5):
         restarts.delay_s(now_s)
-    restarts.up(10.0)
-    restarts.up(9.0 + HEALTHY_S)
+    restarts.record_up(10.0)
+    restarts.record_up(9.0 + HEALTHY_S)
     assert restarts.delay_s(10.0 + HEALTHY_S) == 0.0
     assert restarts.delay_s(11.0 + HEALTHY_S) == FIRST_DELAY_S
 

@@ -23,7 +23,7 @@ from lockstep.engine.sessions import SweepResult
 from lockstep.errors import ExecutorError, RequestFailedError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.flight.options import TraceOptions
-from lockstep.worker.lifecycle import Back, Lost
+from lockstep.worker.lifecycle import WorkerLost, WorkerRestarted
 from lockstep.worker.link import Link, SpawnedWorker, WorkerOptions, open_link
 from lockstep.worker.messages import Handler, SessionsChanged, StepReport
 from lockstep.worker.pending import Mailbox
@@ -120,10 +120,10 @@ async def test_a_new_worker_keeps_the_step_watch_and_has_no_session(kind: Kind) 
         await eventually(lambda: any(isinstance(notice, StepReport) for notice in notices))
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
-        await eventually(lambda: any(isinstance(notice, Lost) for notice in notices))
-        assert [notice for notice in notices if isinstance(notice, Lost)] == [Lost("signal 9 (SIGKILL)")]
+        await eventually(lambda: any(isinstance(notice, WorkerLost) for notice in notices))
+        assert [notice for notice in notices if isinstance(notice, WorkerLost)] == [WorkerLost("signal 9 (SIGKILL)")]
         assert not any((await worker.sessions()).values())
-        await eventually(lambda: any(isinstance(notice, Back) for notice in notices))
+        await eventually(lambda: any(isinstance(notice, WorkerRestarted) for notice in notices))
         assert worker.loaded("a") is None
         await worker.load("a", "stub://alpha", SMALL, priority=Priority.CRITICAL)
         notices.clear()
@@ -149,7 +149,7 @@ async def test_session_calls_on_a_closed_worker_return_nothing(kind: Kind) -> No
 async def test_a_process_that_was_started_ahead_is_the_first_worker_and_no_later_one() -> None:
     ahead = SpawnedWorker("text", "warning")
     notices: list[Notice] = []
-    worker = SupervisedWorker(WorkerOptions("process", ahead=ahead), notices.append)
+    worker = SupervisedWorker(WorkerOptions("process", prestarted=ahead), notices.append)
     await worker.start()
     try:
         assert not ahead.is_free
@@ -159,7 +159,7 @@ async def test_a_process_that_was_started_ahead_is_the_first_worker_and_no_later
         first = worker.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        await eventually(lambda: Back() in notices)
+        await eventually(lambda: WorkerRestarted() in notices)
         assert worker.pid not in (first, None)
     finally:
         await asyncio.wait_for(worker.close(), HANG_S)
@@ -271,7 +271,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
         monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", 0.01)
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
-        await eventually(lambda: any(isinstance(notice, Back) for notice in notices))
+        await eventually(lambda: any(isinstance(notice, WorkerRestarted) for notice in notices))
         assert worker.is_up
         assert worker.loaded("a") is None, "the next worker begins with nothing"
     assert not hindrances

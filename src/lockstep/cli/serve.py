@@ -126,9 +126,9 @@ def _worker(worker_flags: WorkerFlags, report: ReportFlags, record: RecordFlags)
     from lockstep.worker.link import SpawnedWorker, WorkerOptions
 
     trace, kv_events = trace_options(record), kv_events_options(record)
-    ahead = None
+    prestarted = None
     if worker_flags.worker == "process":
-        ahead = SpawnedWorker(report.log_format, report.log_level, trace, kv_events=kv_events)
+        prestarted = SpawnedWorker(report.log_format, report.log_level, trace, kv_events=kv_events)
     try:
         yield WorkerOptions(
             kind=worker_flags.worker,
@@ -138,11 +138,11 @@ def _worker(worker_flags: WorkerFlags, report: ReportFlags, record: RecordFlags)
             stream_interval_s=worker_flags.stream_interval_ms / 1000,
             trace=trace,
             kv_events=kv_events,
-            ahead=ahead,
+            prestarted=prestarted,
         )
     finally:
-        if ahead is not None:
-            ahead.discard()
+        if prestarted is not None:
+            prestarted.discard()
 
 
 def server_options(

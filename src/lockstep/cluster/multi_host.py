@@ -56,7 +56,7 @@ async def ray_controller(
     """
     from lockstep.hosts.ray_runtime import CONTROLLER, ReplicaOptions, connect
 
-    worker = replace(worker, ahead=None)  # belongs to a process of this machine
+    worker = replace(worker, prestarted=None)  # belongs to a process of this machine
     runtime = await connect(ray, cluster, ReplicaOptions(link, worker, kv))
     controller: Any = await runtime.named(CONTROLLER, Controller, runtime, worker.trace)
     return controller, runtime.close

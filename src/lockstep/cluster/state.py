@@ -44,7 +44,7 @@ from lockstep.engine.options import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
 from lockstep.hosts.workers import GroupLost, HostedWorkers
-from lockstep.worker.lifecycle import Back, Lost
+from lockstep.worker.lifecycle import WorkerLost, WorkerRestarted
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import KVRejected, SessionsChanged, StepReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
@@ -453,7 +453,7 @@ class ClusterState:
                     self._session_changed(change)
             case KVRejected(reason=reason):
                 self.events.emit("kv_rejected", reason=reason)
-            case Lost(reason=reason):
+            case WorkerLost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
                 for session in tuple(self.sessions.by_id.values()):
                     # A store may hold copies of the KV that the device has lost.
@@ -464,7 +464,7 @@ class ClusterState:
             case GroupLost(key):
                 self.events.emit("replica_lost", replica=key)
                 self.replicas.lost(key)
-            case Back():
+            case WorkerRestarted():
                 self.replicas.pump()
 
     def _moved(self, replica: ReplicaState, before: Phase, reason: str, duration_s: float) -> None:

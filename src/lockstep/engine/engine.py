@@ -345,7 +345,7 @@ class Engine:
         self._metrics.num_failed_steps += 1
         if not isinstance(error, Exception):
             self._requests.interrupt = error
-        failed = self._processor.take_back(plan)
+        failed = self._processor.undo_finishes(plan)
         self.scheduler.fail(plan)
         record = self._fingerprint.observe_failure(plan)
         if self._recorder is not None:

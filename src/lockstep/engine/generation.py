@@ -100,14 +100,14 @@ class Generation:
             and params.logprobs is None
         )
 
-    def began_at(self, start: int, now_s: float) -> None:
+    def start_chunk(self, start: int, now_s: float) -> None:
         """Record that a chunk of its prompt is about to be computed."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = start
         if self.live.first_scheduled_s is None:
             self.live.first_scheduled_s = now_s
 
-    def avoided(self) -> tuple[int, ...]:
+    def suppressed_ids(self) -> tuple[int, ...]:
         """The tokens that may not come next. A grammar itself excludes the end tokens."""
         ends = self.live.end_ids if self.grammar is None and len(self.tokens) < self.min_len else ()
         return ends if self.bad_words is None else ends + self.bad_words.after(self.tokens, self.prompt_len)
@@ -168,7 +168,7 @@ class Generation:
     def _take(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Append one token; True: the sequence ends with it."""
         self.tokens.append(token_id)
-        if self.sampler.remembers:
+        if self.sampler.needs_history:
             self.sampler.append(token_id)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
@@ -203,7 +203,7 @@ class Generation:
         if self.splitter is not None:
             text = self._content(text)
             thoughts, held = self.splitter.flush()
-            self._think(thoughts)
+            self._add_reasoning(thoughts)
             text += held
         if self.stops is not None:
             text, hit = self.stops.append(text)
@@ -219,10 +219,10 @@ class Generation:
         """Return the part of new text that is content; reasoning is collected separately."""
         assert self.splitter is not None
         thoughts, content = self.splitter.append(text)
-        self._think(thoughts)
+        self._add_reasoning(thoughts)
         return content
 
-    def _think(self, thoughts: str) -> None:
+    def _add_reasoning(self, thoughts: str) -> None:
         if thoughts:
             self.thoughts.append(thoughts)
             self.delta_reasoning += thoughts

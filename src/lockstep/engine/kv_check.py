@@ -115,6 +115,6 @@ class KVCheck:
         self._scheduler.pin(hashes)
         self._scheduler.sweep(hashes)
         is_same = np.array_equal(computed.view(np.uint8).ravel(), running.due.content.view(np.uint8).ravel())
-        self._store.checked(self._environment, running.due.block_hash, is_same)
+        self._store.count_check(self._environment, running.due.block_hash, is_same)
         if not is_same:
             self._scheduler.reset_prefix_cache()

@@ -41,7 +41,7 @@ class ChainLoad:
         return self.is_over and not self._ready
 
     @property
-    def wants_more(self) -> bool:
+    def needs_more(self) -> bool:
         """True if the next block should be read."""
         return not self.is_over and (self.num_read - self.num_taken) * self.num_bytes < MAX_AHEAD_BYTES
 

@@ -52,7 +52,7 @@ class SessionRecords:
         if tier is not None:
             self._read(tier)
 
-    def wants(self, key: BlockKey) -> bool:
+    def needs(self, key: BlockKey) -> bool:
         """True if a session needs a block. Any thread may call this without the lock."""
         return key in self._num_references
 
@@ -81,7 +81,7 @@ class SessionRecords:
         name = _name_of(record)
         before = self._remove(name)
         self._count(name, record)
-        changed = {name: tuple(key for key in before if not self.wants(key))}
+        changed = {name: tuple(key for key in before if not self.needs(key))}
         if len(self._records) > MAX_RECORDS:
             oldest = next(iter(self._records))
             changed[oldest] = self._remove(oldest)

@@ -104,7 +104,7 @@ class KVStore:
         """True if more contents may wait to be written."""
         return self._saving_bytes < MAX_SAVING_BYTES
 
-    def when_it_can_save(self, wake: Callable[[], None]) -> None:
+    def call_when_ready(self, wake: Callable[[], None]) -> None:
         """Call `wake` once when more contents may wait to be written; at once if they may now."""
         with self._changed:
             if not self.can_save:
@@ -113,7 +113,7 @@ class KVStore:
                 return
         wake()
 
-    def adopt(self, environment: bytes, engine: object, class_: int) -> None:
+    def register_engine(self, environment: bytes, engine: object, class_: int) -> None:
         """Register an engine and its priority. All stored blocks of an environment, including those of earlier
         processes, get the highest priority among its engines."""
         with self._changed:
@@ -151,7 +151,7 @@ class KVStore:
             self._changed.notify_all()
         return load
 
-    def taken(self) -> None:
+    def continue_loading(self) -> None:
         """Continue reading, after contents of a chain were taken."""
         with self._changed:
             self._changed.notify_all()
@@ -172,9 +172,9 @@ class KVStore:
         """Apply the budgets of new options in the background, and open tiers that had none. Folders do not change."""
         self._put("size", partial(self._resize, options))
 
-    def checked(self, environment: bytes, block_hash: bytes, is_same: bool) -> None:
+    def count_check(self, environment: bytes, block_hash: bytes, is_same: bool) -> None:
         """Count a block that was recomputed as a check. If it differs, all blocks of its environment are removed."""
-        self.tiers.checked(BlockKey(environment, block_hash), is_same)
+        self.tiers.count_check(BlockKey(environment, block_hash), is_same)
         if is_same:
             return
         self.report_fault("a stored KV block differs from the computed one; all stored blocks of its model are removed")
@@ -182,7 +182,7 @@ class KVStore:
 
     def is_needed(self, environment: bytes, block_hash: bytes) -> bool:
         """True if a session needs a block."""
-        return self._records.wants(BlockKey(environment, block_hash))
+        return self._records.needs(BlockKey(environment, block_hash))
 
     def records(self, environment: bytes) -> tuple[SessionRecord, ...]:
         """Sessions of an environment, least recently used first."""
@@ -293,7 +293,7 @@ class KVStore:
     def _next_load(self) -> ChainLoad | None:
         while self._loads and self._loads[0].is_over:
             self._loads.popleft()
-        return next((load for load in self._loads if load.wants_more), None)
+        return next((load for load in self._loads if load.needs_more), None)
 
     def _read_next(self, load: ChainLoad) -> None:
         key = BlockKey(load.environment, load.hashes[load.num_read])
@@ -337,5 +337,5 @@ class KVStore:
         self._records.write(name)
         for key in keys:
             with self._changed:  # locked, since a session may begin to need it now
-                if not self._records.wants(key):
+                if not self._records.needs(key):
                     self.tiers.remove([key])

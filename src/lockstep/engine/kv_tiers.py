@@ -122,7 +122,7 @@ class KVTiers:
         """Tiers that have a block, fastest first."""
         return tuple(tier for tier, files in self._files.items() if key in files)
 
-    def checked(self, key: BlockKey, is_same: bool) -> None:
+    def count_check(self, key: BlockKey, is_same: bool) -> None:
         """Count a loaded block that was recomputed as a check."""
         tier = self.tier_of(key) or next(iter(self._files))
         self.num_checked[tier] += 1

@@ -116,7 +116,7 @@ class KVTransfer:
     def prioritise(self, class_: int) -> None:
         """Change the priority of all stored blocks, including those of earlier processes. Any thread may call this."""
         self.class_ = class_
-        self.store.adopt(self.environment, self, class_)
+        self.store.register_engine(self.environment, self, class_)
 
     def move(self, now_s: float) -> list[LiveRequest]:
         """Move the blocks that can be moved now, within the limit. Returns the requests that no longer wait."""
@@ -163,7 +163,7 @@ class KVTransfer:
         contents = load.take(budget)
         if not contents:
             return 0
-        self.store.taken()
+        self.store.continue_loading()
         if first == 0:
             self._check.count_loaded(each.live, contents[0])
         given = self._scheduler.fill(each.chain[: first + len(contents)], first)
@@ -185,7 +185,7 @@ class KVTransfer:
         while len(self._unsaved) > self._scheduler.config.num_blocks:
             self._unsaved.popitem(last=False)  # no longer on the device
         if not self.store.can_save:
-            self.store.when_it_can_save(self._wake)
+            self.store.call_when_ready(self._wake)
 
     def keep_now(self, hashes: Sequence[bytes]) -> int:
         """Copy contents that are about to leave the device, as far as the store can take them now. Almost all were
@@ -222,7 +222,7 @@ class KVTransfer:
             oldest = [self._unsaved.popitem(last=False)[0] for _ in range(size)]
             self._copy([each for each in oldest if self.store.is_needed(self.environment, each)])
         if self._unsaved and not self.store.can_save:
-            self.store.when_it_can_save(self._wake)
+            self.store.call_when_ready(self._wake)
 
     def _copy(self, hashes: Sequence[bytes]) -> set[bytes]:
         """Copy those of the contents that are on the device. Returns them."""

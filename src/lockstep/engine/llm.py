@@ -331,7 +331,7 @@ class TaskThread:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_work_off, args=(self._tasks,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_run_tasks, args=(self._tasks,), name=name, daemon=True)
         self._is_ended = False
         self._pid = os.getpid()
         weakref.finalize(self, _end, self._tasks, self._thread)
@@ -383,7 +383,7 @@ class TaskThread:
             last.emitted.get()
 
 
-def _work_off(tasks: SimpleQueue[Task[Any] | None]) -> None:
+def _run_tasks(tasks: SimpleQueue[Task[Any] | None]) -> None:
     while (task := tasks.get()) is not None:
         task.run()
         del task  # frees its result

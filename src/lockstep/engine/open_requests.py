@@ -100,7 +100,7 @@ class OpenRequests:
         self.generations: dict[int, Generation] = {}
         """Unfinished sequences of the open requests."""
         self.waits = WaitSampler(scheduler, self.generations, now_s)
-        sessions.on_return = self.waits.entered
+        sessions.on_return = self.waits.record_wait
         self._accepted: list[int] = []
         """Ids of requests that entered the queue since the last `take`."""
         self.outputs: list[TokenOutput] = []
@@ -132,7 +132,7 @@ class OpenRequests:
             return
         if is_first and not self.schedule(live, now_s):
             return
-        self.waits.entered(live)
+        self.waits.record_wait(live)
         self.deadlines.add(live.request_id, live.arrival_s, live.request)
         self.deadlines.forget_stale(self.by_id)
         self._accepted.append(live.request_id)
@@ -184,7 +184,7 @@ class OpenRequests:
                 if self._scheduler.config.enable_prefix_caching:
                     self._name_answer(generation, reason)
                 self._scheduler.abort(generation.seq_id, reason)
-                self._account(self._scheduler.drain_finished())
+                self._copy_counts(self._scheduler.drain_finished())
                 self._close(generation, reason, now_s)
                 self._deliver((generation,), now_s)
                 self._retire(generation.seq_id)
@@ -194,7 +194,7 @@ class OpenRequests:
 
     def settle(self, finished: Sequence[Finish], touched: Iterable[Generation], now_s: float) -> None:
         """Publish a step's outputs and close its finished sequences. Requests whose sinks raise are aborted."""
-        self._account(self._scheduler.drain_finished())
+        self._copy_counts(self._scheduler.drain_finished())
         for finish in finished:
             self._close(self.generations[finish.seq_id], finish.reason, now_s)
         lost = self._deliver(touched, now_s)
@@ -284,7 +284,7 @@ class OpenRequests:
                 lost.append(live.request_id)
         return lost
 
-    def _account(self, finished: tuple[FinishedSequence, ...]) -> None:
+    def _copy_counts(self, finished: tuple[FinishedSequence, ...]) -> None:
         """Copy the scheduler's counts for sequences that ended."""
         for sequence in finished:
             live = self.generations[sequence.seq_id].live

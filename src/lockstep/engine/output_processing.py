@@ -79,7 +79,7 @@ class OutputProcessor:
                 live = generation.live
                 if live.first_scheduled_s is None:
                     self.started.append(Started(live.request_id, seq_id, plan.step, now_s - live.arrival_s))
-                generation.began_at(start, now_s)
+                generation.start_chunk(start, now_s)
                 if generation.pooler is not None:
                     offsets = generation.pooler.rows_of(start, length)
                     self._pooled.append((generation.pooler, start, offsets))
@@ -106,7 +106,7 @@ class OutputProcessor:
             return likeliest(logits)
         states = [generation.sampler for generation in sampling]
         positions = [len(generation.tokens) for generation in sampling]
-        suppressed = [generation.avoided() for generation in sampling]
+        suppressed = [generation.suppressed_ids() for generation in sampling]
         allowed: dict[int, TokenBits] = {}
         for row, generation in enumerate(sampling):
             if generation.grammar is not None and (bits := generation.allowed()) is not None:
@@ -159,7 +159,7 @@ class OutputProcessor:
         generation.end(FinishReason.ERROR)
         return FinishReason.ERROR
 
-    def take_back(self, plan: StepPlan) -> list[int]:
+    def undo_finishes(self, plan: StepPlan) -> list[int]:
         """Undo the ends of sequences after a step that failed before its commit. Returns the ids of the plan's
         requests."""
         generations = [self._generations[seq_id] for seq_id in plan.seq_ids]

@@ -176,7 +176,7 @@ class ReasoningSplitter:
             text = text.lstrip()
             self._part = _Part.THOUGHTS if text else _Part.OPENED
         if self._part is _Part.THOUGHTS:
-            thoughts, text = self._think(text)
+            thoughts, text = self._split_reasoning(text)
         if self._part is _Part.CLOSED:
             text = text.lstrip()
             self._part = _Part.CONTENT if text else _Part.CLOSED
@@ -201,7 +201,7 @@ class ReasoningSplitter:
         self._part = _Part.OPENED if self._is_open else _Part.CONTENT
         return text
 
-    def _think(self, text: str) -> tuple[str, str]:
+    def _split_reasoning(self, text: str) -> tuple[str, str]:
         """Return the reasoning before the closing tag and the text after it; without a tag, the text that cannot be
         part of one."""
         end = self._tags.end

@@ -57,7 +57,7 @@ class WaitSampler:
         self._num_left = scheduler.num_waiting
         return plan
 
-    def entered(self, live: LiveRequest) -> None:
+    def record_wait(self, live: LiveRequest) -> None:
         """Record the reason of a request that has arrived or was admitted to its session, if it is not in the
         scheduler: it waits for its session, or for its blocks."""
         if live.generations:

@@ -25,7 +25,7 @@ collection. A circular value exceeds the size limit anyway."""
 COMPACT: dict[str, bool] = {"whitespace_flexible": False}
 """Documents on one line. A small model may write white space without end, and fixed text between values can be
 forced."""
-_JOINING = frozenset(["allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"])
+_COMBINING = frozenset(["allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"])
 """Keywords that apply several schemas to one object."""
 _CHOOSING = frozenset(["anyOf", "oneOf", "$ref"])
 """Keywords that do so if the schema also has `properties`."""
@@ -169,17 +169,17 @@ def closed(schema: object) -> object:
     OpenAI's strict schemas must close them explicitly, but some clients remove that for other servers. A schema with a
     rule for undeclared properties keeps it, and one that applies several schemas to one object is not changed.
     """
-    return _closed(schema) if not _joins(schema) else schema
+    return _closed(schema) if not _combines_schemas(schema) else schema
 
 
-def _joins(schema: object) -> bool:
+def _combines_schemas(schema: object) -> bool:
     """True if several schemas may apply to one object."""
     if not isinstance(schema, dict):
         return False
     keys = schema.keys()
-    if not keys.isdisjoint(_JOINING) or ("properties" in keys and not keys.isdisjoint(_CHOOSING)):
+    if not keys.isdisjoint(_COMBINING) or ("properties" in keys and not keys.isdisjoint(_CHOOSING)):
         return True
-    return any(_joins(part) for part in _parts(schema))
+    return any(_combines_schemas(part) for part in _parts(schema))
 
 
 def _parts(schema: dict[str, object]) -> Iterator[object]:

@@ -125,7 +125,7 @@ class ChoiceGrammar:
         self._on_broken = on_broken
         self._bits: TokenBits = np.zeros(_mask_bytes(vocab_size), np.uint8)
         self._taken: tuple[int, ...] = ()
-        self._state = self._look(())
+        self._state = self._state_after(())
 
     @property
     def is_complete(self) -> bool:
@@ -140,7 +140,7 @@ class ChoiceGrammar:
         if state.mask is None:
             mask = ctypes.create_string_buffer(len(self._bits))
             try:
-                with self._copied(self._taken) as copy:
+                with self._copy_after(self._taken) as copy:
                     copy.unsafe_compute_mask_ptr(ctypes.addressof(mask), len(mask))
             except BaseException as error:
                 raise _failure(error) from None
@@ -161,20 +161,20 @@ class ChoiceGrammar:
 
     def _move(self, tokens: tuple[int, ...]) -> None:
         taken = (*self._taken, *tokens)
-        self._state, self._taken = self._look(taken), taken
+        self._state, self._taken = self._state_after(taken), taken
 
-    def _look(self, taken: tuple[int, ...]) -> _ChoiceState:
+    def _state_after(self, taken: tuple[int, ...]) -> _ChoiceState:
         """The state after some tokens."""
         state = self._states.find(self._pristine, taken)
         if state is None:
-            with self._copied(taken) as copy:
+            with self._copy_after(taken) as copy:
                 is_stopped = copy.is_stopped()
                 state = _ChoiceState(is_stopped, () if is_stopped else tuple(copy.compute_ff_tokens()))
             self._states.keep(self._pristine, taken, state)
         return state
 
     @contextmanager
-    def _copied(self, taken: tuple[int, ...]) -> Iterator[LLMatcher]:
+    def _copy_after(self, taken: tuple[int, ...]) -> Iterator[LLMatcher]:
         """Yield a copy of the matcher that has consumed these tokens.
 
         Raises:

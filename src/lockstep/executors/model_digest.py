@@ -40,12 +40,12 @@ def model_digest(executor: Executor, num_blocks: int) -> str:
     for length in _PROMPTS:
         logits = play(executor, num_blocks, Scenario((min(length, room),), decodes=_DECODES))
         state.update(logits.tobytes())
-        for line in _drawn(logits):
+        for line in _sampled_lines(logits):
             state.update(line.encode())
     return state.hexdigest()
 
 
-def _drawn(logits: Logits) -> Iterator[str]:
+def _sampled_lines(logits: Logits) -> Iterator[str]:
     """Yield one line with token and log-probabilities for each position and kind of sampling."""
     positions = range(len(logits))
     for sampling in _SAMPLINGS:

@@ -260,24 +260,26 @@ class _ScenarioRun:
             blocks = [int(block) for block in np.random.default_rng(7).permutation(blocks)]
         self.free = blocks
 
-    def deal(self, num_tokens: int) -> tuple[int, ...]:
+    def take_blocks(self, num_tokens: int) -> tuple[int, ...]:
         needed = num_blocks_for(num_tokens, self.executor.geometry)
         if needed > len(self.free):
             raise ConfigError(f"a pool of {self.num_blocks} blocks is too small for this scenario")
-        dealt, self.free = tuple(self.free[:needed]), self.free[needed:]
-        return dealt
+        taken, self.free = tuple(self.free[:needed]), self.free[needed:]
+        return taken
 
     def run(self) -> Logits:
         """Logits [1 + decodes, vocab] of the subject's sampled rows."""
         scenario, vocab = self.scenario, self.executor.geometry.vocab_size
         steps = (*scenario.chunks, *(1,) * scenario.decodes)
         length = sum(steps)
-        subject = _Row(_tokens(0, length, vocab), self.deal(length))
+        subject = _Row(_tokens(0, length, vocab), self.take_blocks(length))
         companions = [
-            _Row(_tokens(1 + i, n + len(steps), vocab), self.deal(n + len(steps)))
+            _Row(_tokens(1 + i, n + len(steps), vocab), self.take_blocks(n + len(steps)))
             for i, n in enumerate(scenario.companions)
         ]
-        beside = [_Row(_tokens(99 + i, 2048, vocab), self.deal(BESIDE_TOKENS)) for i in range(len(scenario.beside))]
+        beside = [
+            _Row(_tokens(99 + i, 2048, vocab), self.take_blocks(BESIDE_TOKENS)) for i in range(len(scenario.beside))
+        ]
         kept: list[Logits] = []
         for index, step in enumerate(steps):
             items = [row.chunk(n if index == 0 else 1) for row, n in zip(companions, scenario.companions, strict=True)]
@@ -299,7 +301,7 @@ class _ScenarioRun:
     def _move(self, table: tuple[int, ...]) -> tuple[int, ...]:
         """Move the subject's blocks to others, and overwrite the old ones."""
         geometry = self.executor.geometry
-        target = self.deal(len(table) * geometry.block_size)
+        target = self.take_blocks(len(table) * geometry.block_size)
         overwriting = (_tokens(55, len(table) * geometry.block_size, geometry.vocab_size), 0, table)
         if self.scenario.move == "swap":
             out = tuple(zip(table, range(len(table)), strict=True))

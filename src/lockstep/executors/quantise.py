@@ -55,7 +55,7 @@ def vector(tensor: Tensor, size: int) -> npt.NDArray[np.float32]:
             f"tensor {tensor.name} is {tensor.encoding.value}; a vector must be F32, F16 or BF16"
         )
     values = dequantise(tensor)
-    refuse_non_finite(tensor, bool(np.isfinite(values).all()))
+    check_finite(tensor, bool(np.isfinite(values).all()))
     return values
 
 
@@ -86,7 +86,7 @@ def int4_groups(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], Halves]:
     return values, scales
 
 
-def refuse_non_finite(tensor: Tensor, finite: bool) -> None:
+def check_finite(tensor: Tensor, finite: bool) -> None:
     """Check the result of a finiteness test.
 
     Raises:
@@ -98,12 +98,12 @@ def refuse_non_finite(tensor: Tensor, finite: bool) -> None:
 
 def _round_int4(weights: Floats) -> tuple[npt.NDArray[np.uint8], Halves]:
     extreme = np.take_along_axis(weights, np.abs(weights).argmax(axis=-1)[..., None], axis=-1)
-    best_scale = _signed_tiny((extreme / -INT4_ZERO_POINT).astype(np.float16))
+    best_scale = _without_zeros((extreme / -INT4_ZERO_POINT).astype(np.float16))
     best, best_error = _nearest(weights, best_scale)
     scale, integers = best_scale, best
     for _ in range(_REFITS):
         norm = np.maximum(_sums(np.square(integers)), 1)
-        scale = _signed_tiny((_sums(weights * integers) / norm).astype(np.float16))
+        scale = _without_zeros((_sums(weights * integers) / norm).astype(np.float16))
         integers, error = _nearest(weights, scale)
         better = error < best_error
         best, best_error = np.where(better, integers, best), np.where(better, error, best_error)
@@ -126,7 +126,7 @@ def _sums(groups: Floats) -> Floats:
     return groups
 
 
-def _signed_tiny(scale: Halves) -> Halves:
+def _without_zeros(scale: Halves) -> Halves:
     """Replace scales of zero, which groups of zeros would have, since zero cannot be divided by."""
     return np.where(scale == 0, np.float16(2**-24), scale)
 

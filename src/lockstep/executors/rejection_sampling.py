@@ -152,7 +152,7 @@ def draw_from_nucleus(cols: Columns, sampling: ResolvedSampling, support: Suppor
     if uncertain is not None and nucleus.holds(uncertain):
         return uncertain
     if sampling.top_p < _SMALL_TOP_P:
-        bound = _surely_out_below(cols, sampling, shares.total)
+        bound = _exclusion_bound(cols, sampling, shares.total)
         shares = _Shares(weights * (row >= bound))
     for _ in range(_MAX_DRAWS):
         token = shares.draw(random)
@@ -192,7 +192,7 @@ class Head:
         num_grid = int(self._places.searchsorted(cols.width))
         self._block = cols.grid.take(self._places[:num_grid], axis=1)
         self._weights = math.weigh_lightly(self._block, cols.peak, sampling.temperature)
-        sums = _folded(self._weights.astype(np.float64))
+        sums = _column_sums(self._weights.astype(np.float64))
         bars: Weights = light.astype(np.float64)
         singles = bars[self._places[num_grid:]]
         inside = math.total(sums) + math.total(singles)
@@ -269,7 +269,7 @@ class _Shares:
         self._weights = weights
         self._width = len(weights) // GRID_ROWS
         self._rest = weights[GRID_ROWS * self._width :]
-        self._masses = np.cumsum(np.concatenate((_folded(self._grid), self._rest)), dtype=np.float64)
+        self._masses = np.cumsum(np.concatenate((_column_sums(self._grid), self._rest)), dtype=np.float64)
         self.total = float(self._masses[-1])
 
     @property
@@ -338,7 +338,7 @@ class _Nucleus:
         return total - num_lighter * float(own), EXP_MARGIN * total
 
 
-def _surely_out_below(cols: Columns, sampling: ResolvedSampling, total: float) -> np.float32:
+def _exclusion_bound(cols: Columns, sampling: ResolvedSampling, total: float) -> np.float32:
     """A logit below which no token is in the nucleus, since the column maxima above it weigh enough. -inf: none is
     known."""
     maxima = np.sort(cols.maxima)[::-1]
@@ -347,7 +347,7 @@ def _surely_out_below(cols: Columns, sampling: ResolvedSampling, total: float) -
     return np.float32(maxima[needed]) if needed < len(maxima) else np.float32(-np.inf)
 
 
-def _folded(grid: npt.NDArray[Number]) -> npt.NDArray[Number]:
+def _column_sums(grid: npt.NDArray[Number]) -> npt.NDArray[Number]:
     """Sums of the columns of a grid of `GRID_ROWS`, in a fixed order: its lower half is added to the upper one."""
     while len(grid) > 1:
         half = len(grid) // 2

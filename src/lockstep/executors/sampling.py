@@ -62,12 +62,12 @@ class SamplerState:
     def __init__(self, sampling: ResolvedSampling, seed: int, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.sampling = sampling
         self._random = None if sampling.is_greedy else TokenRandom(seed)
-        self.remembers = sampling.has_penalties
+        self.needs_history = sampling.has_penalties
         """True if it needs the tokens of the output."""
-        self.edits = bool(sampling.logit_bias) or sampling.has_penalties
+        self.edits_logits = bool(sampling.logit_bias) or sampling.has_penalties
         """True if a row must be copied and changed before it is sampled."""
-        self.is_plain_greedy = sampling.is_greedy and not self.edits
-        if self.edits:
+        self.is_plain_greedy = sampling.is_greedy and not self.edits_logits
+        if self.edits_logits:
             self._begin(sampling, prompt_ids)
 
     def _begin(self, sampling: ResolvedSampling, prompt_ids: Sequence[int]) -> None:
@@ -83,7 +83,7 @@ class SamplerState:
 
     def append(self, token_id: int) -> None:
         """Record a token of the output."""
-        if not self.remembers:
+        if not self.needs_history:
             return
         index = self._index.setdefault(token_id, len(self._index))
         if index == len(self._ids):
@@ -100,7 +100,7 @@ class SamplerState:
 
     def edit(self, row: Floats) -> None:
         """Apply bias and penalties to a row, in place."""
-        if not self.edits:
+        if not self.edits_logits:
             return
         sampling = self.sampling
         if len(self._bias_ids):
@@ -155,7 +155,7 @@ def sample(
                 continue
         if token == -1 or token in banned or (bits is not None and not _has(bits, token)):
             edited = row
-            if state.edits or banned or bits is not None:
+            if state.edits_logits or banned or bits is not None:
                 scratch = np.empty_like(row) if scratch is None else scratch
                 edited = _edited(row, scratch, state, banned, bits)
             token = draw(edited, state.sampling, state.random_at(positions[index]))
@@ -194,7 +194,7 @@ def draw(row: Floats, sampling: ResolvedSampling, random: TokenRandom | None) ->
     cols = columns(row)
     if not math.isfinite(cols.peak):
         return None
-    few = _few(cols, sampling)
+    few = _sortable_candidates(cols, sampling)
     if few is not None:
         values, ids = few
         masses = np.cumsum(row_math().weigh(values, cols.peak, sampling.temperature))
@@ -220,7 +220,7 @@ def _edited(
     else:
         scratch.fill(-np.inf)
         np.copyto(scratch, row, where=np.unpackbits(bits, count=len(row), bitorder="little").view(np.bool_))
-    if state.edits:
+    if state.edits_logits:
         state.edit(scratch)
     if banned:
         scratch[list(banned)] = -np.inf
@@ -240,7 +240,7 @@ def _min_p_bound(cols: Columns, sampling: ResolvedSampling) -> np.float32:
     return rounded if float(rounded) >= exact else np.nextafter(rounded, np.float32(np.inf))
 
 
-def _few(cols: Columns, sampling: ResolvedSampling) -> tuple[Floats, Ids] | None:
+def _sortable_candidates(cols: Columns, sampling: ResolvedSampling) -> tuple[Floats, Ids] | None:
     """Candidates after min-p and top-k, in rank order; None: they are too many to sort."""
     if 0 < sampling.top_k <= MAX_SORTED:
         values, ids = greatest(cols, min(sampling.top_k, len(cols.row)))

@@ -21,7 +21,7 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, ReplicaGoneError, WorkerLostError
 from lockstep.hosts.values import LinkOptions, ReplicaPhase, ReplicaStatus, ReplicaUse
 from lockstep.worker.health import HealthLimits
-from lockstep.worker.lifecycle import Lost
+from lockstep.worker.lifecycle import WorkerLost
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import ContentsChanged, Loaded, Unloaded
 from lockstep.worker.network import WorkerAddress
@@ -294,7 +294,7 @@ class Group:
                 self._on_loaded(member, notice)
             case Unloaded(key) if key == self.key:
                 self._on_lost(member, "its worker unloaded the model")
-            case Lost(reason):
+            case WorkerLost(reason):
                 self._on_lost(member, f"its worker was lost: {reason}")
             case ContentsChanged(key, news) if key == self.key:
                 self.balancer.learn(member.number, news)

@@ -21,7 +21,7 @@ from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.hosts.values import Demand, LinkOptions, ReplicaName, ReplicaPhase, ReplicaStatus
 from lockstep.worker.health import backoff_s
-from lockstep.worker.lifecycle import Lost
+from lockstep.worker.lifecycle import WorkerLost
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.remote_clients import ListenOptions
 from lockstep.worker.supervised import Notice, SupervisedWorker
@@ -71,7 +71,9 @@ class ReplicaHost:
         store: KVStoreOptions | None = None,
     ) -> None:
         self._demand = demand
-        self._options = replace(worker, kind="process", address=None, ahead=None, listen=_listen(link, here.address))
+        self._options = replace(
+            worker, kind="process", address=None, prestarted=None, listen=_listen(link, here.address)
+        )
         self._report = report
         self._worker: SupervisedWorker | None = None
         self._is_changed = asyncio.Event()
@@ -199,7 +201,7 @@ class ReplicaHost:
             self._worker = None
 
     def _on_notice(self, notice: Notice) -> None:
-        if isinstance(notice, Lost):
+        if isinstance(notice, WorkerLost):
             reason = f"the device worker ended with {notice.reason}"
             self._set(state=ReplicaPhase.STARTING, reason=reason, port=0, pid=0)
         self._is_changed.set()

@@ -149,7 +149,7 @@ class Restarts:
         """Whole seconds until the worker is likely to be ready. A first load has no estimate."""
         return max(MIN_RETRY_AFTER_S, math.ceil(self._back_at_s - now_s))
 
-    def up(self, now_s: float) -> None:
+    def record_up(self, now_s: float) -> None:
         """Record that the worker serves. Only the first call for each worker counts."""
         if self._up_since_s is None:
             self._up_since_s = now_s

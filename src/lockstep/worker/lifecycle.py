@@ -82,7 +82,7 @@ class WorkerReplica:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class WorkerLost:
     """Notice that the worker ended, with its sessions and all that it had loaded. The next one is being started."""
 
     reason: str
@@ -90,7 +90,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Back:
+class WorkerRestarted:
     """Notice that the next worker has started, with nothing loaded."""
 
 

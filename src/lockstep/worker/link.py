@@ -107,7 +107,7 @@ class WorkerOptions:
     tokens and ends come at once."""
     clock: Callable[[], float] = time.monotonic
     """Seconds of a clock that never goes back, by which the serving process measures waits and ages."""
-    ahead: SpawnedWorker | None = None
+    prestarted: SpawnedWorker | None = None
     """Process for the first worker, started early; its creator ends it if it is not used. None: the process is started
     when it is needed, as for later workers."""
 
@@ -127,7 +127,7 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
 
         assert options.address is not None, "a worker on a network has an address"
         return await NetworkLink.open(handler, options.address)
-    spawned = options.ahead
+    spawned = options.prestarted
     if spawned is None or not spawned.is_free:
         logs = options.log_format, options.log_level
         spawned = SpawnedWorker(*logs, options.trace, options.listen, options.kv_events)

@@ -45,7 +45,7 @@ class PendingRequests:
     def next_id(self) -> int:
         return next(self._ids)
 
-    def count_from(self, first_id: int) -> None:
+    def start_ids_at(self, first_id: int) -> None:
         """Start the ids at the first one that the worker assigned to this link."""
         self._ids = itertools.count(first_id)
 
@@ -61,7 +61,7 @@ class PendingRequests:
         """Drop a mailbox that is not read any more; True: its request has not ended."""
         return self._mailboxes.pop(mailbox.request_id, None) is not None and not mailbox.is_ended
 
-    def unended(self) -> Iterator[Mailbox]:
+    def open_mailboxes(self) -> Iterator[Mailbox]:
         return (mailbox for mailbox in self._mailboxes.values() if not mailbox.is_ended)
 
     def outputs(self, event: Outputs) -> None:
@@ -118,7 +118,7 @@ class PendingRequests:
 
     def end(self, error: LockstepError) -> None:
         """End all requests and queries after the worker was lost."""
-        for mailbox in self.unended():
+        for mailbox in self.open_mailboxes():
             mailbox.fail(error)
         for query in self._queries.values():
             resolve(query, None)

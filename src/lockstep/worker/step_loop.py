@@ -288,12 +288,12 @@ class StepLoop:
             self._registry.remove(key)
             self._with_work -= {key}
             self.sampler.forget(key)
-            self._empty(replica)
+            self._abort_all(replica)
             replica.close()
             self._registry.release(key)
         self._emit(Unloaded(key))
 
-    def _empty(self, replica: Replica) -> None:
+    def _abort_all(self, replica: Replica) -> None:
         replica.engine.abort_all()
         replica.engine.sessions.end(reason="unloaded")
         self._publish(replica)
@@ -305,7 +305,7 @@ class StepLoop:
     def _close(self) -> None:
         replicas = self._registry.close()
         for replica in replicas:
-            self._empty(replica)
+            self._abort_all(replica)
         for replica in replicas:
             replica.close()
         if self._recorder is not None:

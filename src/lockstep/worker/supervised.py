@@ -22,7 +22,7 @@ from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, SweepResult
 from lockstep.errors import LockstepError, UnavailableError, UsageError, WorkerLostError
-from lockstep.worker.lifecycle import Back, LoadState, Lost, WorkerLifecycle
+from lockstep.worker.lifecycle import LoadState, WorkerLifecycle, WorkerLost, WorkerRestarted
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import (
     Abort,
@@ -67,7 +67,7 @@ from lockstep.worker.pending import Mailbox, PendingRequests
 log = logging.getLogger(__name__)
 
 Report = TypeVar("Report", bound=Answer)
-Notice = SessionsChanged | ContentsChanged | KVRejected | StepReport | Loaded | Unloaded | Lost | Back
+Notice = SessionsChanged | ContentsChanged | KVRejected | StepReport | Loaded | Unloaded | WorkerLost | WorkerRestarted
 """Notices of a worker and its lifecycle. If another process started the worker, Loaded and Unloaded report its
 replicas."""
 ANSWER_LIMIT_S = 5.0
@@ -171,7 +171,7 @@ class SupervisedWorker:
             raise
         if isinstance(loaded, LockstepError):
             raise loaded
-        lifecycle.restarts.up(lifecycle.now_s())
+        lifecycle.restarts.record_up(lifecycle.now_s())
         return loaded
 
     def prioritise(self, replica: str, priority: int) -> None:
@@ -277,7 +277,7 @@ class SupervisedWorker:
     def abort_all(self, error: LockstepError, of_replica: str | None = None) -> None:
         """End all open requests, or those of one replica, with this error."""
         by_replica: dict[str, list[int]] = {}
-        for mailbox in self._open.unended():
+        for mailbox in self._open.open_mailboxes():
             if of_replica not in (None, mailbox.replica):
                 continue
             mailbox.fail(error)
@@ -372,18 +372,18 @@ class SupervisedWorker:
             case Refused():
                 self._open.refused(event)
             case Welcome(first_id):
-                self._open.count_from(first_id)
+                self._open.start_ids_at(first_id)
             case Listening():
                 self.listening = event
 
     def _lost(self, reason: str) -> None:
         self._reason, self.listening = reason, None
         self._open.end(self._lifecycle.lost_error(reason, "answered; send the request again"))
-        self._notify(Lost(reason))
+        self._notify(WorkerLost(reason))
 
     def _back(self) -> None:
         if self._watched_per_s:
             self._lifecycle.send(WatchSteps(self._watched_per_s))
         if self._store is not None:
             self._lifecycle.send(self._store)
-        self._notify(Back())
+        self._notify(WorkerRestarted())

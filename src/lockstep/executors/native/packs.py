@@ -30,7 +30,7 @@ from lockstep.errors import ExecutorError, UsageError
 from lockstep.executors.build_cache import BuildCache
 from lockstep.executors.native.library import NativeLibrary, native_library
 from lockstep.executors.native.weights import int4_blocks, int8_blocks, pack, packed_bytes
-from lockstep.executors.quantise import check_tensor, int4_groups, int8_channels, refuse_non_finite
+from lockstep.executors.quantise import check_finite, check_tensor, int4_groups, int8_channels
 
 Bytes = npt.NDArray[np.uint8]
 Report = Callable[[str, float], None]
@@ -228,7 +228,7 @@ def _planned(
         check_tensor(tensor, (features, columns))
         encoding = packed_encoding(name, tensor, quantize)
         if encoding is None:
-            _refuse_non_finite_floats(tensor)
+            _check_finite_floats(tensor)
             floats[name] = Matrix(tensor.encoding, features, columns, _bytes_of(tensor))
         else:
             num_bytes = packed_bytes(library, _as_blocks(tensor, encoding))
@@ -276,15 +276,15 @@ class _Packing:
     def _pack(self, each: PackedMatrix, memory: Bytes) -> None:
         tensor = self._artifact.weights[each.name]
         if tensor.encoding not in FLOAT_TYPES:
-            _refuse_non_finite_scales(tensor)
+            _check_finite_scales(tensor)
             blocks = tensor
         elif each.encoding is Encoding.Q4_0:
             codes, scales = int4_groups(tensor)
-            refuse_non_finite(tensor, bool(np.isfinite(scales).all()))
+            check_finite(tensor, bool(np.isfinite(scales).all()))
             blocks = int4_blocks(each.name, codes, scales[..., 0])
         else:
             numbers, scales = int8_channels(tensor)
-            refuse_non_finite(tensor, bool(np.isfinite(scales).all()))
+            check_finite(tensor, bool(np.isfinite(scales).all()))
             blocks = int8_blocks(each.name, numbers, scales)
         pack(self._library, blocks, memory[: each.num_bytes])
 
@@ -410,16 +410,16 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _refuse_non_finite_scales(tensor: Tensor) -> None:
+def _check_finite_scales(tensor: Tensor) -> None:
     """Check the scales and offsets, since codes are always finite."""
     blocks = tensor.data.view(np.uint8).reshape(-1, BLOCKS[tensor.encoding][1])
     for at in _SCALES_AT[tensor.encoding]:
         halves = np.ascontiguousarray(blocks[:, at : at + 2]).view("<u2")
-        refuse_non_finite(tensor, not ((halves & _HALF_INFINITY) == _HALF_INFINITY).any())
+        check_finite(tensor, not ((halves & _HALF_INFINITY) == _HALF_INFINITY).any())
 
 
-def _refuse_non_finite_floats(tensor: Tensor) -> None:
+def _check_finite_floats(tensor: Tensor) -> None:
     exponent = {Encoding.F32: 0x7F800000, Encoding.F16: _HALF_INFINITY, Encoding.BF16: 0x7F80}[tensor.encoding]
     bits = tensor.data.view("<u4" if tensor.encoding is Encoding.F32 else "<u2")
     for rows in np.array_split(bits, max(1, bits.size >> 24)):
-        refuse_non_finite(tensor, not ((rows & exponent) == exponent).any())
+        check_finite(tensor, not ((rows & exponent) == exponent).any())

@@ -1,5 +1,5 @@
-// C interface of elements.hpp: sizes are checked, then every row is computed under the contract's modes.
-// Functions return nullptr, or a sentence that describes what is wrong; then nothing was read or written.
+// Python interface of elements.hpp: checks the sizes, then computes every row under the contract's modes.
+// Functions return nullptr, or an error message; then nothing was read or written.
 #include <string_view>
 
 #include "elements.hpp"
@@ -21,9 +21,9 @@ const Elements* find_elements(const char* name) {
 
 namespace {
 
-constexpr std::int64_t MAX_COLUMNS = std::int64_t(1) << 24;  // counts up to it are exact as floats
+constexpr std::int64_t MAX_COLUMNS = std::int64_t(1) << 24;  // counts up to this are exact as floats
 
-// Rows that begin `stride` elements apart, in memory that holds `capacity` elements.
+// Rows that begin `stride` elements apart, in memory for `capacity` elements.
 template <class T>
 struct Rows {
     T* data;
@@ -50,7 +50,7 @@ constexpr const char* NO_FIT =
     "room for all rows";
 constexpr const char* NO_SHAPE = "the shapes of inputs and outputs differ";
 
-// f(table, index) for each row, after the checks that all operations share.
+// Calls f(table, index) for each row, after the checks that all operations share.
 template <class F, class... More>
 const char* each_row(const char* isa, const FloatsOut& out, F f, const More&... inputs) {
     const Elements* table = find_elements(isa);
@@ -64,12 +64,12 @@ const char* each_row(const char* isa, const FloatsOut& out, F f, const More&... 
 
 bool is_positive(double x) { return x > 0.0 && x <= 1.7976931348623157e308; }
 
-// The k greatest of n numbers, k >= 1, greatest first and of equals the lowest index first; -1 where NaN leaves fewer.
+// The k greatest of n numbers, k >= 1, greatest first; of equal ones, the lowest index first; -1 if NaN leaves fewer.
 void top(const float* x, std::int64_t n, std::int64_t k, std::int64_t* ids) {
     std::int64_t found = 0;
     const auto belongs = [&](std::int64_t i) { return found < k ? x[i] == x[i] : x[i] > x[ids[k - 1]]; };
     for (std::int64_t i = 0; i < n; i++) {
-        for (; found == k && i + LANES <= n; i += LANES) {  // none of sixteen belongs to them: mostly
+        for (; found == k && i + LANES <= n; i += LANES) {  // usually none of the sixteen does
             const float least = x[ids[k - 1]];
             int greater = 0;
             for (int l = 0; l < LANES; l++) greater |= x[i + l] > least;
@@ -91,7 +91,7 @@ using namespace lockstep::native;
 
 EXPORTED int native_bits_version() { return BITS_VERSION; }
 
-// 2: runs here; 1: in the library, but not of this processor; 0: not in the library.
+// 2: usable here; 1: in the library, but not supported by this processor; 0: not in the library.
 EXPORTED int native_has_isa(const char* isa) {
     if (!isa) return 0;
     const std::string_view name = isa;
@@ -151,7 +151,7 @@ EXPORTED const char* native_divide(const char* isa, const Floats* x, float divis
         *x);
 }
 
-// Rows of a table by their numbers, out->rows of them; the table's row i begins at byte i * row_bytes.
+// Copies out->rows rows of a table by their numbers. The table's row i begins at byte i * row_bytes.
 EXPORTED const char* native_embed(const char* isa, int type, const std::uint8_t* table, std::int64_t table_bytes,
                                   std::int64_t row_bytes, const std::int64_t* ids, float factor, const FloatsOut* out) {
     if (type < 0 || type > int(FloatType::bf16)) return "the table's numbers are none of f32, f16 and bf16";
@@ -166,7 +166,7 @@ EXPORTED const char* native_embed(const char* isa, int type, const std::uint8_t*
     });
 }
 
-// Rows of cosines and sines for positions, out->rows of them; frequencies: half as many as columns.
+// Computes out->rows rows of cosines and sines for positions. There are half as many frequencies as columns.
 EXPORTED const char* native_rotation(const char* isa, const Floats* frequencies, const std::int64_t* positions,
                                      float factor, const FloatsOut* out) {
     if (!frequencies->fits() || !out->fits()) return NO_FIT;
@@ -224,7 +224,7 @@ EXPORTED const char* native_weigh_lightly(const char* isa, const float* x, std::
     return nullptr;
 }
 
-// The sum of n floats or, where bits is 64, of n doubles.
+// The sum of n floats or, if bits is 64, of n doubles.
 EXPORTED const char* native_total(const char* isa, int bits, const void* x, std::int64_t n, double* out) {
     const Elements* table = find_elements(isa);
     if (!table) return NO_ISA;
@@ -260,8 +260,8 @@ EXPORTED const char* native_log_softmax(const char* isa, const Floats* x, const 
         [&](const Elements& table, std::int64_t i) { table.log_softmax(x->row(i), out->columns, out->row(i)); }, *x);
 }
 
-// Of each row: the log-probability of its token, and the k most likely tokens with theirs, most likely first and of
-// equals the lowest first. ids and top: [rows][k].
+// For each row: the log-probability of its token, and the k most likely tokens with theirs, most likely first; of
+// equal ones, the lowest first. ids and top: [rows][k].
 EXPORTED const char* native_logprobs(const char* isa, const Floats* x, const std::int64_t* tokens, std::int64_t k,
                                      double* logprobs, std::int64_t* ids, double* top_logprobs) {
     const Elements* table = find_elements(isa);
@@ -289,7 +289,7 @@ EXPORTED const char* native_unit(const char* isa, const Floats* x, const FloatsO
         *x);
 }
 
-// The inner product of each row of x with y: of unit vectors, the cosine of their angle.
+// The inner product of each row of x with y; for unit vectors, the cosine of their angle.
 EXPORTED const char* native_dot(const char* isa, const Floats* x, const Floats* y, double* out) {
     const Elements* table = find_elements(isa);
     if (!table) return NO_ISA;

@@ -1,4 +1,4 @@
-// C interface of forward.hpp. Functions return nullptr, or a sentence that describes what is wrong.
+// Python interface of forward.hpp. Functions return nullptr, or an error message.
 #include <new>
 
 #include "forward.hpp"
@@ -7,7 +7,7 @@
 
 using namespace lockstep::native;
 
-// The program's weights must stay where they are until native_forward_free.
+// The program's weights must not move until native_forward_free.
 EXPORTED const char* native_forward_make(const Program* program, const char* isa, void* pool, void** made) {
     if (program == nullptr || made == nullptr) return "there is no program";
     if (isa == nullptr || find_elements(isa) == nullptr) return "this processor does not run that instruction set";

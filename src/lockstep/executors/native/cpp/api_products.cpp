@@ -1,5 +1,5 @@
-// C interface of products, packing and threads. Functions return nullptr, or a sentence that describes what is wrong;
-// then nothing was read or written.
+// Python interface of products, packing and threads. Functions return nullptr, or an error message; then nothing
+// was read or written.
 #include <new>
 #include <system_error>
 
@@ -23,12 +23,12 @@ bool is_shape(std::int64_t features, std::int64_t columns) {
 
 bool is_kind(int kind) { return kind >= 0 && kind < KINDS; }
 
-// Whole groups, and whole blocks where a block is more than one.
+// Columns rounded up to whole groups, or to whole blocks if a block has several groups.
 bool is_packable(int kind, std::int64_t features, std::int64_t columns) {
     return is_kind(kind) && is_shape(features, columns) && columns % LAYOUTS[kind].block_columns == 0;
 }
 
-// Room for all rows, which begin `stride` apart. Rows are at most 2^40.
+// True if all rows, which begin `stride` apart, fit. Rows are at most 2^40.
 bool has_room(const void* data, std::int64_t capacity, std::int64_t rows, std::int64_t columns, std::int64_t stride) {
     if (rows < 0 || rows > std::int64_t(1) << 40 || stride < columns || capacity < 0) return false;
     return rows == 0 || (data != nullptr && columns <= capacity && rows - 1 <= (capacity - columns) / stride);
@@ -60,7 +60,7 @@ EXPORTED const char* native_pool_start(int threads, void** pool) {
 
 EXPORTED void native_pool_stop(void* pool) { delete static_cast<Pool*>(pool); }
 
-// Bytes of packed weights; -1 where such weights cannot be packed.
+// Bytes of packed weights; -1 if such weights cannot be packed.
 EXPORTED std::int64_t native_packed_bytes(int kind, std::int64_t features, std::int64_t columns) {
     return is_packable(kind, features, columns) ? packed_bytes(kind, features, columns) : -1;
 }
@@ -76,7 +76,7 @@ EXPORTED const char* native_pack(int kind, const void* blocks, std::int64_t byte
     return nullptr;
 }
 
-// Rows of floats to groups of 40 bytes; capacities count elements: floats, and groups.
+// Converts rows of floats to groups of 40 bytes. Capacities count elements: floats, and groups.
 EXPORTED const char* native_quantise(const char* isa, void* pool, const float* x, std::int64_t x_capacity,
                                      std::int64_t stride, std::int64_t rows, std::int64_t columns, void* out,
                                      std::int64_t out_capacity) {

@@ -12,17 +12,17 @@
 namespace lockstep::native {
 namespace {
 
-constexpr int ITEMS_PER_THREAD = 4;    // fewer, and rows are split so that threads end together
-constexpr std::int64_t FEW_ITEMS = 8;  // that one thread does sooner than several
+constexpr int ITEMS_PER_THREAD = 4;    // with fewer, rows are split so that threads end together
+constexpr std::int64_t FEW_ITEMS = 8;  // up to this, one thread is faster than several
 constexpr const char* TOO_SHORT = "the plan is too short for its sequences";
-constexpr int MANY_TOKENS = 64;        // from so many on, several threads store a sequence's keys and values
+constexpr int MANY_TOKENS = 64;        // from this on, several threads store a sequence's keys and values
 
 struct Plan {
     std::int64_t num_sequences, num_entries;
     const std::int32_t *past, *begins, *table_begins, *blocks;
 };
 
-// The parts of a step's plan; false: it is too short for them.
+// Finds the parts of a step's plan; false: it is too short.
 bool read_plan(const std::int32_t* numbers, std::int64_t size, Plan& plan) {
     plan.num_sequences = size > 0 ? numbers[0] : -1;
     plan.num_entries = size - 3 * (plan.num_sequences + 1);
@@ -34,7 +34,7 @@ bool read_plan(const std::int32_t* numbers, std::int64_t size, Plan& plan) {
     return true;
 }
 
-// `count` items of `size` fit into `room`; none of them is negative.
+// True if `count` items of `size` fit into `room`, and none of the three is negative.
 bool fits(std::int64_t count, std::int64_t size, std::int64_t room) {
     return room >= 0 && (count == 0 || size <= room / count);
 }
@@ -85,7 +85,7 @@ const char* fault(const Step& step, const Plan& plan) {
     return memory_fault(step);
 }
 
-// todo(i) for each i below count, under the contract's modes on every thread.
+// Calls todo(i) for each i below count, under the contract's modes on every thread.
 template <class Do>
 void for_each(const Workers& workers, std::int64_t count, Do todo) {
     if (count < FEW_ITEMS || workers.threads < 2) {
@@ -149,7 +149,7 @@ struct Work {
         }
     }
 
-    // Every row once. Segments: those that its rows see.
+    // Each row once, with the segments that its rows see.
     std::vector<Item> items() const {
         std::vector<Item> items;
         for (int s = 0; s < plan.num_sequences; s++) {
@@ -205,11 +205,11 @@ struct Work {
         }
     }
 
-    // Too few items for the threads: each segment by itself, and their shares folded in order.
+    // Too few items for the threads: compute each segment separately, and fold the shares in order.
     void attend_split(const std::vector<Item>& items) const {
         const int dim = step.layout.head_dim, room = padded(dim);
         std::vector<Item> parts;
-        std::vector<std::size_t> rows;  // where each part's begin
+        std::vector<std::size_t> rows;  // start of each part's rows
         std::size_t num_rows = 0;
         for (const Item& item : items)
             for (int segment = item.first_segment; segment < item.last_segment; segment++) {
@@ -219,7 +219,7 @@ struct Work {
                 num_rows += item.num_rows;
             }
         std::vector<Share> shares(num_rows);
-        const std::unique_ptr<float[]> values(new float[num_rows * room]);  // not set to zero
+        const std::unique_ptr<float[]> values(new float[num_rows * room]);  // not initialised
         for (std::size_t i = 0; i < num_rows; i++) shares[i].values = &values[i * room];
         for_each(workers, parts.size(),
                  [&](std::size_t i) { attend(parts[i], parts[std::min(i + 1, parts.size() - 1)], &shares[rows[i]]); });

@@ -1,4 +1,4 @@
-// Attention over paged KV blocks: what a step of one layer is, how a block lies in memory, and what a kernel offers.
+// Attention over paged KV blocks: a step of one layer, the memory layout of a block, and the interface of a kernel.
 //
 // The promise: a row (one query head of one token) is a function of its query and of the keys and values before it, bit
 // for bit, whatever else is computed beside it, in whatever tile, on however many threads. So the order of every sum is
@@ -12,13 +12,13 @@
 namespace lockstep::native {
 
 constexpr int BLOCK_TOKENS = 32;     // tokens of a KV block
-constexpr int SEGMENT_TOKENS = 128;  // changes bits: raising it raises BITS_VERSION
+constexpr int SEGMENT_TOKENS = 128;  // affects bits: a change must increase BITS_VERSION
 constexpr int SEGMENT_BLOCKS = SEGMENT_TOKENS / BLOCK_TOKENS;
 constexpr int MAX_ROWS = 12;  // rows of a tile
 constexpr int MAX_HEAD_DIM = 512;
-constexpr int HEAD_DIM_UNIT = 8;  // head sizes are multiples of it
+constexpr int HEAD_DIM_UNIT = 8;  // head sizes are multiples of this
 
-// A head's size as the kernels' own arrays have it: a multiple of the lanes.
+// A head's size in the kernels' own arrays: a multiple of the lanes.
 constexpr int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
 
 enum class Storage : int { f32, f16, int8 };
@@ -38,10 +38,10 @@ struct KVLayout {
     std::size_t block_bytes() const { return kv_heads * head_bytes(); }
 };
 
-// A query or a key as the product gave it, and what is done to it first: its RMS norm, then its rotation.
+// A query or a key as the product computed it, with its RMS norm and then its rotation, which are applied first.
 struct Raw {
     const float* x;       // [head_dim]
-    const float* norm;    // [head_dim]: the norm's weights; nullptr: it has none
+    const float* norm;    // [head_dim]: the norm's weights; nullptr: no norm
     const float* rotary;  // [rotary_dim]: cosines of the pairs (i, i + rotary_dim / 2), then their sines
     int rotary_dim;       // leading dimensions that are rotated
     float epsilon;        // of the norm
@@ -62,16 +62,16 @@ struct Tile {
 };
 
 // A row's softmax over some segments: the sum of its weights 2^(score - peak), and of values times weights. A weight
-// below zero: no segment yet, and whatever is in the others means nothing.
+// below zero means that there is no segment yet; then the other fields are undefined.
 struct Share {
     float peak, weight;
     float* values;  // [padded(head_dim)]
 };
 
-// What an instruction set implements. Every implementation gives the same bits.
+// The functions of an instruction set. All instruction sets give the same bits.
 struct AttentionKernel {
     const char* name;
-    int max_rows;  // of a tile, for which there are registers
+    int max_rows;  // of a tile, as many as fit into the registers
     void (*store)(const KVLayout&, const Raw& key, const float* value, std::uint8_t* head, int slot);
     void (*attend)(const Tile&, int first_segment, int last_segment, Share* rows);
     void (*fold)(Share& total, const Share& next, int head_dim);
@@ -79,11 +79,11 @@ struct AttentionKernel {
 
 extern const AttentionKernel attention_portable, attention_avx2, attention_avx512;
 
-// The kernel of an instruction set by its name ("" for the best one); nullptr: this processor does not run it.
+// The kernel of an instruction set by its name ("" for the best one); nullptr: this processor does not support it.
 const AttentionKernel* find_attention(const char* name);
 
-// How a step's items are shared: `run` calls item(work, i) for each i below count, in any order, on any threads, and
-// returns when all have returned. Results do not depend on it.
+// Distributes a step's items: `run` calls item(work, i) for each i below count, in any order, on any threads, and
+// returns when all calls have returned. Results do not depend on it.
 struct Workers {
     int threads;
     void (*run)(void* pool, std::int64_t count, void (*item)(void* work, std::int64_t i), void* work);
@@ -103,16 +103,16 @@ struct Step {
     // begins; all tables, one after the other.
     const std::int32_t* plan;
     std::uint8_t* cache;        // [num_blocks], each of block_bytes
-    std::int64_t block_stride;  // bytes from one of them to the next: other layers' lie between them
+    std::int64_t block_stride;  // bytes from one of them to the next; other layers' blocks are in between
     float* out;                 // [T][heads][head_dim]
-    std::int64_t projected_size, rotary_size, norms_size, cache_bytes, out_size;  // what memory holds
+    std::int64_t projected_size, rotary_size, norms_size, cache_bytes, out_size;  // sizes of the arrays
 };
 
-// nullptr, or what is wrong with the plan of a step of so many tokens in a pool of so many blocks.
+// Checks the plan of a step of this many tokens in a pool of this many blocks. Returns nullptr, or an error message.
 const char* plan_fault(const std::int32_t* plan, std::int64_t size, std::int64_t num_tokens, std::int64_t num_blocks);
 
-// Write the step's keys and values to their blocks, and attend. Returns nullptr, or what is wrong with the step; then
-// nothing was read or written.
+// Writes the step's keys and values to their blocks, and attends. Returns nullptr, or an error message; then nothing
+// was read or written.
 const char* attention(const Step&, const AttentionKernel&, const Workers&);
 
 }  // namespace lockstep::native

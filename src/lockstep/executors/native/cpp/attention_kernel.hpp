@@ -9,7 +9,7 @@
 
 namespace lockstep::native {
 
-constexpr std::size_t LINE = 64;  // bytes that the processor fetches at once
+constexpr std::size_t LINE = 64;  // bytes of a cache line
 
 namespace {
 float rounded(float x) { return (x + SHIFT) - SHIFT; }
@@ -55,7 +55,7 @@ inline typename L::V exp2(typename L::V x) {
     return L::mul(y, L::power(whole));
 }
 
-// The last eight of a row whose size is no multiple of sixteen, beside zeros.
+// The last eight elements of a row whose size is not a multiple of sixteen, padded with zeros.
 template <class L, Storage S>
 inline typename L::V load_eight(const std::uint8_t* at, std::size_t index) {
     constexpr std::size_t bytes = S == Storage::f32 ? 4 : S == Storage::f16 ? 2 : 1;
@@ -80,7 +80,7 @@ inline float largest_of(typename L::V x) {
     return lanes[0];
 }
 
-// Keys and values of one segment, by blocks, and what the next one will read.
+// Keys and values of one segment, by block, and the keys that the next one will read.
 struct Segment {
     int number;
     const std::uint8_t* keys[SEGMENT_TOKENS / LANES];  // groups of sixteen
@@ -92,14 +92,14 @@ template <class L, Storage S>
 struct Attend {
     using V = typename L::V;
     static constexpr int GROUPS = BLOCK_TOKENS / LANES;
-    static constexpr int SUMS = L::REGISTERS * 3 / 4;  // registers for sums; the others hold what is multiplied
+    static constexpr int SUMS = L::REGISTERS * 3 / 4;  // registers for sums; the others hold factors
     static constexpr std::size_t ELEMENT = S == Storage::f32 ? 4 : S == Storage::f16 ? 2 : 1;
 
     static const std::uint8_t* head_of(const Tile& tile, int block) {
         return tile.cache + tile.blocks[block] * tile.block_stride;
     }
 
-    // Fetch a line to the second cache: the first is too small for a segment's keys and values.
+    // Prefetches a line to the L2 cache, since L1 is too small for a segment's keys and values.
     static void fetch(const std::uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 
     // Scores of R rows against N groups of keys, in units of the softmax's exponent. `to_values`: from a group of keys
@@ -150,7 +150,7 @@ struct Attend {
             for (int n = 0; n < N; n++) L::store(rows[r].values + at + n * LANES, sum[r][n]);
     }
 
-    // The same for all dimensions, as many at once as there are registers for.
+    // The same for all dimensions, as many at once as fit into the registers.
     template <int R>
     static void all_values(const float* weights, const Segment& segment, int dim, int from, int to, Share* rows) {
         if (from >= to) return;
@@ -182,8 +182,8 @@ struct Attend {
             soften(tile, segment.number, weights + r * SEGMENT_TOKENS, from[r], to[r], rows[r]);
             for (int d = 0; d < dim; d += LANES) L::store(rows[r].values + d, L::zero());
         }
-        // Tokens that all rows see are loaded once for all. No row is given what it does not see, not even with a
-        // weight of zero: a later token may be no number.
+        // Tokens that all rows see are loaded once for all rows. A row never reads tokens that it does not see, not
+        // even with a weight of zero, since a later token may contain NaN.
         const int begin = most<R>(from), end = greater(begin, least<R>(to));
         for (int r = 0; r < R; r++)
             all_values<1>(weights + r * SEGMENT_TOKENS, segment, dim, from[r], lesser(begin, to[r]), rows + r);
@@ -192,7 +192,7 @@ struct Attend {
             all_values<1>(weights + r * SEGMENT_TOKENS, segment, dim, greater(end, from[r]), to[r], rows + r);
     }
 
-    // Where the segment's tokens `from` to `to` - 1 lie.
+    // Finds the segment's tokens `from` to `to` - 1.
     static Segment segment_of(const Tile& tile, int number, bool is_last, int from, int to) {
         Segment segment;
         segment.number = number;
@@ -206,7 +206,7 @@ struct Attend {
         return segment;
     }
 
-    // Scores of a row to the weights of its values; what it does not see becomes zero.
+    // Converts the scores of a row to the weights of its values; tokens that it does not see get zero.
     static void soften(const Tile& tile, int number, float* scores, int from, int to, Share& row) {
         alignas(64) float seen[LANES];
         const int first = from / LANES, last = (to + LANES - 1) / LANES;
@@ -294,7 +294,7 @@ struct Attend {
         }
     }
 
-    // Put a later segment's share to a row's total.
+    // Adds a later segment's share to a row's total.
     static void fold(Share& total, const Share& next, int dim) {
         if (next.weight < 0) return;
         if (total.weight < 0) {
@@ -312,7 +312,7 @@ struct Attend {
                      L::fma(L::load(next.values + d), after, L::mul(L::load(total.values + d), before)));
     }
 
-    // A query or key normalised and rotated, with zeros up to padded(dim).
+    // Normalises and rotates a query or key, with zeros up to padded(dim).
     static void prepare(const Raw& raw, int dim, float* __restrict out) {
         Row<L>::each(dim, [&](std::int64_t d, auto lanes) { L::store(out + d, lanes.load(raw.x + d)); });
         if (raw.norm) {
@@ -362,7 +362,7 @@ struct Attend {
         }
     }
 
-    // A vector in int8 with one scale: its largest magnitude is 127. One that is not finite has no number for a scale.
+    // Converts a vector to int8 with one scale; its largest magnitude is 127. If it is not finite, the scale is NaN.
     template <class Put>
     static float quantise(const float* x, int dim, Put put) {
         float largest = 0;

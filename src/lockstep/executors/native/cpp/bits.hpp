@@ -26,14 +26,14 @@
 
 namespace lockstep::native {
 
-constexpr int BITS_VERSION = 1;  // raised with every change of a result's bits
+constexpr int BITS_VERSION = 1;  // increased with every change of a result's bits
 constexpr int LANES = 16;
 constexpr std::uint32_t NAN_BITS = 0x7fc00000;             // of a float
 constexpr std::uint64_t NAN_BITS_64 = 0x7ff8000000000000;  // of a double
 
 namespace {
 
-// The contract's modes while it lives: rounding to the nearest, denormals kept, no traps.
+// Sets the contract's modes during its lifetime: rounding to the nearest, denormals kept, no traps.
 class FloatMode {
 public:
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// Operations on rows between the products of a forward pass, and what a sampler needs of a row of logits.
+// Operations on rows between the products of a forward pass, and on rows of logits for sampling.
 #pragma once
 
 #include "bits.hpp"
@@ -8,10 +8,10 @@ namespace lockstep::native {
 enum class Gate : int { silu, gelu_tanh, gelu_erf };
 enum class FloatType : int { f32, f16, bf16 };
 
-// Each function takes one row of n numbers, n >= 1, and may write its result over a row that it reads. A row depends on
-// nothing but itself, so rows may be shared among threads in any way. All instruction sets give the same bits.
-// What becomes of a product's outputs: the bias is added (nullptr: none), they are divided, and stored or, times the
-// factor, added to what is there.
+// Each function takes one row of n numbers, n >= 1, and may write its result over a row that it reads. A row depends
+// only on itself, so rows may be distributed over threads in any way. All instruction sets give the same bits.
+// The final steps of a product's outputs: the bias is added (nullptr: none), they are divided, and then stored or,
+// times the factor, added to the present values.
 struct Ending {
     const float* bias;
     float divisor, factor;
@@ -25,7 +25,7 @@ struct Elements {
     void (*norm)(const float* x, const float* weight, float offset, float epsilon, std::int64_t n, float* out);
     // out = x + y * factor, both operations rounded.
     void (*add)(const float* x, const float* y, float factor, std::int64_t n, float* out);
-    // Rows of outputs, which begin `stride` apart, to rows that begin `out_stride` apart.
+    // Writes rows of outputs, which begin `stride` apart, to rows that begin `out_stride` apart.
     void (*finish)(const Ending&, const float* y, std::int64_t stride, std::int64_t rows, std::int64_t n, float* out,
                    std::int64_t out_stride);
     // out = function(gate) * up.
@@ -45,7 +45,7 @@ struct Elements {
     // Sums in doubles.
     double (*total)(const float* x, std::int64_t n);
     double (*total_64)(const double* x, std::int64_t n);
-    // log(sum(e^x)), with exponentials in floats and the sum in doubles; NaN for a row with NaN, inf or nothing but
+    // log(sum(e^x)), with exponentials in floats and the sum in doubles; NaN for a row with NaN or inf, or with only
     // -inf.
     double (*log_total)(const float* x, std::int64_t n);
     // Probabilities e^((x - max) / temperature) / sum(...), and logarithms of those of temperature 1.
@@ -53,13 +53,13 @@ struct Elements {
     void (*log_softmax)(const float* x, std::int64_t n, float* out);
     // The inner product in doubles, in which each product of two floats is exact.
     double (*dot)(const float* x, const float* y, std::int64_t n);
-    // out = x / length; a row of zeros stays.
+    // out = x / length; a row of zeros is not changed.
     void (*unit)(const float* x, std::int64_t n, float* out);
 };
 
 extern const Elements elements_portable, elements_avx2, elements_avx512;
 
-// The table of an instruction set by its name ("" for the best one); nullptr: this processor does not run it.
+// The table of an instruction set by its name ("" for the best one); nullptr: this processor does not support it.
 const Elements* find_elements(const char* name);
 
 }  // namespace lockstep::native

@@ -6,7 +6,7 @@
 
 namespace lockstep::native {
 
-// The lanes of a row: all sixteen, and the last few of a row that is no multiple of sixteen, beside zeros.
+// The lanes of a row: sixteen at a time, and the rest of a row that is not a multiple of sixteen, padded with zeros.
 template <class L>
 struct Row {
     using V = typename L::V;
@@ -38,7 +38,7 @@ struct Row {
         }
     };
 
-    // f(index, lanes) for each sixteen elements of n.
+    // Calls f(index, lanes) for each sixteen of n elements.
     template <class F>
     static void each(std::int64_t n, F f) {
         std::int64_t i = 0;

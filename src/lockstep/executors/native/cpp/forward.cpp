@@ -11,15 +11,15 @@
 namespace lockstep::native {
 namespace {
 
-constexpr std::int64_t BLOCK_ROWS = 48;          // that a thread takes through a part of the body
-constexpr std::int64_t SHARED_ROWS_PER_THREAD = 24;  // up to so many, threads share features
-constexpr std::int64_t PARALLEL_ROWS = 8;        // fewer rows are normalised sooner by one thread than by several
+constexpr std::int64_t BLOCK_ROWS = 48;          // rows that a thread takes through a part of the body
+constexpr std::int64_t SHARED_ROWS_PER_THREAD = 24;  // up to this, threads share features
+constexpr std::int64_t PARALLEL_ROWS = 8;        // with fewer, one thread normalises rows faster than several
 constexpr std::int64_t MAX_TOKENS = 1 << 20;
 constexpr std::int64_t LINE = 64;
 
 int threads_of(const Pool* pool) { return pool ? pool->size() : 1; }
 
-// f(i) for each i below count, claimed one by one.
+// Calls f(i) for each i below count; threads claim them one by one.
 template <class F>
 void claim(Pool* pool, std::int64_t count, const F& f) {
     std::atomic<std::int64_t> next{0};
@@ -43,8 +43,8 @@ void Memory::release() {
     data = nullptr, size = 0;
 }
 
-// Rows of a step that are computed together: the first one and how many; where their buffers of short life are, which have
-// room for so many; where logits go; and the threads that share the work.
+// Rows of a step that are computed together: the first one and their number; their short-lived buffers, and for how
+// many rows these have room; the destination of logits; and the threads that share the work.
 struct Forward::Span {
     std::int64_t first, count;
     std::uint8_t* area;
@@ -93,7 +93,7 @@ Numbers* Forward::groups(std::int32_t buffer, std::int64_t row, const Span& span
 
 // -- operations -------------------------------------------------------------------------------------------------------
 
-// One panel of a weight times `count` rows, some at a time: take(outputs [rows][PANEL], first row, rows).
+// Multiplies one panel of a weight with `count` rows, some at a time: take(outputs [rows][PANEL], first row, rows).
 template <class F>
 void Forward::multiply_panel(const Op& op, const Weight& w, std::int64_t panel, const Span& span, std::int64_t first,
                              std::int64_t count, const F& take) const {
@@ -176,7 +176,7 @@ void Forward::embed(const Op& op, std::int64_t row, const Span& span) const {
     elements.widen(FloatType::f32, out, op.factor, n, out);
 }
 
-// An operation that takes each row by itself.
+// An operation that computes each row separately.
 void Forward::one_row(const Op& op, std::int64_t row, const Span& span) const {
     if (op.action == Action::embed) return embed(op, row, span);
     const float* x = floats(op.in, row, span) + op.in_at;
@@ -203,7 +203,7 @@ void Forward::run_ops(std::int64_t first, std::int64_t last, const Span& span) c
 
 // -- a step -----------------------------------------------------------------------------------------------------------
 
-// Operations between two attentions.
+// Runs the operations between two attentions.
 void Forward::run_segment(std::int64_t first, std::int64_t last) {
     const std::int64_t tokens = input.num_tokens;
     if (tokens <= shared_rows) return run_ops(first, last, {0, tokens, areas.data, tokens, nullptr, pool});
@@ -259,7 +259,7 @@ const char* Forward::fault(const StepInput& step) const {
     return plan_fault(step.plan, step.plan_size, step.num_tokens, step.num_blocks);
 }
 
-// Room for the step's rows, and their rotations. Positions follow from the plan.
+// Allocates room for the step's rows and their rotations. Positions follow from the plan.
 void Forward::prepare(const StepInput& step) {
     input = step;
     for (std::size_t i = 0; i < buffers.size(); i++)
@@ -276,7 +276,7 @@ void Forward::prepare(const StepInput& step) {
     }
 }
 
-// Operations of the final part and the head over some rows of the latest step, as many at a time as there is room for.
+// Runs the final part and the head over some rows of the latest step, as many at a time as there is room for.
 template <class F>
 void Forward::run_rows(const std::int64_t* rows, std::int64_t num_rows, std::int64_t first, std::int64_t last,
                        float* logits, const F& take) const {

@@ -1,7 +1,7 @@
 // Runs a program (program.hpp) over the tokens of a step.
 //
-// With few rows threads share the features of each product; with many, each thread takes a block of rows from one
-// attention to the next, so that what is between two products stays in its cache. No bit depends on either.
+// With few rows, threads share the features of each product. With many, each thread takes a block of rows from one
+// attention to the next, so that the values between two products stay in its cache. No bit depends on this.
 #pragma once
 
 #include <memory>
@@ -12,28 +12,28 @@
 
 namespace lockstep::native {
 
-// A step: T tokens, and what is wanted of them.
+// A step: T tokens, and the requested results.
 struct StepInput {
     std::int64_t num_tokens;
     const std::int64_t* ids;      // [T]
-    const std::int32_t* plan;     // as attention has it
+    const std::int32_t* plan;     // the format of attention.hpp
     std::int64_t plan_size;
     std::uint8_t* cache;          // [num_blocks][num_layers][block_bytes]
     std::int64_t num_layers, num_blocks;
     std::int64_t num_hidden_rows;
-    const std::int64_t* hidden_rows;  // tokens of which hidden states are wanted
+    const std::int64_t* hidden_rows;  // tokens whose hidden states are requested
     float* hidden;                    // [num_hidden_rows][hidden columns]
-    std::int64_t hidden_size;         // floats that it holds
+    std::int64_t hidden_size;         // size in floats
 };
 
-// Memory that begins at a cache line and grows.
+// Growing memory that begins at a cache line.
 class Memory {
 public:
     Memory() = default;
     Memory(const Memory&) = delete;
     Memory& operator=(const Memory&) = delete;
     ~Memory() { release(); }
-    // At least so many bytes; what was there is lost. std::bad_alloc: there is none.
+    // Grows to at least this many bytes; the previous content is lost. std::bad_alloc: out of memory.
     std::uint8_t* reserve(std::int64_t bytes);
 
 
@@ -47,11 +47,12 @@ private:
 // A loaded program. One caller at a time.
 class Forward {
 public:
-    // The program must have no fault; its weights stay where they are, everything else is copied. std::bad_alloc: there is
-    // no memory.
+    // The program must be valid. Its weights are not copied and must not move; everything else is copied.
+    // std::bad_alloc: out of memory.
     Forward(const Program&, const char* isa, Pool*);
 
-    // Run the body, and make the hidden states that are wanted. nullptr, or what is wrong; then nothing was written.
+    // Runs the body, and computes the requested hidden states. Returns nullptr, or an error message; then nothing was
+    // written.
     const char* step(const StepInput&);
     // Logits of some tokens of the latest step: [num_rows][vocab_size].
     const char* logits(const std::int64_t* rows, std::int64_t num_rows, float* out, std::int64_t out_size) const;
@@ -88,11 +89,11 @@ private:
     const Products& products;
     const AttentionKernel& kernel;
     Pool* pool;
-    std::int64_t shared_rows;  // so many rows at most are computed with threads that share features
+    std::int64_t shared_rows;  // up to this many rows, threads share features
     std::int64_t area_row_bytes = 0;
-    std::vector<std::int64_t> places;  // of buffers of short life, in an area, for each row that it has room for
+    std::vector<std::int64_t> places;  // of short-lived buffers, in an area, for each row that it has room for
     Memory areas;                      // one for each thread, or one for the rows that threads share
-    std::vector<Memory> step_memory;   // of buffers that live for a step
+    std::vector<Memory> step_memory;   // of buffers that exist for a step
     std::vector<std::vector<float>> turns;  // by rotation: [T][2 * num_pairs]
     StepInput input{};
     std::int64_t num_tokens = 0;  // of the latest step; 0: it failed

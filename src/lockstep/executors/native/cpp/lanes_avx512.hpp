@@ -1,4 +1,4 @@
-// Sixteen floats in one register of AVX-512 (its foundation alone). Operations: lanes_portable.hpp.
+// Sixteen floats in one register of AVX-512 (only AVX-512F). Operations: lanes_portable.hpp.
 #pragma once
 
 #include <immintrin.h>

@@ -14,7 +14,7 @@ struct Portable {
     struct Mask {
         bool lane[LANES];
     };
-    static constexpr int REGISTERS = 8;  // vectors that the processor's registers hold
+    static constexpr int REGISTERS = 8;  // number of vectors that fit into the registers
 
     template <class F>
     static V each(F f) {
@@ -47,7 +47,7 @@ struct Portable {
     static V div(const V& a, const V& b) {
         return each([&](int i) { return a.lane[i] / b.lane[i]; });
     }
-    // The second operand where one is NaN.
+    // The second operand if one is NaN.
     static V max(const V& a, const V& b) {
         return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
     }
@@ -55,7 +55,7 @@ struct Portable {
         return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
     }
 
-    // False where one is NaN.
+    // False if one is NaN.
     static Mask less(const V& a, const V& b) {
         Mask mask;
         for (int i = 0; i < LANES; i++) mask.lane[i] = a.lane[i] < b.lane[i];
@@ -78,7 +78,7 @@ struct Portable {
         });
     }
 
-    // Numbers of other precisions, widened exactly.
+    // Widens numbers of other precisions exactly.
     static V load_half(const std::uint16_t* at) {
         return each([&](int i) { return widened(at[i]); });
     }
@@ -88,7 +88,7 @@ struct Portable {
     static V load_byte(const std::int8_t* at) {
         return each([&](int i) { return float(at[i]); });
     }
-    // To the nearest binary16, ties to even.
+    // Rounds to the nearest binary16, ties to even.
     static void store_half(std::uint16_t* at, const V& x) {
         for (int i = 0; i < LANES; i++) at[i] = halved(x.lane[i]);
     }

@@ -7,7 +7,7 @@
 namespace lockstep::native {
 namespace {
 
-// One group of one feature as a file has it. The formats are ggml's (ggml-common.h).
+// One group of one feature, as stored in a file. The formats are ggml's (ggml-common.h).
 struct Stored {
     std::uint8_t code[GROUP];
     std::uint8_t factors[2];        // of scale and offset, or of the scales of both halves
@@ -79,7 +79,7 @@ void read(Kind kind, const std::uint8_t* block, int group, Stored& to) {
     }
 }
 
-// To place `feature` of a group, and of the scales before it where there are some.
+// Writes position `feature` of a group, and of the scales before it if there are any.
 void write(const Layout& layout, const Stored& from, int feature, std::uint8_t* group, std::uint8_t* super) {
     std::uint8_t* halves = layout.is_super ? super : group;  // of a block: once, before its first group
     if (halves) {
@@ -133,7 +133,7 @@ float half_at(const std::uint8_t* at) {
     return float(half);
 }
 
-// Code of column k of a group of one feature.
+// The code of column k of a group of one feature.
 int code_of(const Layout& layout, const std::uint8_t* group, int feature, int k) {
     const int quad = k / 4;
     const std::uint8_t* at = group + layout.codes_at() + 4 * feature + k % 4;

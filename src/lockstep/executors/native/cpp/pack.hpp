@@ -6,11 +6,11 @@
 
 namespace lockstep::native {
 
-// Rows of `features` weights, stored one after the other as blocks, to panels; columns are whole blocks. Places for
-// features that the last panel does not have get codes and scales of 0.
+// Converts rows of `features` weights, stored one after the other as blocks, to panels; columns are whole blocks.
+// Unused features of the last panel get codes and scales of 0.
 void pack(Kind kind, const std::uint8_t* blocks, std::int64_t features, std::int64_t columns, std::uint8_t* panels);
 
-// One row of packed weights as floats [columns]: (code - zero) * scale + offset, with two roundings at most.
+// Converts one row of packed weights to floats [columns]: (code - zero) * scale + offset, with at most two roundings.
 void unpack_row(const Matrix& weights, std::int64_t feature, float* out);
 
 }  // namespace lockstep::native

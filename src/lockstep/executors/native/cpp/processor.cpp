@@ -8,11 +8,11 @@ namespace lockstep::native {
 namespace {
 
 #if defined(__x86_64__)
-// Bits of CPUID's answers, by Intel's Software Developer's Manual, volume 2A.
+// Bits of CPUID results, from Intel's Software Developer's Manual, volume 2A.
 constexpr unsigned FMA = 1u << 12, OSXSAVE = 1u << 27, AVX = 1u << 28, F16C = 1u << 29;  // leaf 1, ecx
 constexpr unsigned AVX2 = 1u << 5, AVX512F = 1u << 16, AVX512BW = 1u << 30, AVX512VL = 1u << 31;  // leaf 7, ebx
 constexpr unsigned AVX512VNNI = 1u << 11;                                                         // leaf 7, ecx
-constexpr unsigned YMM_STATE = 0x6, ZMM_STATE = 0xe6;  // of XCR0: registers that the system saves
+constexpr unsigned YMM_STATE = 0x6, ZMM_STATE = 0xe6;  // of XCR0: registers that the operating system saves
 
 struct Processor {
     unsigned one = 0, seven = 0, seven_c = 0, saved = 0;

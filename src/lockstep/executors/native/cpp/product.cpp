@@ -1,5 +1,5 @@
-// Products of whole matrices: how they are cut into panels and tiles. The same cut on every instruction set, though no
-// bit depends on it.
+// Products of whole matrices: divides them into panels and tiles. Every instruction set uses the same division, though
+// no bit depends on it.
 #include "product.hpp"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace lockstep::native {
 namespace {
 
-constexpr std::int64_t BAND_BYTES = 256 << 10;  // quantised rows that stay in the second cache while panels pass
+constexpr std::int64_t BAND_BYTES = 256 << 10;  // quantised rows that stay in the L2 cache while panels pass
 
 void store(const float* tile, int rows, std::int64_t count, float* out, std::int64_t stride) {
     for (int row = 0; row < rows; row++)

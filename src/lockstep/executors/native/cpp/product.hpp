@@ -15,16 +15,16 @@
 namespace lockstep::native {
 
 constexpr int GROUP = 32;     // columns that share a scale
-constexpr int PANEL = 32;     // output features that lie side by side
+constexpr int PANEL = 32;     // output features that are stored side by side
 constexpr int SUPER = 8;      // groups of a block of Q4_K, Q5_K and Q6_K
-constexpr int MAX_TILE = 6;   // rows of activations that a kernel takes at once
+constexpr int MAX_TILE = 6;   // rows of activations that a kernel processes at once
 constexpr int MAX_PRODUCT_COLUMNS = 1 << 20;
 constexpr int MAX_PRODUCT_FEATURES = 1 << 24;
 
 enum class Kind : int { q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
 constexpr int KINDS = 8;
 
-// A group of one row of activations.
+// One group of a row of activations.
 struct Numbers {
     float scale;
     std::int16_t sums[2];  // of the first and the last sixteen numbers
@@ -65,7 +65,7 @@ constexpr Layout LAYOUTS[KINDS] = {
 constexpr const Layout& layout_of(Kind kind) { return LAYOUTS[int(kind)]; }
 constexpr int tile_rows(Kind kind) { return layout_of(kind).high_bits() ? 4 : MAX_TILE; }
 
-// The part of the next panel that a tile fetches on its way.
+// The part of the next panel that a tile prefetches.
 struct Fetch {
     const std::uint8_t* next;
     int lines;  // of 64 bytes, for each group
@@ -73,9 +73,10 @@ struct Fetch {
 
 struct Products {
     const char* name;
-    // One row of n columns to its groups; the last group is filled with zeros.
+    // Converts one row of n columns to groups; the last group is padded with zeros.
     void (*quantise)(const float* x, std::int64_t n, Numbers* out);
-    // One panel with `rows` rows, 1 to tile_rows(kind), whose groups begin `stride` apart, to out[rows][PANEL].
+    // Multiplies one panel with `rows` rows, 1 to tile_rows(kind), whose groups begin `stride` apart, into
+    // out[rows][PANEL].
     void (*tile)(Kind kind, const std::uint8_t* panel, std::int64_t groups, const Numbers* x, std::int64_t stride,
                  int rows, float* out, Fetch fetch);
     // Rows of float weights, type as in FloatType, stored one after the other: out[row * out_stride + feature].
@@ -84,7 +85,7 @@ struct Products {
 };
 
 const Products* products_portable();
-const Products* products_avx2();  // null where the source is not compiled for that instruction set
+const Products* products_avx2();  // null if the source is not compiled for that instruction set
 const Products* products_avx512();
 
 struct Elements;
@@ -103,10 +104,10 @@ struct Matrix {
     std::int64_t panel_bytes() const { return layout_of(kind).panel_bytes(groups()); }
 };
 
-constexpr int FETCH_FROM_ROWS = 5;  // with fewer rows the processor's own fetching is as good
+constexpr int FETCH_FROM_ROWS = 5;  // with fewer rows, hardware prefetching is as good
 
-// One panel times rows, in tiles of equal size as nearly as can be: take(first row, rows) after each, whose outputs are in
-// `result` [MAX_TILE][PANEL].
+// Multiplies one panel with rows, in tiles of almost equal size. Calls take(first row, rows) after each, whose outputs
+// are in `result` [MAX_TILE][PANEL].
 template <class F>
 void each_tile(const Products& isa, const Matrix& w, std::int64_t panel, const Numbers* x, std::int64_t rows,
                float* result, const F& take) {

@@ -115,7 +115,7 @@ INLINE void dots_of_bytes(const std::uint8_t* at, const Numbers* x, std::int64_t
     }
 }
 
-// Of eight features, which begin at `feature`.
+// Computes eight features, which begin at `feature`.
 template <Kind K, int R>
 INLINE void dots_of(const std::uint8_t* group, int feature, const Numbers* x, std::int64_t stride, __m256i (&dot)[R]) {
     constexpr Layout layout = layout_of(K);
@@ -158,7 +158,7 @@ INLINE __m256 offsets(const std::uint8_t* group, const std::uint8_t* super, int 
     return _mm256_mul_ps(halves_at(super + 2 * PANEL + feature * 2), factors_at(group + PANEL + feature));
 }
 
-// Groups outside and features inside: weights are read once and in order, sums wait in the first cache.
+// Groups in the outer loop and features in the inner: weights are read once and in order, sums stay in the L1 cache.
 template <Kind K, int R>
 void rows(const std::uint8_t* panel, std::int64_t groups, const Numbers* x, std::int64_t stride, float* out,
           Fetch fetch) {

@@ -44,7 +44,7 @@ INLINE __m512i quad(const Numbers& x, int q) {
     return _mm512_set1_epi32(four);
 }
 
-// Codes of quad Q of sixteen features; `at` is where those of the panel begin, plus 64 for its second half.
+// Codes of quad Q of sixteen features. `at` is the start of the panel's codes, plus 64 for its second half.
 template <Kind K, int Q>
 INLINE __m512i codes(const std::uint8_t* at) {
     constexpr Layout layout = layout_of(K);
@@ -80,8 +80,8 @@ INLINE void add_half(const std::uint8_t* at, const Numbers* x, std::int64_t stri
     add_quad<K, HALF * 4 + 3, R>(at, x, stride, dot);
 }
 
-// What a group's sum begins with: the sum of its numbers times minus the code of weight 0. One instruction for one row;
-// with several, multiplications have more to do than what surrounds them.
+// The initial value of a group's sum: the sum of its numbers times minus the code of weight 0. It takes one instruction
+// for one row; with several rows, the multiplications dominate.
 template <int R>
 INLINE __m512i begin_with(const Numbers& x, int first, int last) {
     if constexpr (R > 2) return _mm512_set1_epi32(x.sums[0] * first + x.sums[1] * last);

@@ -11,13 +11,13 @@
 namespace lockstep::native {
 namespace {
 
-// A tile of one kind: the panel, its groups, rows and where they are, outputs.
+// A tile of one kind: the panel, its groups, the rows and their stride, and the outputs.
 using Tile = void (*)(const std::uint8_t*, std::int64_t, const Numbers*, std::int64_t, int, float*, Fetch);
 
-constexpr float LEAST = 0x1p-100f;  // a group whose numbers are all smaller is zero: its inverse would overflow
+constexpr float LEAST = 0x1p-100f;  // a group with only smaller numbers becomes zero, since its inverse would overflow
 
 struct Scale {
-    float scale, inverse;  // the inverse is 0 where no number has a code
+    float scale, inverse;  // the inverse is 0 if all codes are 0
 };
 
 // Of a group by the bits of its largest magnitude, which are ordered as the magnitudes are, with infinity and NaN above
@@ -29,7 +29,7 @@ inline Scale scale_of(std::int32_t bits) {
     return {largest * (1.f / 127.f), 127.f / largest};
 }
 
-// L::group of each 32 columns; the last ones are filled with zeros.
+// L::group of each 32 columns; the last ones are padded with zeros.
 template <class L>
 void quantise_row(const float* x, std::int64_t n, Numbers* out) {
     std::int64_t at = 0;

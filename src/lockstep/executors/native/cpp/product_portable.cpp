@@ -8,7 +8,7 @@ namespace lockstep::native {
 namespace {
 
 struct Group : Portable {
-    // x to the nearest integer, ties to even; |x| is below 2^22.
+    // Rounds x to the nearest integer, ties to even; |x| is below 2^22.
     static int nearest(float x) {
         const float shifted = x + 0x1.8p23f;
         return int(with_bits<std::uint32_t>(shifted) & 0x7fffff) - 0x400000;

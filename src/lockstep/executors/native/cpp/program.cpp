@@ -10,7 +10,7 @@ constexpr std::int64_t MAX_OPS = 1 << 20;
 
 bool is_within(std::int64_t index, std::int64_t count) { return index >= 0 && index < count; }
 
-// `count` numbers of Program::vectors from a place on.
+// True if `count` numbers of Program::vectors exist from an index on.
 bool has_numbers(const Program& p, std::int64_t at, std::int64_t count) {
     return at >= 0 && count >= 0 && at <= p.num_vectors && count <= p.num_vectors - at;
 }
@@ -36,7 +36,7 @@ const char* weight_fault(const Weight& w) {
     return w.data && w.bytes >= m.count() * m.panel_bytes() ? nullptr : "a weight is cut";
 }
 
-// Weights of a product or a gate, all with as many columns as their input has.
+// Checks the weights of a product or a gate: all have as many columns as their input.
 const char* operand_fault(const Program& p, const Op& op, std::int64_t& features) {
     features = 0;
     if (op.num_weights < 1 || op.first_weight < 0 || op.first_weight > p.num_weights - op.num_weights)

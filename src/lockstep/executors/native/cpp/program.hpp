@@ -1,9 +1,9 @@
-// A forward pass as data: the operations of a model in order, and the memory that they read and write. Python makes it
-// (program.py), `Forward` runs it.
+// A forward pass as data: the operations of a model in order, and the memory that they read and write. Python builds it
+// (program.py), and `Forward` runs it.
 //
-// A program has three parts. The body takes all tokens of a step from their ids to the state after the last layer. The
-// final part makes hidden states of the rows that are wanted, and the head makes logits of these. Every operation but
-// attention treats each row by itself.
+// A program has three parts. The body computes the state after the last layer from the token ids of a step. The final
+// part computes the hidden states of the requested rows, and the head computes their logits. Every operation except
+// attention computes each row separately.
 #pragma once
 
 #include "attention.hpp"
@@ -12,13 +12,13 @@
 
 namespace lockstep::native {
 
-// What an operation does with rows of its buffers. `vector` is a place in Program::vectors.
+// Operations on the rows of buffers. `vector` is an index into Program::vectors.
 //
 //   embed      out = row `id` of the table * factor
 //   norm       out = RMS norm of in, with epsilon and the weights at `vector`
 //   quantise   out = in, as groups of int8 numbers
 //   product    y = in times each of the weights in turn, side by side; + the biases at `vector`; / divisor;
-//              then out = y, or out = out + y * factor where `adds`
+//              then out = y, or out = out + y * factor if `adds`
 //   gate       out = function(in times the first weight) * (in times the second one)
 //   add        out = out + in * factor
 //   attention  out = attention of queries, keys and values in `in`, with norms of heads at `vector`
@@ -53,7 +53,7 @@ struct Weight {
     Matrix matrix() const { return {Kind(type), features, columns, static_cast<const std::uint8_t*>(data)}; }
 };
 
-enum class Life : std::int32_t { step, rows };  // of a buffer: all rows of a step at once, or some of them for a while
+enum class Life : std::int32_t { step, rows };  // lifetime of a buffer: all rows of a step, or some rows temporarily
 
 struct Buffer {
     std::int32_t columns;
@@ -89,7 +89,7 @@ struct Program {
     std::int32_t storage, vocab_size;
 };
 
-// nullptr, or what is wrong with a program: after this check nothing reads or writes outside the memory it names.
+// Checks a program. Returns nullptr, or an error message. A valid program never accesses memory that it does not name.
 const char* fault_of(const Program&);
 
 }  // namespace lockstep::native

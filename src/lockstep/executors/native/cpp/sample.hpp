@@ -41,7 +41,7 @@ struct Sample {
         for (std::int64_t i = 0; i < n; i++) out[i] = canonical(exp_64((double(x[i]) - peak) / temperature));
     }
 
-    // One sixteen of float weights.
+    // Sixteen float weights.
     static V weight(V x, V peak, V inverse) { return M::exp(L::mul(L::sub(x, peak), inverse)); }
 
     static void weigh_lightly(const float* x, float peak, double temperature, std::int64_t n, float* out) {
@@ -49,7 +49,7 @@ struct Sample {
         Row<L>::map(n, out, [&](std::int64_t i, auto lanes) { return weight(lanes.load(x + i), highest, inverse); });
     }
 
-    // The greatest element; of a row with NaN any of its elements, or -inf.
+    // The greatest element; for a row with NaN, any of its elements, or -inf.
     static float largest(const float* x, std::int64_t n) {
         V found = L::set(-__builtin_inff());
         std::int64_t i = 0;

@@ -5,7 +5,7 @@
 namespace lockstep::native {
 namespace {
 
-constexpr int POLLS = 2000;  // some 20 to 60 microseconds, the distance between the products of a small model's step
+constexpr int POLLS = 2000;  // 20 to 60 microseconds, the time between the products of a small model's step
 
 inline void pause() {
 #if defined(__x86_64__)

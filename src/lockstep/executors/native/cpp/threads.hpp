@@ -1,5 +1,5 @@
-// A pool of threads that take fixed shares of a piece of work. Results never depend on how many there are, because each
-// share writes outputs of its own.
+// A pool of threads that process fixed shares of the work. Results never depend on the number of threads, because each
+// share writes its own outputs.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@ namespace lockstep::native {
 
 constexpr int MAX_THREADS = 256;
 
-// Threads beside the caller's, which takes the first share. They poll for a short time after a piece of work and then
-// sleep, so that an idle pool uses no processor. One caller at a time; others wait.
+// Threads in addition to the caller's, which takes the first share. They poll for a short time after a piece of work
+// and then sleep, so that an idle pool uses no processor time. One caller at a time; others wait.
 class Pool {
 public:
     explicit Pool(int threads);
@@ -23,7 +23,7 @@ public:
     Pool& operator=(const Pool&) = delete;
 
     int size() const { return int(workers.size()) + 1; }
-    // Call work(context, part, size()) once for each part, and return when all have ended.
+    // Calls work(context, part, size()) once for each part, and returns when all calls have returned.
     void run(void (*work)(void*, int, int), void* context);
 
 private:
@@ -40,18 +40,18 @@ private:
     std::vector<std::thread> workers;
 };
 
-constexpr int CHUNKS = 4;  // into which each thread's part is cut
+constexpr int CHUNKS = 4;  // number of chunks of each thread's part
 
-// Call f(begin, end) for parts of count items, in any order. Each thread begins with a part of its own, one item after the
-// other, and then takes over chunks that others have not come to: a thread that another process delays does not delay
-// all. Without a pool the caller does all.
+// Calls f(begin, end) for parts of count items, in any order. Each thread begins with its own part, chunk by chunk, and
+// then takes chunks that others have not started, so that a thread delayed by another process does not delay all.
+// Without a pool the caller does all work.
 template <class F>
 void share(Pool* pool, std::int64_t count, const F& f) {
     if (pool == nullptr || pool->size() == 1 || count < 2) return f(0, count);
     struct alignas(64) Next {
         std::atomic<int> chunk;
     };
-    Next next[MAX_THREADS];  // by part; those that there are get a value
+    Next next[MAX_THREADS];  // by part; only the existing parts are initialised
     for (int part = 0; part < pool->size(); part++) next[part].chunk.store(0, std::memory_order_relaxed);
     struct Call {
         const F& f;
