@@ -118,7 +118,7 @@ async def test_as_many_files_are_kept_as_may_be(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "kept", StoreLimits(max_files=2, max_bytes=100))
     for number in range(2):
         await put(store, tmp_path, stored(number))
-    with pytest.raises(InvalidParameterError, match="2 files are kept"):
+    with pytest.raises(InvalidParameterError, match="2 files are stored"):
         await put(store, tmp_path, stored(2))
     with pytest.raises(InvalidParameterError, match="4 bytes of files are stored, and the limit is 100"):
         await put(store, tmp_path, stored(2, 98), "b")
