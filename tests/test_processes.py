@@ -34,7 +34,7 @@ def test_a_program_has_its_own_arguments_environment_streams_and_exit_code() -> 
 def test_its_warnings_and_errors_are_those_of_a_command() -> None:
     done = run("run", "no/such/model.gguf", "-p", "-", stdin="x")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("lockstep: error: no/such/model.gguf: nothing is there")
+    assert done.stderr.startswith("lockstep: error: no/such/model.gguf: no such file or directory")
 
 
 def test_a_signal_ends_it_as_it_ends_any() -> None:

@@ -121,7 +121,7 @@ UNSUPPORTED: Mapping[str, tuple[str, dict[str, Any], str]] = {
         "'linear' in layers with a sliding window",
     ),
     "sliding layers of llama": ("llama", {"layer_types": SLIDING}, "not part of a plain llama model"),
-    "not switched on": ("qwen3", {"layer_types": SLIDING}, "does not switch on"),
+    "not switched on": ("qwen3", {"layer_types": SLIDING}, "is not enabled"),
     "another kind of layer": ("qwen3", {"layer_types": ["linear_attention"]}, "type 'linear_attention'"),
     "partial rope": ("qwen2", {"partial_rotary_factor": 0.5}, "a part of each head"),
 }
@@ -272,7 +272,7 @@ def test_invalid_or_unsupported_gguf_metadata_is_rejected(case: str, tmp_path: P
 @pytest.mark.parametrize("name", ["mistral", "olmo3"])
 def test_names_that_no_converter_writes_are_not_known(name: str, tmp_path: Path) -> None:
     values = {**LLAMA, "general.architecture": text(name)}
-    with pytest.raises(UnsupportedArtifactError, match=f"architecture '{name}'; the known ones are llama"):
+    with pytest.raises(UnsupportedArtifactError, match=f"architecture '{name}'; supported: llama"):
         HandMadeGguf(values).open(tmp_path)
 
 

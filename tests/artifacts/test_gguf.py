@@ -172,12 +172,12 @@ def test_an_inconsistent_model_is_corrupt(case: str, tmp_path: Path) -> None:
 UNSUPPORTED = {
     "architecture": (
         changed(general__architecture=text("mamba")),
-        "'mamba'; the known ones are llama, qwen2, qwen3, gemma3",
+        "'mamba'; supported: llama, qwen2, qwen3, gemma3",
     ),
     "experts": (changed(llama__expert_count=u32(8)), "mixture of experts"),
     "split": (changed(split__count=u32(3)), "split GGUF"),
     "heads by layer": (changed(llama__attention__head_count_kv=floats([1.0])), "differ by layer"),
-    "rope scaling": (changed(llama__rope__scaling__type=text("spiral")), "scaling 'spiral'; the known ones are none"),
+    "rope scaling": (changed(llama__rope__scaling__type=text("spiral")), "scaling 'spiral'; supported: none"),
     "partial rope": (changed(llama__rope__dimension_count=u32(8)), "dimension_count is 8"),
     "unknown tensor": (reshaped("blk.0.attn_sub_norm.weight", 32), "attn_sub_norm.weight' is not part of"),
     "layer beyond the last": (reshaped("blk.1.attn_norm.weight", 32), "not part of a plain llama"),

@@ -98,7 +98,7 @@ def test_a_vocabulary_may_be_smaller_than_the_embedding() -> None:
 
 
 def test_weights_without_a_vocabulary_miss_their_tokenizer() -> None:
-    with pytest.raises(MissingTokenizerError, match=r"some\.gguf: holds no vocabulary"):
+    with pytest.raises(MissingTokenizerError, match=r"some\.gguf: has no vocabulary"):
         read_vocabulary(Metadata(PATH, {}), 10)
 
 

@@ -115,7 +115,7 @@ def set_config(**values: object) -> Callable[[Json], None]:
 
 
 UNSUPPORTED = {
-    "architecture": (set_config(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel; the known ones are LlamaFor"),
+    "architecture": (set_config(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel; supported: LlamaFor"),
     "classifier": (set_config(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
     "model type": (set_config(architectures=None, model_type="mamba"), "model type 'mamba'"),
     "activation": (set_config(hidden_act="gelu"), "activation 'gelu'"),
@@ -123,7 +123,7 @@ UNSUPPORTED = {
     "quantised": (set_config(quantization_config={"quant_method": "awq"}), "quantised by 'awq'"),
     "rope type": (
         set_config(rope_parameters={"rope_type": "spiral"}),
-        "rope type 'spiral'; the known ones are default",
+        "rope type 'spiral'; supported: default",
     ),
     "partial rope": (set_config(partial_rotary_factor=0.5), "part of each head"),
     "rope by layer": (set_config(rope_parameters={"full_attention": {"rope_type": "default"}}), "differ by layer"),
@@ -208,7 +208,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_shards_without_an_index_are_not_guessed(tmp_path: Path) -> None:
     path = write_huggingface(tmp_path / "m", "tiny-llama", "F16", num_shards=2)
     (path / "model.safetensors.index.json").unlink()
-    with pytest.raises(ArtifactNotFoundError, match=r"2 \.safetensors files and no model\.safetensors\.index\.json"):
+    with pytest.raises(ArtifactNotFoundError, match=r"2 \.safetensors files but no model\.safetensors\.index\.json"):
         reopen(path)
 
 
@@ -223,7 +223,7 @@ def test_a_tensor_in_two_shards_is_corrupt(tmp_path: Path) -> None:
     path = write_huggingface(tmp_path / "m", "tiny-llama", "F16", num_shards=2)
     first, second = (path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
     second.write_bytes(first.read_bytes())
-    with pytest.raises(CorruptArtifactError, match="is in an earlier shard too"):
+    with pytest.raises(CorruptArtifactError, match="is also in an earlier shard"):
         reopen(path)
 
 

@@ -103,10 +103,10 @@ def test_of_several_templates_the_default_one_is_taken(model: Path) -> None:
 
 def test_a_directory_of_weights_only_still_opens_and_the_tokenizer_is_missing(model: Path) -> None:
     (model / "tokenizer.json").unlink()
-    with pytest.raises(MissingTokenizerError, match=r"holds no tokenizer\.json$"):
+    with pytest.raises(MissingTokenizerError, match=r"has no tokenizer\.json$"):
         load(model)
     (model / "tokenizer.model").touch()
-    with pytest.raises(MissingTokenizerError, match=r"tokenizer\.model alone is not enough"):
+    with pytest.raises(MissingTokenizerError, match=r"tokenizer\.model is not sufficient"):
         load(model)
 
 
@@ -136,7 +136,7 @@ def test_a_token_beyond_the_embedding_is_corrupt(model: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("generation_config.json", {"eos_token_id": "2"}, "'eos_token_id' holds '2'"),
+        ("generation_config.json", {"eos_token_id": "2"}, "'eos_token_id' has '2'"),
         ("generation_config.json", {"eos_token_id": [2, None]}, "holds None"),
         ("tokenizer_config.json", {"eos_token": 2}, "'eos_token' is of type int"),
         ("tokenizer_config.json", {"eos_token": {"text": "x"}}, "'content' is missing"),

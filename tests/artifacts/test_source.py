@@ -48,11 +48,15 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "error", "message"),
     [
-        ([], ArtifactNotFoundError, "no config.json there, but nothing; a model is"),
-        (["notes.txt"], ArtifactNotFoundError, "no config.json there, but notes.txt"),
-        (["b.gguf", "a.gguf"], ArtifactNotFoundError, "give one of them: a.gguf, b.gguf"),
+        ([], ArtifactNotFoundError, "the directory has no config.json, but nothing; a model is"),
+        (["notes.txt"], ArtifactNotFoundError, "the directory has no config.json, but notes.txt"),
+        (["b.gguf", "a.gguf"], ArtifactNotFoundError, "specify one of them: a.gguf, b.gguf"),
         ([f"{i}.txt" for i in range(9)], ArtifactNotFoundError, "7.txt, …"),
-        (["openvino_model.xml"], ArtifactNotFoundError, "no config.json there, but openvino_model.xml; a model is"),
+        (
+            ["openvino_model.xml"],
+            ArtifactNotFoundError,
+            "has no config.json, but openvino_model.xml; a model is",
+        ),
     ],
 )
 def test_a_directory_without_a_model_is_rejected_with_a_list_of_its_files(
@@ -68,7 +72,7 @@ def test_a_directory_without_a_model_is_rejected_with_a_list_of_its_files(
 def test_a_part_of_a_huggingface_model_points_to_its_directory(tmp_path: Path) -> None:
     path = write_huggingface(tmp_path / "m", "tiny-llama", "F16")
     for name in ("model.safetensors", "config.json"):
-        with pytest.raises(ArtifactNotFoundError, match="give the directory that holds it"):
+        with pytest.raises(ArtifactNotFoundError, match="specify its directory"):
             open_artifact(str(path / name), cache_dir=tmp_path)
 
 
@@ -84,9 +88,9 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ("hf://name", ArtifactNotFoundError, "a model on the hub is called hf://org/name"),
+        ("hf://name", ArtifactNotFoundError, "the name of a model on the hub is hf://org/name"),
         ("stub://router", ArtifactNotFoundError, "a stub is a fake model"),
-        ("pocket://other", ArtifactNotFoundError, "the embedded model is called pocket://"),
+        ("pocket://other", ArtifactNotFoundError, "the embedded model is named pocket://"),
         ("s3://bucket/key", ArtifactNotFoundError, "unknown scheme 's3'"),
         ("", ArtifactNotFoundError, "no config.json"),
         ("a\0b", ArtifactNotFoundError, "a model is"),

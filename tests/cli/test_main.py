@@ -104,7 +104,7 @@ def test_a_chat_remembers_until_it_is_cleared() -> None:
         (("run", STUB, "--json"), "--json needs a prompt"),
         (("run", STUB, "-p", "x", "--raw", "--system", "y"), "--system needs a chat template"),
         (("run", "stub://x?bad=1", "-p", "x"), "unknown stub option 'bad'"),
-        (("run", "no/such/model.gguf", "-p", "x"), "nothing is there"),
+        (("run", "no/such/model.gguf", "-p", "x"), "no such file or directory"),
         (("run", STUB, "-p", "x", "--kv-cache-dtype", "u8"), "'--kv-cache-dtype': 'u8'"),
         (("models", "info", "stub://x"), "a stub is a fake model"),
     ],

@@ -173,7 +173,7 @@ def test_a_source_that_cannot_be_served_refuses_the_boot(check: Check, tmp_path:
     assert first.startswith("a: ")
     assert "torn.gguf" in first
     assert second.startswith("b: ")
-    assert "nothing is there" in second
+    assert "no such file or directory" in second
 
 
 def test_budgets_without_an_exact_unit_are_a_warning(check: Check) -> None:

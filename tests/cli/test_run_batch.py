@@ -83,7 +83,7 @@ def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
     [
         (b"", "the file has no requests"),
         (b"{oops\n", "line 1: the line is not valid JSON"),
-        (jsonl([line(0), line(0)]), "line 2: custom_id 'request-0' is also used in line 1, too"),
+        (jsonl([line(0), line(0)]), "line 2: custom_id 'request-0' is also used in line 1"),
         (jsonl([line(0, model="gpt-4o")]), "line 1: model is 'gpt-4o', and it is 'pocket' here"),
     ],
 )

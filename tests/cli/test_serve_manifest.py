@@ -219,7 +219,7 @@ def test_a_hangup_brings_the_file_in_and_a_faulty_one_changes_nothing(tmp_path: 
         until(lambda: "legal" in names_of(server), "the new model is served")
         path.write_text(SMALL + "zebra: 1\n")
         server.signal(signal.SIGHUP)
-        until(lambda: "is not brought in: line 11" in server.stderr, "the fault is logged with its line")
+        until(lambda: "is not applied: line 11" in server.stderr, "the fault is logged with its line")
         assert "legal" in names_of(server)
         assert server.stop() == 0
 

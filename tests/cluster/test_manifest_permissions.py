@@ -186,7 +186,7 @@ def test_a_permitted_key_gets_detailed_errors_and_private_remotes(
         assert served.put_source(str(served.folder / "link.gguf"), key).status_code == 200
         missed = served.put_source(str(served.outside / "modle.gguf"), key)
         assert missed.status_code == 422
-        assert "nothing is there; did you mean model.gguf" in missed.json()["error"]["message"]
+        assert "no such file or directory; did you mean model.gguf" in missed.json()["error"]["message"]
         text = "cluster: c\nmodels:\n  a: {source: 'stub://a'}\n  m: {remote: {base_url: 'http://127.0.0.1:1/v1'}}\n"
         assert served.put(text, key).status_code == 200
 

@@ -286,7 +286,7 @@ async def test_requests_to_a_closed_model_are_unavailable(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_model_that_cannot_be_loaded_is_one_clear_error(kind: Kind, tmp_path: Path) -> None:
     model = model_of(str(tmp_path / "absent.gguf"), kind)
-    with pytest.raises(ArtifactNotFoundError, match=r"absent\.gguf: nothing is there"):
+    with pytest.raises(ArtifactNotFoundError, match=r"absent\.gguf: no such file or directory"):
         await model.start()
     await model.close()
 

@@ -95,7 +95,7 @@ async def test_a_model_that_cannot_be_loaded_is_tried_again(tmp_path: Path, monk
     async with replica(demand(source=source), write_secret(tmp_path), told.append) as host:
         await eventually(lambda: host.place.num_starts >= 3)
         failed = next(each for each in told if each.state is ReplicaPhase.FAILED)
-        assert failed.reason.startswith(f"{source}: nothing is there")
+        assert failed.reason.startswith(f"{source}: no such file or directory")
 
 
 async def test_the_newest_status_is_reported_again_until_it_is_received(

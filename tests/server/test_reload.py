@@ -56,7 +56,7 @@ async def test_what_is_only_not_now_is_tried_again(tmp_path: Path, caplog: pytes
     path.write_text("cluster: other")
     async with reloading(cluster, path) as reload:
         reload.request()
-        await until_logged(caplog, "is brought in: 1 models are new")
+        await until_logged(caplog, "is applied: 1 models added")
     assert cluster.text == "cluster: other"
 
 
@@ -65,7 +65,7 @@ async def test_trying_again_ends(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     path.write_text("cluster: other")
     async with reloading(cluster, path) as reload:
         reload.request()
-        await until_logged(caplog, "is not brought in: the device worker ended")
+        await until_logged(caplog, "is not applied: the device worker ended")
         assert cluster.num_tries == MAX_TRIES
         cluster.num_failures = 0
         reload.request()

@@ -1,1 +1,4 @@
-"""Models on disk: where they are, what they are, their tensors and their tokenizer. Depends on no executor."""
+"""Model artifacts: locate and open models on disk, and read their configuration, tensors and tokenizer.
+
+Independent of executors.
+"""

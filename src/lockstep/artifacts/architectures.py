@@ -1,7 +1,7 @@
-"""The architectures that the one dense decoder covers, and what their files take for granted. Data, no code.
+"""Architecture table: lists the architectures that the dense decoder supports, with the defaults of their files.
 
-Sources: the configuration and modelling classes of transformers (`configuration_*.py`, `modeling_*.py`), and for GGUF
-llama.cpp's `src/models/*.cpp` and `convert_hf_to_gguf.py`.
+Data only. Sources: the configuration and modelling classes of transformers (`configuration_*.py`, `modeling_*.py`), and
+for GGUF llama.cpp's `src/models/*.cpp` and `convert_hf_to_gguf.py`.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One row of the table: constants of a family of models, and the defaults of its configuration class."""
+    """One row of the table: constants of a model family, and the defaults of its configuration class."""
 
     name: str
-    """Ours, and the one that `ModelConfig.architecture` bears."""
+    """Name in `ModelConfig.architecture`."""
     class_name: str
-    """In config.json."""
+    """Class name in config.json."""
     model_type: str = ""
-    """In config.json; empty: as the name."""
+    """Model type in config.json; empty: equal to the name."""
     in_gguf: bool = True
-    """True if GGUF files bear the name; models of the others are written under another one's."""
+    """True if GGUF files use the name. GGUF files of other architectures have the name of a compatible one."""
     interleaved: bool = False
-    """GGUF stores the rows of q and k for a rope on neighbouring pairs; otherwise for one on halves."""
+    """True if GGUF stores the rows of q and k for rope on adjacent pairs; otherwise for rope on halves."""
     traits: Mapping[str, object] = field(default_factory=dict)
-    """Fields of `ModelConfig` that all its models have."""
+    """Fields of `ModelConfig` that are the same for all models of the architecture."""
     norm_offset: float = 0.0
-    """Offset that Hugging Face files leave out of each norm weight. Converters to GGUF add it."""
+    """Offset that must be added to each norm weight of Hugging Face files. Converters to GGUF have added it."""
     hidden_act: str = "silu"
-    """The one activation of config.json that is computed."""
+    """The only supported activation in config.json."""
     fused: bool = False
-    """q, k and v are rows of one matrix, gate and up of another."""
+    """True if q, k and v are rows of one matrix, and gate and up rows of another."""
     partial_rope: bool = False
-    """Rope may cover the leading part of each head only."""
+    """True if rope can be limited to the leading part of each head."""
     windows: str = "none"
-    """Layers with a sliding window: ``none``, ``all`` (when its size is set), ``optional`` (those that the file
-    names, when it switches them on) or ``periodic`` (all but every ``period``-th)."""
+    """Layers with a sliding window: ``none``, ``all`` (if its size is set), ``optional`` (the layers that the file
+    lists, if it enables them) or ``periodic`` (all but every ``period``-th)."""
     period: int = 0
     rms_norm_eps: float = 1e-6
     head_dim: int | None = None
-    """None: hidden size by number of heads."""
+    """Default head size. None: hidden size divided by the number of heads."""
     tied_embeddings: bool = False
     rope_theta: float = 10000.0
     local_rope_theta: float | None = None
-    """Base in layers with a window; None: as ``rope_theta``."""
+    """Rope base in layers with a window; None: equal to ``rope_theta``."""
     sliding_window: int = 0
 
 

@@ -1,7 +1,7 @@
-"""A name for content: BLAKE2b-128 over what the files hold, whatever they are called and wherever they lie.
+"""Fingerprints of artifacts: compute BLAKE2b-128 over file contents, independent of the files' names and locations.
 
-Hashing a gigabyte takes over a second, so the digest of a file is remembered under (path, size, mtime, inode). The
-cache is only ever a shortcut: a record that is damaged, stale or cannot be written costs time and nothing else.
+Hashing a gigabyte takes more than a second, so the digest of a file is cached under its path, size, mtime and inode.
+The cache is only an optimization: a damaged, outdated or unwritable record costs time but has no other effect.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _DIGEST_BYTES = 16
 _RECORD = re.compile(r"([0-9]+ [0-9]+ [0-9]+ ([0-9a-f]{32})) ([0-9a-f]{32})\n?")
 _MIN_CACHED_BYTES = 1 << 20
 _MAX_RECORDS = 4096
-"""At this many the cache starts anew; a record is a line, and few machines hold as many weight files."""
+"""Maximum number of cached records, after which the cache is cleared. Few machines have as many weight files."""
 _SETTLED_NS = 2_000_000_000
-"""A file changed less than this ago may change again within its timestamp's grain: it is hashed, not remembered."""
+"""Minimum age of a change for caching. A more recently changed file may change again without a new timestamp."""
 
 
 def file_fingerprint(path: Path, cache_dir: Path) -> str:
-    """32 hex digits over the bytes of one file.
+    """Fingerprint of one file's content, as 32 hex digits.
 
     Raises:
         ArtifactNotFoundError: the file cannot be read.
@@ -49,7 +49,7 @@ def file_fingerprint(path: Path, cache_dir: Path) -> str:
 
 
 def files_fingerprint(root: Path, names: Iterable[str], cache_dir: Path) -> str:
-    """32 hex digits over several files below a root: their relative names and contents, in order of name."""
+    """Fingerprint of several files below a root, as 32 hex digits: relative names and contents, in order of name."""
     lines = [f"{name}\0{file_fingerprint(root / name, cache_dir)}\n" for name in sorted(names)]
     return _digest("".join(lines).encode())
 
@@ -69,7 +69,7 @@ def _recall(record: Path, state: str) -> str | None:
 
 
 def _remember(record: Path, content: str) -> None:
-    """Write whole or not at all; a cache that cannot be written is no error."""
+    """Write a record atomically. Errors are ignored."""
     with contextlib.suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
         present = list(record.parent.iterdir())

@@ -1,6 +1,6 @@
-"""Generation defaults that an artifact carries: which tokens end a sequence, and its sampling parameters.
+"""Generation defaults of artifacts: read the end tokens and the sampling parameters that model files contain.
 
-End tokens are a set: chat models have several, and files name only some of them. Sampling defaults bear the names of
+Chat models have several end tokens, and files name only some of them. Sampling defaults have the names of
 `Artifact.sampling_defaults`.
 """
 
@@ -13,13 +13,13 @@ from lockstep.errors import CorruptArtifactError
 from lockstep.option_fields import OptionType, Range
 
 MAX_TEMPERATURE = 1e6
-"""Beyond it every token is as likely as the next, and float32 overflows."""
+"""Maximum temperature. Above it, all tokens are equally likely and float32 overflows."""
 TEMPERATURE = Range(0, MAX_TEMPERATURE)
 TOP_K = Range(-1)
 TOP_P = Range(0, 1, above_low=True)
 MIN_P = Range(0, 1)
 REPETITION_PENALTY = Range(1e-6, 1e6)
-"""It divides and multiplies logits; what they become stays finite in float32."""
+"""Range for which scaled logits stay finite in float32."""
 _KNOWN: Mapping[str, tuple[str, OptionType]] = {
     "temperature": ("general.sampling.temp", OptionType(float, TEMPERATURE)),
     "top_k": ("general.sampling.top_k", OptionType(int, TOP_K)),
@@ -27,7 +27,8 @@ _KNOWN: Mapping[str, tuple[str, OptionType]] = {
     "min_p": ("general.sampling.min_p", OptionType(float, MIN_P)),
     "repetition_penalty": ("general.sampling.penalty_repeat", OptionType(float, REPETITION_PENALTY)),
 }
-"""By our name, which is generation_config.json's: GGUF's key, which llama.cpp's converter copies, and the values.
+"""By parameter name (as in generation_config.json): the GGUF key, which llama.cpp's converter writes, and the allowed
+values.
 
 Requests have the same ranges (`executors.sampling_params`)."""
 END_TEXTS = (
@@ -50,29 +51,31 @@ END_TEXTS = (
     "<|repo_name|>",
     "<|file_sep|>",
 )
-"""Spellings with which models of the known architectures close a turn or a text, as llama.cpp lists them."""
+"""Texts of tokens that end a turn or a text in models of the supported architectures, as listed by llama.cpp."""
 MARKER_TEXTS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
-"""Spellings that llama.cpp takes for control tokens, whatever the file states, as it does with those above."""
+"""Further texts of tokens that llama.cpp always treats as control tokens, whatever their type in the file."""
 
 
 def from_generation_config(config: Mapping[str, object], path: Path) -> dict[str, float | int]:
-    """The values that are present. As in vLLM, ``do_sample`` has no effect: a temperature in the file is the default,
-    and a request sets ``temperature: 0`` for greedy decoding.
+    """Return the values that are set.
+
+    As in vLLM, ``do_sample`` has no effect: the temperature in the file is the default, and a request sets
+    ``temperature: 0`` for greedy decoding.
     """
     return _checked({name: config.get(name) for name in _KNOWN}, path)
 
 
 def from_gguf(metadata: Mapping[str, object], path: Path) -> dict[str, float | int]:
-    """The values that are present."""
+    """Return the values that are set."""
     return _checked({name: metadata.get(key) for name, (key, _) in _KNOWN.items()}, path)
 
 
 def end_token_ids(named: Iterable[int], special_tokens: Mapping[str, int]) -> tuple[int, ...]:
-    """Sorted ids: those that the artifact names, and its special tokens with a known spelling.
+    """Return the sorted ids of all end tokens: those that the artifact names, and special tokens with a known text.
 
     Args:
-        named: ids that the artifact calls eos, eot or eom.
-        special_tokens: text and id of its control tokens.
+        named: ids that the artifact names as eos, eot or eom.
+        special_tokens: ids of control tokens by text.
     """
     known = (special_tokens[text] for text in END_TEXTS if text in special_tokens)
     return tuple(sorted({*named, *known}))

@@ -1,7 +1,8 @@
-"""A GGUF file as an artifact: metadata as a `ModelConfig`, tensors renamed, split where fused, unpermuted.
+"""GGUF artifacts: convert the metadata to a `ModelConfig`, and rename, split and unpermute the tensors.
 
-Keys and names: llama.cpp's `gguf-py/gguf/constants.py`; defaults and constants: its `src/models/*.cpp`. What the
-tensors show (vocabulary, ties, biases) is read from them. `gguf_file` reads the bytes, `gguf_tokenizer` the tokens.
+Keys and names are from llama.cpp's `gguf-py/gguf/constants.py`; defaults and constants from its `src/models/*.cpp`.
+Properties that the tensors show (vocabulary size, tied embeddings, biases) are read from the tensors. `gguf_file` reads
+the container, `gguf_tokenizer` the vocabulary.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ _POST_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Names in models that normalise the outputs of attention and feed-forward: Hugging Face's shift there."""
+"""Names in models that normalize the outputs of attention and feed-forward, where Hugging Face's names are shifted."""
 _FUSED_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)", re.ASCII)
 ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
-"""Part of the configuration rather than of the weights."""
+"""Tensors that are part of the configuration and not of the weights."""
 _GEMMA3_27B_LAYERS = 62
 _SMOLLM3_PERIOD = 4
 _OLMO3_PERIOD = 4
@@ -70,10 +71,10 @@ _KNOWN_SCALINGS = ("none", "linear", "yarn", "longrope")
 
 
 def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
-    """Open and check a file; reads metadata, and the whole content once for its fingerprint.
+    """Open and check a file. Reads the metadata, and the whole content once for the fingerprint.
 
     Raises:
-        ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError: see `read_gguf`, `read_config`.
+        ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError: see `read_gguf` and `read_config`.
     """
     file = read_gguf(path)
     tensors = _canonical(file.tensors, file.metadata.text("general.architecture"))
@@ -96,14 +97,14 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
 
 
 def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
-    """The metadata as data.
+    """Convert the metadata to a model configuration.
 
     Args:
-        tensors: under canonical names.
+        tensors: tensors by canonical name.
 
     Raises:
-        UnsupportedArtifactError: an architecture or a variant that we do not know, by name.
-        CorruptArtifactError: a value is missing or of the wrong kind.
+        UnsupportedArtifactError: the architecture or a variant is not supported; the error names it.
+        CorruptArtifactError: a value is missing or has the wrong type.
     """
     metadata = file.metadata
     architecture = _architecture(metadata)
@@ -149,7 +150,7 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
 
 
 def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Tensor]:
-    """Rename; a name that we do not know stays, so that the layout check can refuse it."""
+    """Rename tensors to canonical names. An unknown name is kept, so that the layout check rejects it."""
     row = ARCHITECTURES.get(architecture)
     names = dict(_LAYER_NAMES)
     if row is not None and row.traits.get("post_norm", False):
@@ -169,7 +170,7 @@ def _canonical(tensors: Mapping[str, Tensor], architecture: str) -> dict[str, Te
 
 
 def _interleaved(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Converters permute q and k for architectures whose rope llama.cpp computes on neighbouring pairs."""
+    """Numbers of heads of permuted q and k tensors: those of architectures with rope on adjacent pairs in llama.cpp."""
     if not ARCHITECTURES[config.architecture].interleaved:
         return {}
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
@@ -180,7 +181,7 @@ def _architecture(metadata: Metadata) -> Architecture:
     name = metadata.text("general.architecture")
     known = {row.name: row for row in ARCHITECTURES.values() if row.in_gguf}
     if name not in known:
-        raise metadata.unsupported(f"architecture {name!r}; the known ones are {', '.join(known)}")
+        raise metadata.unsupported(f"architecture {name!r}; supported: {', '.join(known)}")
     return known[name]
 
 
@@ -213,7 +214,7 @@ def _rotary_dim(metadata: Metadata, architecture: Architecture, head_dim: int) -
 def _scales(
     metadata: Metadata, prefix: str, hidden_size: int, num_layers: int, num_heads: int, head_dim: int
 ) -> dict[str, float | None]:
-    """Factors under the names of `ModelConfig`. Gemma's are not in its files: llama.cpp has them in its code."""
+    """Scaling factors under the names of `ModelConfig`. Gemma's are constants in llama.cpp's code, not in its files."""
     if prefix == "gemma3":
         scaled_by = hidden_size // max(num_heads, 1) if num_layers == _GEMMA3_27B_LAYERS else head_dim
         return {"embedding_scale": max(hidden_size, 0) ** 0.5, "attention_scale": max(scaled_by, 1) ** -0.5}
@@ -229,7 +230,8 @@ def _scales(
 
 
 def _windows(metadata: Metadata, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
-    """As llama.cpp: it has windows for gemma3 and olmo2 only, and leaves out those that a phi3 file states."""
+    """Window sizes as in llama.cpp, which only implements windows for gemma3 and olmo2 and ignores those of phi3
+    files."""
     periods = {"gemma3": architecture.period, "olmo2": _OLMO3_PERIOD}
     size = metadata.integer(f"{architecture.name}.attention.sliding_window", 0)
     if architecture.name not in periods or size == 0:
@@ -243,9 +245,9 @@ def _local_theta(metadata: Metadata, architecture: Architecture, theta: float) -
 
 
 def _rope_scaling(file: GgufFile, architecture: Architecture, rotary_dim: int) -> tuple[RopeScaling | None, int]:
-    """The scaling, and the context for which it holds.
+    """Return the rope scaling, and the context length for which it is valid.
 
-    llama.cpp divides by `rope_freqs.weight` where there is one, and by the linear factor; never both in practice.
+    llama.cpp divides by `rope_freqs.weight` if present, and by the linear factor. No known file has both.
     """
     metadata, prefix = file.metadata, architecture.name
     context = metadata.integer(f"{prefix}.context_length")
@@ -256,7 +258,7 @@ def _rope_scaling(file: GgufFile, architecture: Architecture, rotary_dim: int) -
     if kind not in _KNOWN_SCALINGS:
         known = ", ".join(_KNOWN_SCALINGS)
         raise UnsupportedArtifactError(
-            f"rope scaling {kind!r}; the known ones are {known}, and llama3 (rope_freqs.weight)", path=file.path
+            f"rope scaling {kind!r}; supported: {known}, and llama3 (rope_freqs.weight)", path=file.path
         )
     if SHORT_FACTORS in file.tensors:
         trained = metadata.integer(f"{prefix}.rope.scaling.original_context_length", context)

@@ -1,10 +1,10 @@
-"""The GGUF container: metadata and tensors, memory-mapped, every length checked before it is believed.
+"""GGUF container reader: memory-maps a file and reads its metadata and tensors; every length is checked first.
 
-Source of the format: ggml's `docs/gguf.md`, versions 2 and 3. Depends on no architecture and no tokenizer.
+Source of the format: ggml's `docs/gguf.md`, versions 2 and 3. Independent of architectures and tokenizers.
 
-Why not `gguf.GGUFReader`: it makes an array object for each element of each list (measured: 12.9 s for a vocabulary of
-151,936 tokens with its merges, here 0.1 s), and a corrupt file shows as a `ValueError`, `KeyError` or `MemoryError` of
-numpy from deep inside. Its types and its dequantisation are what the tests compare with.
+`gguf.GGUFReader` is not used, because it creates an array object for each list element (measured: 12.9 s instead of 0.1
+s for a vocabulary of 151,936 tokens with merges), and reports corrupt files as `ValueError`, `KeyError` or
+`MemoryError` from inside numpy. The tests compare with its types and its dequantization.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 Value = bool | int | float | str | Callable[[], list[str]] | npt.NDArray[np.generic]
 
 _MAX_ENTRIES = 1 << 16
-"""More metadata keys or tensors than any model has; a corrupt count is refused before the loop."""
+"""Maximum number of metadata keys or tensors. No model has more; a corrupt count is rejected before the loop."""
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
@@ -48,7 +48,7 @@ _SCALARS: Mapping[int, np.dtype[np.generic]] = {
     12: np.dtype("<f8"),
 }
 
-# ggml's type number: our encoding.
+# Supported encodings by ggml type number.
 _ENCODINGS: Mapping[int, Encoding] = {
     0: Encoding.F32,
     1: Encoding.F16,
@@ -63,7 +63,7 @@ _ENCODINGS: Mapping[int, Encoding] = {
     14: Encoding.Q6_K,
 }
 
-# What else ggml writes, so that a refusal can name it.
+# Other ggml types, which errors name.
 _OTHER_TYPES: Mapping[int, str] = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K",
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
@@ -73,12 +73,12 @@ _OTHER_TYPES: Mapping[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An opened file. The tensors are views into the map and keep it alive."""
+    """An opened file. The tensors are views of the memory map and keep it open."""
 
     path: Path
     metadata: Metadata
     tensors: Mapping[str, Tensor] = field(repr=False)
-    """Under the names in the file, in file order."""
+    """Tensors by name, with the names and order of the file."""
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -86,14 +86,14 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises:
         ArtifactNotFoundError: the file cannot be read.
-        CorruptArtifactError: it is truncated or contradicts itself.
-        UnsupportedArtifactError: a version, byte order or tensor type that we do not know.
+        CorruptArtifactError: the file is truncated or inconsistent.
+        UnsupportedArtifactError: the version, byte order or a tensor type is not supported.
     """
     return _Reader(MappedTensors(path, 24, "a GGUF header (24)")).read()
 
 
 class _Reader:
-    """A position in the mapped file that never passes its end."""
+    """Reads sequentially from the mapped file, and never beyond its end."""
 
     def __init__(self, file: MappedTensors) -> None:
         self._file = file
@@ -154,9 +154,9 @@ class _Reader:
         return np.frombuffer(self._take(count * dtype.itemsize, key), dtype)
 
     def _strings(self, key: str, count: int) -> Callable[[], list[str]]:
-        """Check the extent of a list of strings and leave the reading for later.
+        """Check the extent of a list of strings. The strings are decoded later, by the returned function.
 
-        The one hot loop: a vocabulary and its merges are some 300,000 strings, which not every use of a model needs.
+        This is the only hot loop: a vocabulary with its merges has about 300,000 strings, which are not always needed.
         """
         if count * 8 > self._end - self._position:
             self._corrupt(f"metadata {key!r} declares {count} strings, more than the file holds")
@@ -179,7 +179,7 @@ class _Reader:
             self._corrupt(f"{what!r} is not UTF-8")
 
     def _tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
-        """Name, ggml type, shape (row-major), offset in the data part."""
+        """Read name, ggml type, shape (row-major) and offset in the data part."""
         name = self._string("a tensor name")
         num_dimensions = self._u32(name)
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -230,7 +230,7 @@ class _Reader:
 
 
 def _read_strings(path: Path, key: str, buffer: mmap.mmap, position: int, count: int) -> list[str]:
-    """Decode a list whose extent was checked."""
+    """Decode a list of strings whose extent has been checked."""
     strings = []
     length_at = struct.Struct("<Q").unpack_from
     try:

@@ -1,7 +1,7 @@
-"""The vocabulary of a GGUF file as a `tokenizers.Tokenizer` that splits text as llama.cpp does.
+"""Tokenizers of GGUF files: build a `tokenizers.Tokenizer` that splits text like llama.cpp.
 
-Source: llama.cpp's `llama-vocab.cpp` (token types, defaults, split expressions, end tokens). Goldens made with it are
-in `tests/golden/`. Two models: byte-level BPE ("gpt2") and SentencePiece ("llama").
+Source: llama.cpp's `llama-vocab.cpp` (token types, defaults, split expressions, end tokens). Golden files created with
+it are in `tests/golden/`. Two models are supported: byte-level BPE ("gpt2") and SentencePiece ("llama").
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def _llama3(digits: str) -> str:
 
 
 def _cased(contractions: str, digits: str) -> str:
-    """Words are cut where capitals follow small letters; as in llama.cpp, only a to z count as either."""
+    """Expression that splits words where a capital follows a small letter. As in llama.cpp, case is known for a to z
+    only."""
     capital, small = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
     start = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -45,13 +46,13 @@ def _cased(contractions: str, digits: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """A pre-tokenizer family: expressions applied one after the other, each piece on its own."""
+    """A family of pre-tokenizers: expressions that are applied in sequence, each to the pieces of the previous one."""
 
     expressions: tuple[str, ...]
     ignore_merges: bool = False
-    """A piece that is a token as a whole is that token, whatever the merges say."""
+    """True if a piece that is a token in the vocabulary becomes that token regardless of the merges."""
     add_bos: bool = False
-    """Default of the family, where the file does not say."""
+    """Whether the family adds BOS, if the file does not specify it."""
 
 
 _DEFAULT = Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
@@ -84,10 +85,10 @@ SPLITTERS: Mapping[str, Splitter] = {
     "command-r": _SMOLLM,
     "codeshell": _SMOLLM,
 }
-"""Value of `tokenizer.ggml.pre`: how text is cut before merging."""
+"""Splitters by value of `tokenizer.ggml.pre`."""
 
 _MAX_TOKEN_CHARS = 4096
-"""Longer tokens are refused: the work of finding an SPM token's merges grows with its length squared."""
+"""Maximum token length. The time to find the merges of an SPM token is quadratic in its length."""
 
 
 class _Type(IntEnum):
@@ -103,13 +104,13 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> TokenizerParts:
     """Build the tokenizer of a file.
 
     Raises:
-        MissingTokenizerError: the file holds weights only.
-        UnsupportedArtifactError: a tokenizer model or pre-tokenizer that we do not know, by name.
-        CorruptArtifactError: the vocabulary contradicts itself or the embedding.
+        MissingTokenizerError: the file has weights only.
+        UnsupportedArtifactError: the tokenizer model or pre-tokenizer is not supported; the error names it.
+        CorruptArtifactError: the vocabulary is inconsistent or does not match the embedding.
     """
     if "tokenizer.ggml.model" not in metadata.values:
         raise MissingTokenizerError(
-            "holds no vocabulary; a GGUF file with tokenizer.ggml.* metadata is needed", path=metadata.path
+            "has no vocabulary; a GGUF file with tokenizer.ggml.* metadata is required", path=metadata.path
         )
     vocabulary = _Vocabulary.read(metadata, vocab_size)
     model = metadata.text("tokenizer.ggml.model")
@@ -119,7 +120,7 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> TokenizerParts:
         tokenizer, adds_bos = _sentencepiece(metadata, vocabulary)
     else:
         raise metadata.unsupported(
-            f"tokenizer model {model!r}; gpt2 (byte-level BPE) and llama (SentencePiece) are known"
+            f"tokenizer model {model!r}; gpt2 (byte-level BPE) and llama (SentencePiece) are supported"
         )
     _add_tokens(tokenizer, vocabulary)
     bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
@@ -139,7 +140,7 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> TokenizerParts:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Tokens in order of id, unique and not empty."""
+    """Tokens in order of id; unique and not empty."""
 
     metadata: Metadata
     tokens: Sequence[str]
@@ -167,7 +168,7 @@ class _Vocabulary:
         if len(types) != len(tokens):
             raise metadata.corrupt(f"{len(types)} token types for {len(tokens)} tokens")
         for text in (*END_TEXTS, *MARKER_TEXTS):
-            if text in ids:  # converters often leave these ordinary, or user-defined
+            if text in ids:  # converters often mark these as normal or user-defined
                 types[ids[text]] = _Type.CONTROL
         return cls(metadata, tokens, ids, types)
 
@@ -185,17 +186,17 @@ class _Vocabulary:
         return index
 
     def added(self, name: str, index: int | None, by_default: bool) -> int | None:
-        """The id, if it is to be added to every text; a file that requires one must name it."""
+        """The id if the token is added to every text, otherwise None. Raises an error if a required token has no id."""
         key = f"tokenizer.ggml.add_{name}_token"
         if not self.metadata.flag(key, by_default):
             return None
         if index is None and key in self.metadata.values:
-            raise self.metadata.corrupt(f"{key!r} is set and no {name} token is named")
+            raise self.metadata.corrupt(f"{key!r} is set, but the file has no {name} token")
         return index
 
 
 def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and whether its family adds BOS unless the file states otherwise."""
+    """Return the tokenizer, and whether its family adds BOS by default."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
 
@@ -203,7 +204,7 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokenizer,
     splitter = SPLITTERS.get(name)
     if splitter is None:
         known = ", ".join(SPLITTERS)
-        raise metadata.unsupported(f"pre-tokenizer {name!r}; the known ones are {known}")
+        raise metadata.unsupported(f"pre-tokenizer {name!r}; supported: {known}")
     merges = []
     for merge in metadata.strings("tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
@@ -226,7 +227,7 @@ def _pre_tokenizer(splitter: Splitter) -> PreTokenizer:
 
 
 def _sentencepiece(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """llama.cpp joins the neighbours whose union scores best, the leftmost first: BPE with the scores as ranks."""
+    """Build BPE with scores as ranks: llama.cpp joins the neighbors with the best combined score, leftmost first."""
     from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
@@ -234,7 +235,7 @@ def _sentencepiece(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokeniz
     if len(scores) != len(vocabulary.tokens):
         raise metadata.corrupt(f"{len(scores)} scores for {len(vocabulary.tokens)} tokens")
     if not all(math.isfinite(score) for score in scores):
-        raise metadata.corrupt("'tokenizer.ggml.scores' holds scores that are not finite")
+        raise metadata.corrupt("'tokenizer.ggml.scores' has scores that are not finite")
     unknown = vocabulary.special("unknown") or 0
     tokenizer = Tokenizer(
         BPE(
@@ -256,8 +257,9 @@ def _sentencepiece(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokeniz
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, best score first; of one token, the longer left part first, which is
-    the leftmost pair in a run of equal characters.
+    """Return all pairs of tokens that form a third, best score first.
+
+    For one token, pairs with a longer left part come first, which is the leftmost pair in a run of equal characters.
     """
     ids = vocabulary.ids
     merges: list[tuple[str, str]] = []
@@ -269,7 +271,8 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[t
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Control tokens are special: matched in text only if the caller requires it. User-defined ones always match."""
+    """Add special tokens. Control tokens match in text only on request of the caller; user-defined tokens always
+    match."""
     from tokenizers import AddedToken
 
     def added(special: bool, *types: _Type) -> list[AddedToken]:
@@ -285,7 +288,7 @@ def _post_process(tokenizer: Tokenizer, vocabulary: _Vocabulary, first: int | No
 
     if first is None and last is None:
         return
-    # Names of our own in the template: a token's text may hold what the template syntax reserves.
+    # The template uses its own names, because token texts may contain reserved characters of the template syntax.
     names = {index: f"token{index}" for index in (first, last) if index is not None}
     begin, end = ([] if index is None else [names[index]] for index in (first, last))
     specials = [{"id": name, "ids": [index], "tokens": [vocabulary.tokens[index]]} for index, name in names.items()]

@@ -1,8 +1,8 @@
-"""A Hugging Face directory as an artifact: config.json, safetensors (sharded or not), tokenizer and defaults.
+"""Hugging Face artifacts: read a directory with config.json, safetensors (sharded or not), tokenizer and defaults.
 
 `huggingface_config` reads the configuration. The safetensors format is described in the README of
 huggingface/safetensors: a length, a JSON header and the data, which are memory-mapped. The `safetensors` package is not
-used, because its numpy side copies every tensor and has no bfloat16; the tests compare with it.
+used, because its numpy interface copies every tensor and does not support bfloat16. The tests compare with it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ SMALL_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""Files that change a model's behaviour beside its weights, as far as they are read here."""
+"""Files other than the weights that are read here and affect the model's behavior."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Maximum header size, defined by the format."""
 _MAX_DIMENSIONS = 4
 _ENCODINGS: Mapping[str, Encoding] = {encoding.value: encoding for encoding in FLOAT_TYPES}
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
 
 
 def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
-    """Open and check a directory that holds a config.json.
+    """Open and check a directory that contains a config.json.
 
     Raises:
-        ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError: naming the file at fault.
+        ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError: the error names the invalid file.
     """
     declared = read_json(path / "config.json")
     config = read_config(declared)
@@ -70,18 +70,18 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
 
 
 def weight_files(path: Path) -> list[str]:
-    """Names of the safetensors files that make up the model: the index's, or the only one.
+    """Names of the safetensors files of the model: those in the index, or the only one.
 
     Raises:
         ArtifactNotFoundError: there are none.
-        CorruptArtifactError: the index names files that are not plain names.
+        CorruptArtifactError: the index has entries that are not plain file names.
     """
     if (path / _INDEX).is_file():
         shards = read_json(path / _INDEX).section("weight_map").values
         names = sorted({str(name) for name in shards.values()})
         for name in names:
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise CorruptArtifactError(f"names a shard {name!r}; plain .safetensors names are expected", path=path)
+                raise CorruptArtifactError(f"has a shard {name!r}; plain .safetensors names are expected", path=path)
         if names:
             return names
     single = [entry.name for entry in sorted(path.glob("*.safetensors"))]
@@ -90,19 +90,19 @@ def weight_files(path: Path) -> list[str]:
     if len(single) == 1:
         return single
     if single:
-        raise ArtifactNotFoundError(f"{len(single)} .safetensors files and no {_INDEX} to say which belong", path=path)
+        raise ArtifactNotFoundError(f"{len(single)} .safetensors files but no {_INDEX} to select them", path=path)
     others = [entry.name for entry in sorted(path.iterdir()) if entry.suffix in (".bin", ".pt", ".pth")]
     hint = f" ({others[0]} is a pickle, which is never loaded: convert it)" if others else ""
-    raise ArtifactNotFoundError(f"holds no *.safetensors{hint}", path=path)
+    raise ArtifactNotFoundError(f"has no *.safetensors{hint}", path=path)
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file in header order, as views that keep the map alive.
+    """Return the tensors of one file in header order, as views that keep the memory map open.
 
     Raises:
         ArtifactNotFoundError: the file cannot be read.
-        CorruptArtifactError: it is truncated or contradicts itself.
-        UnsupportedArtifactError: a dtype that we do not know.
+        CorruptArtifactError: the file is truncated or inconsistent.
+        UnsupportedArtifactError: a dtype is not supported.
     """
     file = MappedTensors(path, 8, "a safetensors header")
     header_bytes = int.from_bytes(file.buffer[:8], "little")
@@ -120,16 +120,16 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_tokenizer(directory: Path, vocab_size: int, declared: Sequence[Metadata]) -> TokenizerParts:
-    """Read a directory's tokenizer; whether it adds BOS is what tokenizer.json's post-processor does.
+    """Read a directory's tokenizer. The post-processor in tokenizer.json determines whether it adds BOS.
 
     Args:
-        directory: where tokenizer.json lies.
-        vocab_size: rows of the embedding; no token may lie beyond.
+        directory: directory with tokenizer.json.
+        vocab_size: number of rows of the embedding. All token ids must be smaller.
         declared: config.json and generation_config.json, for their ``eos_token_id``.
 
     Raises:
-        MissingTokenizerError: no tokenizer.json.
-        CorruptArtifactError: it cannot be parsed or does not fit the weights.
+        MissingTokenizerError: there is no tokenizer.json.
+        CorruptArtifactError: the tokenizer cannot be parsed or does not match the weights.
     """
     tokenizer = _load(directory, vocab_size)
     settings = read_optional_json(directory / "tokenizer_config.json")
@@ -153,13 +153,13 @@ def _read_all(path: Path, files: list[str]) -> dict[str, Tensor]:
         found = read_safetensors(path / name)
         twice = tensors.keys() & found.keys()
         if twice:
-            raise CorruptArtifactError(f"tensor {min(twice)!r} is in an earlier shard too", path=path / name)
+            raise CorruptArtifactError(f"tensor {min(twice)!r} is also in an earlier shard", path=path / name)
         tensors |= found
     return tensors
 
 
 def _entry(name: str, entry: object, path: Path) -> tuple[Encoding, tuple[int, ...], int]:
-    """Encoding, shape and beginning in the data part; the extent is what the shape needs."""
+    """Encoding, shape and offset in the data part. The size is checked against the shape."""
     match entry:
         case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
             pass
@@ -186,8 +186,8 @@ def _load(directory: Path, vocab_size: int) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
         others = [name for name in _OTHER_VOCABULARIES if (directory / name).is_file()]
-        hint = f"; {others[0]} alone is not enough, save it with a fast tokenizer of transformers" if others else ""
-        raise MissingTokenizerError(f"holds no tokenizer.json{hint}", path=directory)
+        hint = f"; {others[0]} is not sufficient; save a fast tokenizer with transformers" if others else ""
+        raise MissingTokenizerError(f"has no tokenizer.json{hint}", path=directory)
     try:
         tokenizer = Tokenizer.from_buffer(read_bytes(path))
     except Exception as error:  # the library raises nothing more specific
@@ -203,7 +203,7 @@ def _load(directory: Path, vocab_size: int) -> Tokenizer:
 
 
 def _token_text(settings: Metadata, key: str) -> str | None:
-    """A string, or an object with its content."""
+    """Text of a token setting: a string, or an object with its content."""
     if isinstance(settings.values.get(key), dict):
         return settings.section(key).text("content")
     return settings.text(key, "") or None
@@ -213,12 +213,13 @@ def _end_ids(source: Metadata) -> Iterator[int]:
     value = source.values.get("eos_token_id", [])
     for index in value if isinstance(value, list) else [value]:
         if type(index) is not int:
-            raise source.corrupt(f"'eos_token_id' holds {index!r}; token ids are expected")
+            raise source.corrupt(f"'eos_token_id' has {index!r}; token ids are expected")
         yield index
 
 
 def _chat_template(directory: Path, settings: Metadata) -> str | None:
-    """chat_template.jinja, else the one in tokenizer_config.json: a string, or a list of which `default` is taken."""
+    """chat_template.jinja, otherwise the template in tokenizer_config.json: a string, or the entry `default` of a
+    list."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:

@@ -1,9 +1,10 @@
-"""config.json as a `ModelConfig`. Field names and defaults: transformers' configuration classes.
+"""Hugging Face configuration: converts config.json to a `ModelConfig`, with names and defaults of transformers.
 
-What would change the forward pass and is not computed is refused by name. Depends on no tensor.
+Settings that would change the forward pass but are not supported are rejected by name. Independent of tensors.
 
-Rotary embedding is read in each of transformers' generations: the older spelling is `rope_theta` and `rope_scaling`,
-the newer one `rope_parameters`, nested by layer type where layers differ. Formulas: its `modeling_rope_utils.py`.
+The settings of rotary embedding are read in the forms of all transformers versions: older ones have `rope_theta` and
+`rope_scaling`, newer ones `rope_parameters`, nested by layer type if layers differ. The formulas are from
+`modeling_rope_utils.py`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_config(declared: Metadata) -> ModelConfig:
-    """config.json as data.
+    """Convert config.json to a model configuration.
 
     Raises:
-        UnsupportedArtifactError: an architecture or a variant that we do not know, by name.
-        CorruptArtifactError: a value is missing or of the wrong kind.
+        UnsupportedArtifactError: the architecture or a variant is not supported; the error names it.
+        CorruptArtifactError: a value is missing or has the wrong type.
     """
     architecture = _architecture(declared)
     _refuse_variants(declared, architecture)
@@ -70,7 +71,7 @@ def read_config(declared: Metadata) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Fields of `ModelConfig`, and the context for which they hold."""
+    """Rope fields of `ModelConfig`, and the context length for which they are valid."""
 
     theta: float
     scaling: RopeScaling | None
@@ -80,7 +81,7 @@ class Rope:
 
 
 def read_rope(declared: Metadata, architecture: Architecture, head_dim: int) -> Rope:
-    """Raises UnsupportedArtifactError for a rope that is not computed, by name."""
+    """Read the rope settings. Raises UnsupportedArtifactError if the rope type is not supported."""
     rope, local = _sections(declared, architecture)
     theta = rope.real("rope_theta", declared.real("rope_theta", architecture.rope_theta))
     local_theta = None
@@ -93,22 +94,22 @@ def read_rope(declared: Metadata, architecture: Architecture, head_dim: int) -> 
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature (arXiv 2309.00071, equation 22), as a factor of queries and keys alike."""
+    """YaRN's temperature (arXiv 2309.00071, equation 22), as a factor for queries and keys alike."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * _log(factor) + 1.0
 
 
 def longrope_attention(stretch: float, trained: float) -> float:
-    """Phi-3's factor of queries and keys for a context stretched that many times."""
+    """Phi-3's factor for queries and keys. ``stretch`` is the ratio of the context to the trained one."""
     return 1.0 if stretch <= 1.0 else math.sqrt(1 + _log(stretch) / _log(trained))
 
 
 def _log(x: float) -> float:
-    """Natural logarithm, rounded once: the C library's differs by its version, and would change answers."""
+    """Natural logarithm, correctly rounded. Results of the C library depend on its version and could change answers."""
     return float(Decimal(x).ln(Context(prec=30)))
 
 
 def _architecture(declared: Metadata) -> Architecture:
-    """By class name where config.json has one (a model type is shared by classifiers and the like)."""
+    """Find the architecture: by class name if config.json has one, because classifiers share the model type."""
     by_class = {row.class_name: row for row in ARCHITECTURES.values()}
     known = ", ".join(by_class)
     if "architectures" in declared.values:
@@ -116,16 +117,16 @@ def _architecture(declared: Metadata) -> Architecture:
         for name in names:
             if name in by_class:
                 return by_class[name]
-        raise declared.unsupported(f"architecture {' or '.join(names) or 'of no name'}; the known ones are {known}")
+        raise declared.unsupported(f"architecture {' or '.join(names) or 'without a name'}; supported: {known}")
     model_type = declared.text("model_type")
     for row in ARCHITECTURES.values():
         if model_type == (row.model_type or row.name):
             return row
-    raise declared.unsupported(f"model type {model_type!r}; the known ones are {known}")
+    raise declared.unsupported(f"model type {model_type!r}; supported: {known}")
 
 
 def _refuse_variants(declared: Metadata, architecture: Architecture) -> None:
-    """Refuse what would change the forward pass and is not computed."""
+    """Reject settings that would change the forward pass and are not supported."""
     problem = None
     expected = architecture.hidden_act
     activation = declared.text("hidden_activation", declared.text("hidden_act", expected))
@@ -146,7 +147,7 @@ def _refuse_variants(declared: Metadata, architecture: Architecture) -> None:
 
 
 def _scales(declared: Metadata, architecture: Architecture, hidden_size: int) -> dict[str, float]:
-    """Factors that an architecture of that name has, under the names of `ModelConfig`."""
+    """Scaling factors of the architecture, under the names of `ModelConfig`."""
     if architecture.name == "gemma3":
         scalar = declared.real("query_pre_attn_scalar", 256)
         if scalar <= 0:
@@ -163,7 +164,7 @@ def _scales(declared: Metadata, architecture: Architecture, hidden_size: int) ->
 
 
 def _unrotated_layers(declared: Metadata, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
-    """SmolLM3 lists, per layer, whether it is rotated; every fourth is not where the list is absent."""
+    """Layers without rope. SmolLM3 has a list of flags per layer; without it, every fourth layer has none."""
     if architecture.name != "smollm3":
         return ()
     if "no_rope_layers" not in declared.values:
@@ -178,7 +179,7 @@ def _unrotated_layers(declared: Metadata, architecture: Architecture, num_layers
 def _windows(
     declared: Metadata, architecture: Architecture, num_layers: int, unrotated: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Tokens that each layer sees, 0 for all; empty when no layer has a window."""
+    """Window size of each layer in tokens, 0 without a window; empty if no layer has a window."""
     local = _local_layers(declared, architecture, num_layers, unrotated)
     if not any(local):
         return ()
@@ -191,7 +192,7 @@ def _windows(
 def _local_layers(
     declared: Metadata, architecture: Architecture, num_layers: int, unrotated: tuple[int, ...]
 ) -> list[bool]:
-    """Layers with a sliding window, as flags: as config.json lists them, else by the rule of the architecture."""
+    """Flags of layers with a sliding window: the list in config.json, otherwise the rule of the architecture."""
     layers = range(num_layers)
     listed = _listed_layers(declared, num_layers)
     if architecture.windows in ("none", "all"):
@@ -206,9 +207,7 @@ def _local_layers(
         return listed if listed is not None else [period > 0 and (layer + 1) % period != 0 for layer in layers]
     if not declared.flag("use_sliding_window", False):
         if listed is not None and any(listed):
-            raise declared.unsupported(
-                "layers with sliding window attention, which use_sliding_window does not switch on"
-            )
+            raise declared.unsupported("layers with sliding window attention, but use_sliding_window is not enabled")
         return [False for _ in layers]
     if listed is not None or "sliding_window" not in declared.values:
         return listed or [False for _ in layers]
@@ -225,14 +224,14 @@ def _listed_layers(declared: Metadata, num_layers: int) -> list[bool] | None:
     for kind in kinds:
         if kind not in _LAYER_KINDS:
             known = ", ".join(_LAYER_KINDS)
-            raise declared.unsupported(f"a layer of type {kind!r}; the known ones are {known}")
+            raise declared.unsupported(f"a layer of type {kind!r}; supported: {known}")
     if len(kinds) != num_layers:
         raise declared.corrupt(f"layer_types has {len(kinds)} entries; {num_layers} are expected")
     return [_LAYER_KINDS[kind] for kind in kinds]
 
 
 def _sections(declared: Metadata, architecture: Architecture) -> tuple[Metadata, Metadata]:
-    """The parameters of full attention and those of layers with a window."""
+    """Rope settings of full attention, and those of layers with a window."""
     none = Metadata(declared.path, {})
     if "rope_parameters" not in declared.values:
         return declared.section("rope_scaling"), none
@@ -246,7 +245,7 @@ def _sections(declared: Metadata, architecture: Architecture) -> tuple[Metadata,
     full, local = rope.section(_FULL), rope.section(_SLIDING)
     kind = local.text("rope_type", "default")
     if kind != "default":
-        raise rope.unsupported(f"rope type {kind!r} in layers with a sliding window; default is known")
+        raise rope.unsupported(f"rope type {kind!r} in layers with a sliding window; default is supported")
     return full, local
 
 
@@ -255,36 +254,36 @@ def _rotary_dim(rope: Metadata, declared: Metadata, architecture: Architecture, 
     if share == 1.0:
         return None
     if not architecture.partial_rope:
-        raise rope.unsupported("rope on a part of each head; on the whole is supported")
+        raise rope.unsupported("rope on a part of each head; rope on the whole head is supported")
     return _whole(head_dim * share)
 
 
 def _scaling(
     rope: Metadata, declared: Metadata, architecture: Architecture, rotary_dim: int
 ) -> tuple[RopeScaling | None, int]:
-    """The scaling, and the context up to which it is as trained."""
+    """Return the rope scaling, and the context length for which it is valid."""
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "su" or (kind == "yarn" and architecture.name == "phi3"):
-        kind = "longrope"  # the older names of it
+        kind = "longrope"  # older names
     context = declared.integer("max_position_embeddings")
     trained = declared.real(
         "original_max_position_embeddings", rope.real("original_max_position_embeddings", float(context))
     )
     if kind == "default" or kind == "dynamic":
-        # Dynamic scaling begins beyond the declared context, and a sequence ends there.
+        # Dynamic scaling only applies beyond the declared context, which limits sequences.
         return None, context
     if kind == "linear":
         return RopeScaling(kind, rope.real("factor")), context
     if kind not in KNOWN_TYPES:
         known = ", ".join(KNOWN_TYPES)
-        raise rope.unsupported(f"rope type {kind!r}; the known ones are {known}")
+        raise rope.unsupported(f"rope type {kind!r}; supported: {known}")
     if trained <= 0:
         raise rope.corrupt(f"original_max_position_embeddings is {trained}; a positive number is expected")
     if kind == "llama3":
         return _llama3(rope, trained), context
     if kind == "yarn":
         scaling = _yarn(rope, trained)
-        # Files that name the trained context often still declare it as the whole one.
+        # Files that specify the trained context often also declare it as the full context.
         stated = any("original_max_position_embeddings" in section.values for section in (rope, declared))
         return scaling, max(context, _whole(scaling.factor * trained)) if stated else context
     return _longrope(rope, trained, context, rotary_dim)
@@ -313,10 +312,10 @@ def _yarn(rope: Metadata, trained: float) -> RopeScaling:
 
 
 def _longrope(rope: Metadata, trained: float, context: int, rotary_dim: int) -> tuple[RopeScaling, int]:
-    """The short divisors, within the context for which they are intended.
+    """Longrope scaling with the short divisors, limited to the context for which they are valid.
 
-    Beyond it transformers changes all of a sequence's divisors, keys in the cache included; a sequence's numbers would
-    then depend on how long it gets, so that is not offered.
+    Beyond it, transformers changes all divisors of a sequence, including those of cached keys. The results of a
+    sequence would then depend on its final length, so this is not supported.
     """
     factors = rope.reals("short_factor")
     if len(factors) != rotary_dim // 2:
@@ -330,7 +329,7 @@ def _longrope(rope: Metadata, trained: float, context: int, rotary_dim: int) -> 
 
 
 def _whole(value: float) -> int:
-    """Rounded down, and not beyond what any check accepts."""
+    """Round down, and clamp to a range that includes every valid value."""
     return int(min(max(value, -1.0), 2.0**62))
 
 

@@ -1,6 +1,6 @@
-"""Tensors of a dense decoder: canonical names, expected shapes, and views into an artifact's files under those names.
+"""Tensor layout of a dense decoder: defines canonical names and shapes, and provides views under these names.
 
-llama.cpp's rope permutation is undone on access, fused projections are split in views.
+llama.cpp's rope permutation is reversed on access. Fused projections are split into views.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lockstep.spelling import nearest
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 _MAX_SIZE = 1 << 24
-"""No dimension of a model that this program could serve is larger."""
+"""Maximum size of a dimension. No supported model has a larger one."""
 _MAX_LAYERS = 1024
 _NO_HEADS: Mapping[str, int] = {}
 
 
 def check_config(config: ModelConfig, path: Path) -> None:
-    """Refuse numbers that no model has, before anything is allocated by them."""
+    """Reject values that no model has, before memory is allocated for them."""
     sizes = {
         "hidden size": config.hidden_size,
         "feed-forward size": config.intermediate_size,
@@ -46,7 +46,7 @@ def check_config(config: ModelConfig, path: Path) -> None:
             f"{config.num_heads} heads cannot share {config.num_kv_heads} key-value heads evenly", path=path
         )
     if config.head_dim % 2:
-        raise CorruptArtifactError(f"a head size of {config.head_dim}; rope needs an even one", path=path)
+        raise CorruptArtifactError(f"a head size of {config.head_dim}; rope requires an even one", path=path)
     rotary_dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
     if rotary_dim % 2 or not 2 <= rotary_dim <= config.head_dim:
         raise CorruptArtifactError(
@@ -62,14 +62,14 @@ def check_config(config: ModelConfig, path: Path) -> None:
 
 
 def check_num_layers(num_layers: int, path: Path) -> None:
-    """For readers that list layers, before they do."""
+    """Check the number of layers, before readers create lists of layers."""
     if not 1 <= num_layers <= _MAX_LAYERS:
         raise CorruptArtifactError(f"{num_layers} layers; 1 to {_MAX_LAYERS} are expected", path=path)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Canonical names of one layer's norms, without ``.weight``; None where it has none."""
+    """Canonical names of one layer's norms, without ``.weight``. None: the layer does not have the norm."""
 
     before_attention: str | None
     after_attention: str | None
@@ -78,7 +78,7 @@ class LayerNorms:
 
 
 def layer_norms(config: ModelConfig) -> LayerNorms:
-    """Hugging Face's names; in most models the norm before the feed-forward is ``post_attention_layernorm``."""
+    """Names as in Hugging Face. In most models, the norm before the feed-forward is ``post_attention_layernorm``."""
     if not config.post_norm:
         return LayerNorms("input_layernorm", None, "post_attention_layernorm", None)
     return LayerNorms(
@@ -90,7 +90,7 @@ def layer_norms(config: ModelConfig) -> LayerNorms:
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical names and shapes of everything that the forward pass needs."""
+    """Canonical names and shapes of all tensors that the forward pass needs."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     norms = layer_norms(config)
@@ -124,11 +124,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Everything needed is there in its shape, and nothing is there that the forward pass would silently ignore.
+    """Check that all required tensors exist with the right shape, and that no tensor would be silently ignored.
 
     Raises:
-        CorruptArtifactError: names the first tensor at fault, the expected and the found shape.
-        UnsupportedArtifactError: names a tensor that a plain model of this architecture does not have.
+        CorruptArtifactError: names the first invalid tensor, with the expected and the actual shape.
+        UnsupportedArtifactError: names a tensor that is not part of a plain model of this architecture.
     """
     expected = expected_tensors(config)
     for name, shape in expected.items():
@@ -149,12 +149,12 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
-    """Views into mapped files. A permuted tensor is copied on each access, everything else is never copied."""
+    """Views of mapped files. Permuted tensors are copied on each access; other tensors are never copied."""
 
     path: Path
     tensors: Mapping[str, Tensor] = field(repr=False)
     interleaved: Mapping[str, int] = field(default_factory=lambda: _NO_HEADS, repr=False)
-    """Tensors whose rows are stored for interleaved rope, with their number of heads."""
+    """Numbers of heads of tensors whose rows are stored for interleaved rope, by name."""
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.tensors)
@@ -173,10 +173,10 @@ class MappedWeights:
 
 
 def split_fused(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Name the parts of fused projections as if each were a tensor of its own, in views; whole rows, so any encoding.
+    """Split fused projections into views, as if each part were a separate tensor. Works on whole rows of any encoding.
 
     Raises:
-        CorruptArtifactError: a fused tensor has another number of rows than its parts.
+        CorruptArtifactError: the number of rows of a fused tensor does not match its parts.
     """
     if not ARCHITECTURES[config.architecture].fused:
         return dict(tensors)
@@ -206,8 +206,8 @@ def split_fused(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) 
 def rotate_half_rows(rows: npt.NDArray[np.generic], num_heads: int) -> npt.NDArray[np.generic]:
     """Reorder rows ``[num_heads * head_dim, ...]`` from interleaved pairs (0, 1), (2, 3) … to halves (0, d/2), …
 
-    Whole rows move, so it holds for rows of quantised blocks too. The inverse of `LlamaModel.permute` in llama.cpp's
-    `convert_hf_to_gguf.py`.
+    Only whole rows move, so this also works for rows of quantized blocks. It is the inverse of `LlamaModel.permute` in
+    llama.cpp's `convert_hf_to_gguf.py`.
     """
     half = len(rows) // num_heads // 2
     return rows.reshape(num_heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
@@ -232,7 +232,7 @@ def _positive_numbers(config: ModelConfig) -> dict[str, float]:
 
 
 def _is_harmless(config: ModelConfig, name: str, tensor: Tensor) -> bool:
-    """The bias of the attention output is used where it is present; the rest repeats what is known."""
+    """True if an additional tensor can be accepted: the bias of the attention output is used, others are redundant."""
     if name.endswith(".self_attn.o_proj.bias"):
         return config.attention_bias and tensor.shape == (config.hidden_size,)
     return name.endswith("rotary_emb.inv_freq") or (name == LM_HEAD and config.tied_embeddings)

@@ -1,6 +1,6 @@
-"""Metadata of GGUF and JSON files: named values, with getters that say which one is of the wrong kind, and where.
+"""Metadata of GGUF and JSON files: provides typed access to named values, with errors that name the file and the key.
 
-JSON objects on disk are bounded in size, and no key may appear twice.
+JSON files are limited in size, and duplicate keys are rejected.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy.typing as npt
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 
 _MAX_BYTES = 64 << 20
-"""The largest tokenizer files are some 35 MB."""
+"""Maximum size of a JSON file. The largest tokenizer files have about 35 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Each getter raises CorruptArtifactError, naming the file and the key."""
+    """Named values of a file. Each getter raises CorruptArtifactError, which names the file and the key."""
 
     path: Path
     values: Mapping[str, object] = field(repr=False)
-    """A function in the place of a value reads it when it is requested: vocabularies are long."""
+    """Values by key. A callable in place of a value reads it on access, because vocabularies are long."""
 
     def corrupt(self, problem: str) -> CorruptArtifactError:
-        """Error for a file that contradicts itself."""
+        """Create the error for an inconsistent file."""
         return CorruptArtifactError(problem, path=self.path)
 
     def unsupported(self, problem: str) -> UnsupportedArtifactError:
-        """Error for a file of a kind that is not known."""
+        """Create the error for an unsupported file."""
         return UnsupportedArtifactError(problem, path=self.path)
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -46,7 +46,7 @@ class Metadata:
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self._wrong(key, "a number")
@@ -75,7 +75,7 @@ class Metadata:
         return value
 
     def reals(self, key: str) -> tuple[float, ...]:
-        """Finite numbers of a list in JSON."""
+        """Return the finite numbers of a JSON list."""
         value = self.values.get(key)
         if not isinstance(value, list):
             self._wrong(key, "a list of numbers")
@@ -89,7 +89,7 @@ class Metadata:
         return value
 
     def section(self, key: str) -> Metadata:
-        """A nested object; an absent one is empty."""
+        """Return a nested object; an empty one if the key is missing."""
         value = self.values.get(key, {})
         if not isinstance(value, dict):
             self._wrong(key, "an object")
@@ -103,34 +103,34 @@ class Metadata:
 
 
 def read_json(path: Path) -> Metadata:
-    """The object in a file, without its nulls.
+    """Read the object in a file, without its nulls.
 
     Raises:
         ArtifactNotFoundError: the file cannot be read.
-        CorruptArtifactError: not JSON, not an object, or too large.
+        CorruptArtifactError: the file is not JSON, not an object, or too large.
     """
     return Metadata(path, without_nulls(parse_object(read_bytes(path), path)))
 
 
 def read_optional_json(path: Path) -> Metadata:
-    """As `read_json`; an absent file is an empty object."""
+    """Like `read_json`; a missing file is an empty object."""
     return read_json(path) if path.exists() else Metadata(path, {})
 
 
 def read_bytes(path: Path) -> bytes:
-    """A whole small file."""
+    """Read a whole small file."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ArtifactNotFoundError(f"cannot be read ({error.strerror})", path=path) from error
     if len(content) > _MAX_BYTES:
-        raise CorruptArtifactError(f"over {_MAX_BYTES} bytes; not what a file of this kind holds", path=path)
+        raise CorruptArtifactError(f"larger than {_MAX_BYTES} bytes, the limit for files of this kind", path=path)
     return content
 
 
 def parse_object(content: bytes, path: Path) -> dict[str, object]:
-    """Parse a JSON object in which no key appears twice."""
+    """Parse a JSON object. Duplicate keys are rejected."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
@@ -143,10 +143,10 @@ def parse_object(content: bytes, path: Path) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise CorruptArtifactError(f"is not valid JSON ({error})", path=path) from error
     if not isinstance(value, dict):
-        raise CorruptArtifactError(f"holds a JSON {type(value).__name__}; an object is expected", path=path)
+        raise CorruptArtifactError(f"contains a JSON {type(value).__name__}; an object is expected", path=path)
     return value
 
 
 def without_nulls(values: Mapping[str, object]) -> dict[str, object]:
-    """JSON writes null for what is not set."""
+    """Remove null values, which mean "not set" in JSON."""
     return {key: value for key, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Opens what the user calls a model: a path, a scheme, or a name on the hub."""
+"""Model sources: open a model given as a path, a scheme, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lockstep.spelling import nearest
 
 _POCKET = "pocket://"
 _MAX_LISTED = 8
-_WHAT_WOULD_BE_RIGHT = (
+_EXPECTED = (
     "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json), hf://org/name or "
     "pocket://"
 )
 
 
 def open_artifact(source: str, *, cache_dir: Path | None = None, progress: DownloadProgress | None = None) -> Artifact:
-    """Detect the kind of a source, open it and check it; large data is read only for the fingerprint.
+    """Detect the kind of a source, open it and check it. Large data is read only for the fingerprint.
 
     Args:
-        source: a path, ``pocket://``, ``hf://org/name[@revision][#file]``, or ``org/name`` where no such path is.
-        cache_dir: directory of cached fingerprints; the user's cache directory by default.
+        source: a path, ``pocket://``, ``hf://org/name[@revision][#file]``, or ``org/name`` if no such path exists.
+        cache_dir: directory of cached fingerprints; default: the user's cache directory.
         progress: called during the download of a model from the hub.
 
     Raises:
-        ArtifactNotFoundError: nothing is there, or not what a model looks like.
-        CorruptArtifactError: truncated, inconsistent or not finite.
-        UnsupportedArtifactError: well-formed, but of an unsupported kind.
-        DownloadError: the hub cannot be reached or refuses.
+        ArtifactNotFoundError: the source does not exist, or is not a model.
+        CorruptArtifactError: the model is truncated or inconsistent, or has non-finite values.
+        UnsupportedArtifactError: the model is valid, but of an unsupported kind.
+        DownloadError: the hub cannot be reached or rejects the request.
     """
     cache = _default_cache_dir() if cache_dir is None else cache_dir
     if source.startswith(_HUB):
@@ -46,13 +46,13 @@ def open_artifact(source: str, *, cache_dir: Path | None = None, progress: Downl
             return _open_directory(path, source, cache)
         if path.is_file():
             return _open_file(path, source, cache)
-    except (OSError, RuntimeError) as error:  # RuntimeError: "~user" of no user
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~user" with an unknown user
         reason = getattr(error, "strerror", None) or error
-        raise ArtifactNotFoundError(f"cannot be read ({reason}); {_WHAT_WOULD_BE_RIGHT}", path=source) from error
+        raise ArtifactNotFoundError(f"cannot be read ({reason}); {_EXPECTED}", path=source) from error
     named = match_hub_source(source)
     if named is not None and not path.parent.exists() and not source.endswith((".gguf", ".safetensors")):
         return _open_hub(named, source, cache, progress)
-    raise ArtifactNotFoundError(f"nothing is there{_close_names(path)}; {_WHAT_WOULD_BE_RIGHT}", path=source)
+    raise ArtifactNotFoundError(f"no such file or directory{_close_names(path)}; {_EXPECTED}", path=source)
 
 
 def _default_cache_dir() -> Path:
@@ -66,8 +66,8 @@ def _open_scheme(source: str, cache_dir: Path) -> Artifact:
     if scheme == "pocket":
         return _open_pocket(source, cache_dir)
     if scheme == "stub":
-        raise ArtifactNotFoundError("a stub is a fake model without files; only an engine can start it", path=source)
-    raise ArtifactNotFoundError(f"unknown scheme {scheme!r}; {_WHAT_WOULD_BE_RIGHT}", path=source)
+        raise ArtifactNotFoundError("a stub is a fake model without files; only an engine can load it", path=source)
+    raise ArtifactNotFoundError(f"unknown scheme {scheme!r}; {_EXPECTED}", path=source)
 
 
 def _open_hub(named: HubSource, source: str, cache_dir: Path, progress: DownloadProgress | None) -> Artifact:
@@ -81,7 +81,7 @@ def _open_hub(named: HubSource, source: str, cache_dir: Path, progress: Download
 
 def _open_pocket(source: str, cache_dir: Path) -> Artifact:
     if source != _POCKET:
-        raise ArtifactNotFoundError(f"the embedded model is called {_POCKET}", path=source)
+        raise ArtifactNotFoundError(f"the embedded model is named {_POCKET}", path=source)
     from lockstep.pocket import pocket_path
 
     embedded = pocket_path()
@@ -96,9 +96,9 @@ def _open_directory(path: Path, source: str, cache_dir: Path) -> Artifact:
     names = sorted(entry.name for entry in path.iterdir())
     gguf_files = [name for name in names if name.endswith(".gguf")]
     if gguf_files:
-        raise ArtifactNotFoundError(f"a directory of GGUF files; give one of them: {_some(gguf_files)}", path=source)
+        raise ArtifactNotFoundError(f"a directory of GGUF files; specify one of them: {_some(gguf_files)}", path=source)
     found = _some(names) if names else "nothing"
-    raise ArtifactNotFoundError(f"no config.json there, but {found}; {_WHAT_WOULD_BE_RIGHT}", path=source)
+    raise ArtifactNotFoundError(f"the directory has no config.json, but {found}; {_EXPECTED}", path=source)
 
 
 def _some(names: list[str]) -> str:
@@ -111,14 +111,14 @@ def _open_file(path: Path, source: str, cache_dir: Path) -> Artifact:
     if path.suffix == ".gguf" or magic == b"GGUF":
         return open_gguf(path, source, cache_dir)
     if path.suffix in (".safetensors", ".json"):
-        raise ArtifactNotFoundError("a file of a Hugging Face model; give the directory that holds it", path=source)
-    raise ArtifactNotFoundError(f"a file that is not GGUF; {_WHAT_WOULD_BE_RIGHT}", path=source)
+        raise ArtifactNotFoundError("a file of a Hugging Face model; specify its directory", path=source)
+    raise ArtifactNotFoundError(f"a file that is not GGUF; {_EXPECTED}", path=source)
 
 
 def _close_names(path: Path) -> str:
     try:
         names = sorted(entry.name for entry in path.absolute().parent.iterdir())
     except OSError:
-        return f", and no directory {str(path.parent)!r} either"
+        return f"; the directory {str(path.parent)!r} does not exist either"
     close = nearest(path.name, names, n=3)
     return f"; did you mean {' or '.join(close)}?" if close else ""

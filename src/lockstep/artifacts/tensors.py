@@ -1,9 +1,9 @@
-"""Stored tensors: mapped from files, and unpacked exactly.
+"""Stored tensors: maps tensors from files, and unpacks and dequantizes them exactly.
 
 Formats: ggml's `ggml-common.h`; bfloat16 is the upper half of a float32.
 
-Nothing here rounds more than the format's own definition: every stored number has one float32 value, and `dequantise`
-returns it.
+There is no rounding beyond the format's own definition: every stored number has one float32 value, which `dequantise`
+returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 GROUP_SIZE = 32
-"""Values that share one scale, along the last axis, in every block format but Q6_K (16)."""
+"""Number of values that share a scale, along the last axis, in every block format but Q6_K (16)."""
 BLOCKS: Mapping[Encoding, tuple[int, int]] = {
     Encoding.Q8_0: (32, 34),
     Encoding.Q4_0: (32, 18),
@@ -36,7 +36,7 @@ BLOCKS: Mapping[Encoding, tuple[int, int]] = {
     Encoding.Q5_K: (256, 176),
     Encoding.Q6_K: (256, 210),
 }
-"""Values and bytes of one block."""
+"""Number of values and of bytes of one block."""
 FLOAT_TYPES: Mapping[Encoding, np.dtype[np.generic]] = {
     Encoding.F32: np.dtype("<f4"),
     Encoding.F16: np.dtype("<f2"),
@@ -45,7 +45,7 @@ FLOAT_TYPES: Mapping[Encoding, np.dtype[np.generic]] = {
 
 
 def stored_as(encoding: Encoding, shape: tuple[int, ...]) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    """Element type and shape of the array that holds a tensor; of blocks, whose rows must be whole ones, bytes."""
+    """Element type and shape of the array that stores a tensor. Block formats are stored as bytes, in whole rows."""
     if encoding in FLOAT_TYPES:
         return FLOAT_TYPES[encoding], shape
     num_values, num_bytes = BLOCKS[encoding]
@@ -53,21 +53,22 @@ def stored_as(encoding: Encoding, shape: tuple[int, ...]) -> tuple[np.dtype[np.g
 
 
 def num_stored_bytes(encoding: Encoding, shape: tuple[int, ...]) -> int:
-    """Size of a tensor in its file."""
+    """Size of a stored tensor in bytes."""
     dtype, stored = stored_as(encoding, shape)
     return dtype.itemsize * math.prod(stored)
 
 
 class MappedTensors:
-    """Tensors of one memory-mapped file, views that keep the map alive: within the file, and apart from each other.
+    """Tensors of one memory-mapped file, as views that keep the map open. Checks that they are in bounds and do not
+    overlap.
 
     Args:
-        header_bytes: of the smallest file of the format.
-        header: what the format calls them.
+        header_bytes: minimum size of a file in the format.
+        header: name of this minimum in error messages.
 
     Raises:
         ArtifactNotFoundError: the file cannot be read.
-        CorruptArtifactError: it is shorter than that.
+        CorruptArtifactError: the file is smaller than the minimum.
     """
 
     def __init__(self, path: Path, header_bytes: int, header: str) -> None:
@@ -84,7 +85,7 @@ class MappedTensors:
             raise ArtifactNotFoundError(f"cannot be read ({error.strerror})", path=path) from error
 
     def add(self, name: str, encoding: Encoding, shape: tuple[int, ...], start: int, alignment: int = 1) -> None:
-        """Check where a tensor lies, and make a view of it."""
+        """Check the location of a tensor, and create its view."""
         if name in self._tensors:
             raise CorruptArtifactError(f"tensor {name!r} appears twice", path=self.path)
         dtype, stored = stored_as(encoding, shape)
@@ -100,7 +101,7 @@ class MappedTensors:
         self._tensors[name] = Tensor(name, encoding, shape, data)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that were added, in that order; CorruptArtifactError where two overlap."""
+        """Return all added tensors, in order. Raises CorruptArtifactError if two of them overlap."""
         for (_, stop, first), (start, _, second) in pairwise(sorted(self._extents)):
             if start < stop:
                 raise CorruptArtifactError(f"tensors {first!r} and {second!r} overlap", path=self.path)
@@ -109,19 +110,19 @@ class MappedTensors:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Integers in element order with what turns them into weights: (value - zero_point) * scale + offset."""
+    """Integers in element order, with the values to dequantize them: (value - zero_point) * scale + offset."""
 
     values: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
-    """``[*rows, groups, size]``; int8 where the format is signed, else uint8."""
+    """``[*rows, groups, size]``; int8 if the format is signed, otherwise uint8."""
     scales: Floats
-    """``[*rows, groups]``; exact products of the stored ones."""
+    """``[*rows, groups]``; exact products of the stored scales."""
     zero_point: int = 0
     offsets: Floats | None = None
-    """``[*rows, groups]``, or None where the format has none."""
+    """``[*rows, groups]``; None if the format has none."""
 
 
 def unpack(tensor: Tensor) -> Groups:
-    """The integers and scales of a tensor in a block encoding."""
+    """Return the integers and scales of a tensor in a block encoding."""
     num_values, num_bytes = BLOCKS[tensor.encoding]
     num_blocks = tensor.shape[-1] // num_values
     blocks = tensor.data.view(np.uint8).reshape(*tensor.shape[:-1], num_blocks, num_bytes)
@@ -129,14 +130,14 @@ def unpack(tensor: Tensor) -> Groups:
 
 
 def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> Floats:
-    """Widen bfloat16 bit patterns; exact."""
+    """Convert bfloat16 bit patterns to float32 (exact)."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def dequantise(tensor: Tensor) -> Floats:
-    """The tensor's numbers as float32 in its logical shape; a view when they are stored so.
+    """Return a tensor's values as float32 in its logical shape; a view if they are stored in this form.
 
-    A scale that is not finite gives values that are not; this function does not check for damaged files.
+    A scale that is not finite produces values that are not finite. This function does not check for damaged files.
     """
     if tensor.encoding in (Encoding.F32, Encoding.F16):
         return tensor.data.astype(np.float32, copy=False)
@@ -179,13 +180,14 @@ def _q4_k(blocks: Bytes) -> Groups:
 
 
 def _q5_k(blocks: Bytes) -> Groups:
-    """Bit g of the 32 high bytes belongs to group g: byte i to its element i."""
+    """Unpack Q5_K. Bit g of the 32 high bytes belongs to group g: byte i to its element i."""
     high = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
     return _grouped(blocks, _nibble_chunks(blocks[..., 48:]) | (high << np.uint8(4)))
 
 
 def _q6_k(blocks: Bytes) -> Groups:
-    """Two halves of 128 values: four runs of 32 share 64 low bytes (nibbles) and 32 high bytes (pairs of bits)."""
+    """Unpack Q6_K. In each half of 128 values, four runs of 32 share 64 low bytes (nibbles) and 32 high bytes (bit
+    pairs)."""
     rows, num_blocks = blocks.shape[:-2], blocks.shape[-2]
     low = blocks[..., :128].reshape(*rows, num_blocks, 2, 64)
     low = np.concatenate((low & np.uint8(15), low >> np.uint8(4)), axis=-1).reshape(*rows, num_blocks, 2, 4, 32)
@@ -208,32 +210,34 @@ _UNPACKERS: Mapping[Encoding, Callable[[Bytes], Groups]] = {
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
-    """The float16 at a byte of each block."""
+    """The float16 value at a byte offset of each block."""
     return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0].astype(np.float32)
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """Byte i of a block holds element i below and element i + 16 above."""
+    """Unpack nibbles. Byte i of a block has element i in its low and element i + 16 in its high half."""
     return np.concatenate((packed & np.uint8(15), packed >> np.uint8(4)), axis=-1)
 
 
 def _fifth_bits(packed: Bytes) -> Bytes:
-    """Bit i of four little-endian bytes as 16 or 0 for element i."""
+    """Unpack fifth bits: bit i of four little-endian bytes becomes 16 or 0 for element i."""
     return np.unpackbits(packed, axis=-1, bitorder="little") << np.uint8(4)
 
 
 def _nibble_chunks(packed: Bytes) -> Bytes:
-    """128 bytes as 8 groups: each 32 bytes hold one group below and the next one above."""
+    """Unpack 128 bytes to 8 groups. Each 32 bytes have one group in their low and the next one in their high halves."""
     chunks = packed.reshape(*packed.shape[:-1], 4, 1, 32)
     both = np.concatenate((chunks & np.uint8(15), chunks >> np.uint8(4)), axis=-2)
     return both.reshape(*packed.shape[:-1], 8, 32)
 
 
 def _grouped(blocks: Bytes, values: Bytes) -> Groups:
-    """Q4_K and Q5_K: per group a 6-bit scale of `d` and a 6-bit minimum of `dmin`, packed in 12 bytes.
+    """Dequantize groups of Q4_K and Q5_K: each has a 6-bit scale of `d` and a 6-bit minimum of `dmin`, packed in 12
+    bytes.
 
-    Bytes 0..3 and 4..7 hold scales and minima of groups 0..3 in their low six bits; groups 4..7 have their low four
-    bits in bytes 8..11 (scale below, minimum above) and their upper two bits on top of bytes 0..7.
+    Bytes 0..3 and 4..7 contain the scales and minima of groups 0..3 in their low six bits. Groups 4..7 have their low
+    four bits in bytes 8..11 (scale in the low, minimum in the high half) and their upper two bits in the upper bits of
+    bytes 0..7.
     """
     rows, num_groups = blocks.shape[:-2], blocks.shape[-2] * 8
     first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible front: HTTP in, calls to the cluster out. Uses the cluster through its protocol only."""
+"""HTTP server: an OpenAI-compatible API in front of a cluster, which it uses only through the `Cluster` protocol."""

@@ -1,8 +1,8 @@
-"""Access log: a line for each request that has ended, with its numbers.
+"""Access log: writes one line per finished request, with its metrics.
 
-Prompts and answers are in no line unless ``--log-prompts`` is given, and neither is a refusal's message, which may
-repeat what the client sent; keys are in none at all. Whom a request was sent for is a hash, unless ``--log-user`` is
-given.
+Lines have no prompts or answers and no messages of client errors (which may quote the request), unless
+``--log-prompts`` is given. They never contain keys. The end user of a request is logged as a hash, unless
+``--log-user`` is given.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lockstep.server.request_context import PEOPLE, RequestContext
 from lockstep.worker.logs import FIELDS, PUBLIC_FIELDS
 
 PROBES = OPEN_PATHS | {"/load"}
-"""Polled by machines: logged at the debug level."""
+"""Paths polled by probes. They are logged at debug level."""
 WATCHED = frozenset({"/v1/cluster", "/v1/stats", "/v1/requests", "/v1/sessions", "/v1/logs", "/v1/events"})
-"""And what dashboards ask for every two seconds; only refusals are worth a line."""
+"""Paths polled by dashboards every two seconds. They are logged at debug level unless the request is rejected."""
 
 HASH_BYTES = 6
 
@@ -29,37 +29,40 @@ log = logging.getLogger("lockstep.request")
 
 
 class AccessLog:
-    """Writes the line of a request that has ended."""
+    """Writes the log line of a finished request."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._shows_prompts = options.log_prompts
-        self._called = str if options.log_user else hashed_by(secrets.token_bytes(16))
+        self._name_of = str if options.log_user else hashed_by(secrets.token_bytes(16))
 
     def __call__(self, context: RequestContext, duration_s: float) -> None:
         is_watching = context.endpoint in WATCHED and (context.status or 0) < 400
         level = logging.DEBUG if context.endpoint in PROBES or is_watching else logging.INFO
         if log.isEnabledFor(level):
-            fields = request_fields(context, duration_s, shows_prompts=False, called=self._called)
+            fields = request_fields(context, duration_s, shows_prompts=False, name_of=self._name_of)
             extra = {FIELDS: fields}
             if self._shows_prompts:
-                whole = request_fields(context, duration_s, shows_prompts=True, called=self._called)
+                whole = request_fields(context, duration_s, shows_prompts=True, name_of=self._name_of)
                 extra = {FIELDS: whole, PUBLIC_FIELDS: fields}
             log.log(level, "ended", extra=extra)
 
 
 def hashed_by(key: bytes) -> Callable[[str], str]:
-    """A name for each text that is the same in all lines of one run and does not identify its user: without the key,
-    which is not stored, no list of users can be tried."""
+    """Return a function that hashes user names for one run of the server.
+
+    The same text has the same hash in all lines. The key is not stored, so users cannot be identified by hashing a list
+    of names.
+    """
     return lambda text: hashlib.blake2b(text.encode(), key=key, digest_size=HASH_BYTES).hexdigest()
 
 
 def request_fields(
-    context: RequestContext, duration_s: float, *, shows_prompts: bool, called: Callable[[str], str]
+    context: RequestContext, duration_s: float, *, shows_prompts: bool, name_of: Callable[[str], str]
 ) -> dict[str, Any]:
-    """Members of a request's line; those that do not apply to it are left out. Times in milliseconds.
+    """Members of a request's log line. Members that do not apply are left out. Times are in milliseconds.
 
     Args:
-        called: returns the name in the log of the user of a request.
+        name_of: returns the name of an end user for the log.
     """
     fields: dict[str, Any] = {
         "id": context.request_id,
@@ -82,7 +85,7 @@ def request_fields(
         fields["ttft_ms"] = None if totals.ttft_s is None else _ms(totals.ttft_s)
     fields["hops"] = [f"{hop.model}:{hop.intent or 'none'}" for hop in context.hops]
     fields["finish_reasons"] = context.finish_reasons
-    fields["metadata"] = {name: called(text) if name in PEOPLE else text for name, text in context.labels.items()}
+    fields["metadata"] = {name: name_of(text) if name in PEOPLE else text for name, text in context.labels.items()}
     error = context.error
     if error is not None:
         fields["error"] = error.code or error.type

@@ -1,4 +1,4 @@
-"""`create_app`: routes, middlewares and error shapes of one server, put together."""
+"""Application factory: assembles the routes, middlewares and error handlers of one server."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ ROUTERS: tuple[APIRouter, ...] = (
     batches.router,
     tokenize.router,
     ollama_models.router,
-    anthropic.models_router,  # before OpenAI's, which is for all others
-    cluster_routes.router,  # before the models', whose ids may hold slashes
+    anthropic.models_router,  # before the OpenAI route, which matches all other clients
+    cluster_routes.router,  # before the model routes, whose ids may contain slashes
     cluster_routes.models_router,
     request_log.router,
     log_lines.router,
@@ -70,7 +70,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     metrics.router,
     status.home_router,
 )
-"""They are tried in this order, each for some 10 us: the most frequent come first."""
+"""Routers in the order in which they are tried. Each takes about 10 us, so the most frequently used ones are first."""
 
 
 def create_app(
@@ -80,15 +80,14 @@ def create_app(
     response_store: responses.ResponseStore | None = None,
     batch_store: batches.BatchStore | None = None,
 ) -> FastAPI:
-    """The ASGI application that answers with a cluster. Starting and closing the cluster is its owner's.
+    """Create the ASGI application that serves a cluster. The caller starts and closes the cluster.
 
-    From the outside in: context, CORS, admission, body, routes.
+    Middlewares, from outermost to innermost: context, CORS, admission, body.
 
     Args:
-        observers: called with every request that has ended, beside the log and the counters.
-        response_store: where responses are kept, its caller's to close; None: in memory.
-        batch_store: where files and batches are kept, its caller's to close, as ``state.batches`` is its caller's to
-            run; None: nowhere.
+        observers: called with every finished request, in addition to the log and the counters.
+        response_store: store of responses; the caller closes it. None: in memory.
+        batch_store: store of files and batches; the caller closes it, and runs ``state.batches``. None: no batches.
     """
     serving = Serving(cluster, options or ServerOptions())
     options = serving.options
@@ -109,7 +108,7 @@ def create_app(
     _install_handlers(app)
     routers = (*ROUTERS, status.debug_router) if options.enable_debug_endpoints else ROUTERS
     app.state.methods = methods_of(routers)
-    for router in routers:  # as they are: `include_router` makes all of them anew at the first request, for 0.4 s
+    for router in routers:  # `include_router` would recreate all routes at the first request, which takes 0.4 s
         app.router.routes.extend(router.routes)
     app.add_middleware(BodyMiddleware, serving=serving)
     app.add_middleware(AdmissionMiddleware, serving=serving)
@@ -123,7 +122,7 @@ def create_app(
 
 
 def methods_of(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
-    """The methods of each path, over all of its routes."""
+    """Methods of each path over all of its routes."""
     methods: dict[str, set[str]] = {}
     for router in routers:
         for route in router.routes:
@@ -133,7 +132,7 @@ def methods_of(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
 
 
 def _install_handlers(app: FastAPI) -> None:
-    """Let the application answer exceptions in one shape."""
+    """Register handlers that convert exceptions to error responses."""
     app.exception_handler(RequestValidationError)(_on_validation)
     app.exception_handler(HTTPException)(_on_http)
     app.exception_handler(LockstepError)(_on_lockstep)
@@ -145,7 +144,7 @@ async def _on_lockstep(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_departure(request: Request, error: Exception) -> Response:
-    """An answer that no one reads."""
+    """Placeholder response; the client has disconnected."""
     return Response(status_code=CLIENT_LEFT_STATUS)
 
 

@@ -1,7 +1,7 @@
-"""Adapters of other APIs to chat completions: their bodies as chat requests, and errors in their own words.
+"""Adapters of other APIs to chat completions: translate request bodies to chat requests and parameter names back.
 
-A question that came in another API's shape is translated to the one body of a chat request, so that whatever is true
-of chat (routing, limits, sessions, deadlines, records) is true of it; only its answer is encoded otherwise.
+A request in another API's format is translated to a chat request, so that all features of chat completions (routing,
+limits, sessions, deadlines, recording) apply to it. Only the encoding of its answer differs.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ _TOOL = re.compile(r"tools\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterNames:
-    """Names of parameters in another API, by patterns of those in chat completions; others have one name in both."""
+class ParamNames:
+    """Parameter names of another API, by patterns of chat completions' names. Parameters without a pattern keep their
+    name."""
 
     rules: Sequence[tuple[re.Pattern[str], str]]
     tool_places: Sequence[int] | None = None
-    """Places in the request of the tools of the chat request; None: they are the same."""
+    """Index in the original request of each tool of the chat request; None: the indexes are equal."""
 
-    def with_tools(self, places: Sequence[int]) -> ParameterNames:
-        """A vocabulary for a request some of whose tools are left out, or become several functions."""
+    def with_tools(self, places: Sequence[int]) -> ParamNames:
+        """Copy for a request in which tools are left out or become several functions."""
         return replace(self, tool_places=places)
 
     def name(self, param: str) -> str:
-        """The other API's name of a parameter of chat completions."""
+        """Convert a parameter name of chat completions to the other API's name."""
         place = _TOOL.match(param)
         if place is not None and self.tool_places is not None and int(place[1]) < len(self.tool_places):
             param = f"tools[{self.tool_places[int(place[1])]}]{param[place.end() :]}"
@@ -56,40 +57,41 @@ class ParameterNames:
         return param
 
     def names(self, names: Mapping[str, str]) -> Mapping[str, str]:
-        """Names of the engine's parameters in the other API, from those in a chat request."""
+        """Return the other API's parameter names by engine parameter name, given those of the chat request."""
         same = dict.fromkeys(SamplingParams.__struct_fields__) | {"prompt": None}
         return {engines: self.name(names.get(engines, engines)) for engines in {**same, **names}}
 
     def error(self, error: RequestError) -> RequestError:
-        """An error that names a parameter of chat completions, naming the other API's."""
+        """Convert the parameter name in an error to the other API's name."""
         return error if error.param is None else with_request_param_names(error, {error.param: self.name(error.param)})
 
     def warning(self, warning: str) -> str:
-        """A warning that begins with a parameter's name, beginning with the other API's."""
+        """Convert the parameter name at the start of a warning to the other API's name."""
         param, colon, rest = warning.partition(":")
         return self.name(param) + colon + rest
 
 
-def chat_body_of(members: Mapping[str, Any], words: ParameterNames) -> ChatBody:
-    """A chat request of some members, where None is absent.
+def chat_body_of(members: Mapping[str, Any], param_names: ParamNames) -> ChatBody:
+    """Create a chat request from members. None means absent.
 
     Raises:
-        InvalidParameterError: what fits the other API's schema does not fit this one; names that API's parameter.
+        InvalidParameterError: a value is valid in the other API but not in chat completions; the error has the other
+            API's parameter name.
     """
     try:
         return ChatBody.model_validate({name: value for name, value in members.items() if value is not None})
     except ValidationError as error:
         fault = of_validation(error.errors())
-        raise words.error(InvalidParameterError(fault.message, param=fault.param)) from None
+        raise param_names.error(InvalidParameterError(fault.message, param=fault.param)) from None
 
 
 def adapted_call(
-    request: Request, make_body: Callable[[], ChatBody], words: ParameterNames, tokenizer: Tokenizer
+    request: Request, make_body: Callable[[], ChatBody], param_names: ParamNames, tokenizer: Tokenizer
 ) -> ChatCall:
-    """The call of a request of another API; errors name that API's parameters.
+    """Create the engine call for a request of another API. Errors have that API's parameter names.
 
     Args:
-        make_body: translates the question; its own errors are in that API's words.
+        make_body: translates the request; its own errors already have that API's names.
     """
     context = context_of(request)
     caller = Caller(context.tenant, serving_of(request).options, context.request_id, context.segment)
@@ -98,14 +100,14 @@ def adapted_call(
     try:
         return chat_call(body, caller, tokenizer)
     except RequestError as error:
-        raise words.error(error) from None
+        raise param_names.error(error) from None
 
 
 async def answer_as_chat(
     request: Request,
     model: str | None,
     make_body: Callable[[], ChatBody],
-    words: ParameterNames,
+    param_names: ParamNames,
     make_encoder: Callable[[Accepted, ChatCall], Encoder],
     *,
     is_stream: bool,
@@ -117,19 +119,19 @@ async def answer_as_chat(
     """Answer a request of another API.
 
     Args:
-        make_body: translates it; on another thread, where it is long.
-        make_encoder: from who answers, by its served name, and the call.
-        warnings: what was requested and is not done by any model.
-        earlier_ids: tokens of a conversation that the prompt goes on with.
-        returns_ids: whether choices have the tokens of the answer.
+        make_body: translates the request; called on another thread if the request is long.
+        make_encoder: creates the encoder from the accepted call and the chat call.
+        warnings: warnings about parameters that no model supports.
+        earlier_ids: tokens of an earlier conversation that the prompt continues.
+        returns_ids: whether choices have the token ids of the answer.
     """
     cluster, context = serving_of(request).cluster, context_of(request)
     context.model = cluster.card(model).name
     tokenizer = cluster.tokenizer(model)
 
     def translate() -> tuple[ChatCall, GenerationRequest]:
-        chat = adapted_call(request, make_body, words, tokenizer)
-        call = replace_struct(chat.call, cuts_to_context=True)  # agents ask for more than small models have
+        chat = adapted_call(request, make_body, param_names, tokenizer)
+        call = replace_struct(chat.call, cuts_to_context=True)  # agents often request too many tokens
         return chat, _continued(call, tokenizer, earlier_ids) if earlier_ids else call
 
     chat, call = await translated(request, translate)
@@ -137,20 +139,20 @@ async def answer_as_chat(
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         [first] = accepted
         own = cluster.tokenizer(first.model)
-        context.warnings = [*warnings, *map(words.warning, chat.warnings(own))]
+        context.warnings = [*warnings, *map(param_names.warning, chat.warnings(own))]
         choices = open_choices(
             chat.call.params, own, first, tool_use=chat.tool_use, new_call_id=new_call_id, returns_ids=returns_ids
         )
         return Answer(accepted, choices, make_encoder(first, chat), context)
 
-    return AnswerResponse(request, (call,), make_answer, words.names(chat.names), is_stream=is_stream)
+    return AnswerResponse(request, (call,), make_answer, param_names.names(chat.names), is_stream=is_stream)
 
 
 def _continued(call: GenerationRequest, tokenizer: Tokenizer, earlier_ids: Sequence[int]) -> GenerationRequest:
-    """A chat's call whose prompt begins with the tokens of an earlier conversation."""
+    """Create a call whose prompt starts with the tokens of an earlier conversation."""
     check_tokens_known(tokenizer, {"context": True})
     prompt = call.prompt
-    assert isinstance(prompt, Conversation), "a chat's prompt is one"
+    assert isinstance(prompt, Conversation), "the prompt of a chat is a conversation"
     new_ids = tokenizer.encode_chat(prompt.messages, template_kwargs=prompt.template_kwargs)
     ids = (*earlier_ids, *new_ids)
     reasoning = tokenizer.reasoning_after(ids) if prompt.reasoning == "auto" else None

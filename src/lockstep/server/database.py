@@ -1,6 +1,6 @@
-"""SQLite files of the server: opened or made, known as ours by their header, and used on one thread of their own.
+"""SQLite databases of the server: open or create a file, identify it by its header, and run queries on one thread.
 
-What the disk refuses, a full one above all, becomes a `StorageError` that names the folder.
+Disk errors, in particular a full disk, become a `StorageError` that names the folder.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Literal, TypeVar
 from lockstep.errors import ConfigError, StorageError, StorageFullError
 
 BUSY_TIMEOUT_S = 5.0
-"""How long to wait for another process that is writing to the file."""
+"""Time limit, in seconds, to wait for another process that writes to the file."""
 OWNER_ONLY = 0o600
-"""The files hold the texts of users."""
+"""File mode. The files contain texts of users."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BROKEN = frozenset({errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ESTALE})
 _BROKEN_DATABASE = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
@@ -32,24 +32,24 @@ Value = str | bytes | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Tables of a kind of file, and the two numbers in its header that tell it from others."""
+    """Tables of a kind of database, with the two header numbers that identify it."""
 
     application_id: int
     version: int
     tables: str
     kept: str
-    """Plural noun of what it holds, for messages."""
+    """Plural noun for the content, used in messages."""
     is_exclusive: bool = False
-    """Whether one process at a time may use it."""
+    """Whether only one process at a time can use the file."""
     synchronous: Literal["NORMAL", "FULL"] = "NORMAL"
-    """FULL: what was committed survives a power failure. NORMAL: the last changes may be lost, the file stays whole."""
+    """FULL: commits survive a power failure. NORMAL: the latest commits may be lost, but the file stays consistent."""
 
 
 class Database:
-    """One file; `run` does work with its connection on its thread, one after another.
+    """One database file. `run` executes work with its connection on its thread, one item at a time.
 
     Raises:
-        ConfigError: the file cannot be opened or made, or it is not one of this schema.
+        ConfigError: the file cannot be opened or created, or it has another schema.
     """
 
     def __init__(self, path: Path, schema: Schema) -> None:
@@ -57,15 +57,15 @@ class Database:
             self.connection = _connect(path, schema)
         except (OSError, sqlite3.Error) as error:
             why = "another server uses it" if schema.is_exclusive and "locked" in str(error) else str(error)
-            raise ConfigError(f"{path}: {schema.kept} cannot be kept there: {why}") from error
+            raise ConfigError(f"{path}: {schema.kept} cannot be stored there: {why}") from error
         self._folder, self._kept = path.absolute().parent, schema.kept
         self._thread = ThreadPoolExecutor(1, f"lockstep-{schema.kept.replace(' ', '-')}")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Do work on the database's thread, also with files beside it.
+        """Run work on the database's thread. It may also access other files in the folder.
 
         Raises:
-            StorageError: the disk refuses it.
+            StorageError: the disk is full or failing.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -76,16 +76,17 @@ class Database:
             raise refusal from error
 
     async def rows(self, query: str, *values: Value) -> list[tuple[Any, ...]]:
-        """All rows that a query finds."""
+        """Return all rows of a query."""
         return await self.run(lambda: self.connection.execute(query, values).fetchall())
 
     async def change(self, statement: str, *values: Value) -> int:
-        """Execute a statement by itself; returns how many rows it changed."""
+        """Execute a single statement. Return the number of changed rows."""
         return await self.run(lambda: self.connection.execute(statement, values).rowcount)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All that is done in the block, or nothing of it. On the database's thread."""
+        """Transaction that commits at the end of the block and rolls back on an error. Runs on the database's
+        thread."""
         connection = self.connection
         connection.execute("BEGIN IMMEDIATE")
         try:
@@ -102,28 +103,28 @@ class Database:
 
 
 def refusal_of(error: OSError | sqlite3.OperationalError, folder: Path, kept: str) -> StorageError | None:
-    """The error of a disk that takes nothing more, or nothing at all now; None: another error.
+    """Convert the error of a full or failing disk to a StorageError; None for any other error.
 
     Args:
-        kept: plural noun of what is kept in the folder.
+        kept: plural noun for the content of the folder.
     """
     if isinstance(error, sqlite3.OperationalError):
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # above it are subtypes
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the higher bits are subtypes
         is_full, is_broken, why = code == sqlite3.SQLITE_FULL, code in _BROKEN_DATABASE, str(error)
     else:
         is_full, is_broken, why = error.errno in _FULL, error.errno in _BROKEN, error.strerror or str(error)
-    text = f"{folder}: {kept} cannot be kept there now: {why}"
+    text = f"{folder}: {kept} cannot be stored there now: {why}"
     if is_full:
         return StorageFullError(f"{text}; free space on that disk")
-    return StorageError(f"{text}; mend that disk, or make the folder writable") if is_broken else None
+    return StorageError(f"{text}; repair the disk, or make the folder writable") if is_broken else None
 
 
 def _connect(path: Path, schema: Schema) -> sqlite3.Connection:
-    """A connection to a file of ours, for one thread at a time."""
+    """Open or create a database file. The connection is for one thread at a time."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY))
     connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
-        if schema.is_exclusive:  # from the first access on, until the connection is closed or the process ends
+        if schema.is_exclusive:  # lock the file until the connection is closed
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             connection.execute("BEGIN EXCLUSIVE")
             connection.execute("COMMIT")
@@ -137,11 +138,11 @@ def _connect(path: Path, schema: Schema) -> sqlite3.Connection:
         if found != expected:
             raise ConfigError(
                 f"{path}: a database of another program or version (application_id {found[0]}, user_version "
-                f"{found[1]}); it must be a file that this version made ({expected[0]}, {expected[1]}), or none"
+                f"{found[1]}); it must be created by this version ({expected[0]}, {expected[1]}), or not exist"
             )
         connection.execute(f"PRAGMA synchronous = {schema.synchronous}")
-        # The write-ahead log is emptied after each change and keeps its size, so the next change needs no room: what
-        # is small, such as removing a file, is possible on a full disk.
+        # The write-ahead log is emptied after each change but keeps its size, so the next change needs no space. Small
+        # changes, such as removing a file, therefore work on a full disk.
         connection.execute("PRAGMA wal_autocheckpoint = 1")
     except BaseException:
         connection.close()

@@ -1,8 +1,8 @@
-"""Dialects of HTTP: which API a request speaks, and how its refusals read there.
+"""API dialects: detect the API that a request uses, and convert errors to the format of that API.
 
-Handlers and middlewares alike raise or make an `HttpError`; the dialect of the request turns it into the status, the
-body and the headers that clients of that API know. A dialect is found by path, since a request can be refused before it
-is routed; Anthropic's clients are also known by a header, on the paths that both APIs have.
+Handlers and middlewares raise or create an `HttpError`. The dialect of the request converts it to the status, body and
+headers of that API. The dialect is determined by path, because a request can be rejected before it is routed. On paths
+that both APIs share, Anthropic's clients are recognized by a header.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""By status; other refusals are of invalid requests, other failures the API's."""
+"""Error types by status. Other 4xx errors are invalid requests; other 5xx errors are API errors."""
 _ANTHROPIC_CODES = {"thread": "thread_unsupported_request"}
-"""By the parameter that is refused: codes at which Anthropic's own client asks again without it."""
+"""Error codes by rejected parameter, on which Anthropic's client retries without the parameter."""
 OVERLOADED_STATUS = 529
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One API's way to refuse."""
+    """Error format of one API."""
 
     name: str
     error_body: Callable[[HttpError, str], Mapping[str, Any]]
-    """From an error and the request's id."""
+    """Creates the body from an error and the request id."""
     statuses: Mapping[int, int] = field(default_factory=dict)
-    """Where this API has another status than ours."""
+    """Statuses that differ in this API, by original status."""
     id_header: bytes | None = None
-    """Carries the request's id beside ``x-request-id``."""
+    """Header for the request id, in addition to ``x-request-id``."""
     takes_forms: bool = False
-    """Whether JSON is accepted under the content type of a form, as curl sends it with ``-d``."""
+    """Whether JSON is accepted with the content type of a form, which ``curl -d`` sends."""
 
     def put(self, error: HttpError) -> HttpError:
-        """The error under the status that this API's clients know."""
+        """Convert the status of an error to this API's."""
         status = self.statuses.get(error.status)
         return error if status is None else replace(error, status=status)
 
     def response(self, error: HttpError, request_id: str) -> JSONResponse:
-        """The status, headers and body of a refusal."""
+        """Create the error response."""
         return JSONResponse(self.error_body(error, request_id), error.status, dict(error.headers))
 
 
 def _anthropic_body(error: HttpError, request_id: str) -> Mapping[str, Any]:
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    told: dict[str, Any] = {"type": kind, "message": error.message}
+    detail: dict[str, Any] = {"type": kind, "message": error.message}
     if error.param in _ANTHROPIC_CODES:
-        told["details"] = {"error_code": _ANTHROPIC_CODES[error.param]}
-    return {"type": "error", "error": told, "request_id": request_id}
+        detail["details"] = {"error_code": _ANTHROPIC_CODES[error.param]}
+    return {"type": "error", "error": detail, "request_id": request_id}
 
 
 OPENAI = Dialect("openai", lambda error, _: error.body())
@@ -72,7 +72,7 @@ _BY_PATH = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))
 
 
 def dialect_of(path: str, headers: Iterable[tuple[bytes, bytes]]) -> Dialect:
-    """The dialect of a request, whether or not anything is at its path."""
+    """Detect the dialect of a request, whether or not its path exists."""
     for prefix, dialect in _BY_PATH:
         if path.startswith(prefix):
             return dialect
@@ -80,7 +80,7 @@ def dialect_of(path: str, headers: Iterable[tuple[bytes, bytes]]) -> Dialect:
 
 
 class AnthropicErrorDetail(BaseModel):
-    """The error of an answer: its kind and message."""
+    """The error of an answer: type and message."""
 
     type: str
     message: str
@@ -88,7 +88,7 @@ class AnthropicErrorDetail(BaseModel):
 
 
 class AnthropicErrorBody(BaseModel):
-    """Every answer of Anthropic's API that is no success."""
+    """Body of every error response of Anthropic's API."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
@@ -96,6 +96,6 @@ class AnthropicErrorBody(BaseModel):
 
 
 class OllamaErrorBody(BaseModel):
-    """Every answer of Ollama's API that is no success."""
+    """Body of every error response of Ollama's API."""
 
     error: str

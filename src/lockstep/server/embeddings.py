@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: every input is a call of its own, answered together and given back in order."""
+"""Embeddings endpoint: serves `POST /v1/embeddings`; every input is a separate engine call, answered in order."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from lockstep.server.serving import serving_of, translated
 from lockstep.worker.progress import CallProgress
 
 MAX_INPUTS = 2_048
-"""Of one request, as many as OpenAI takes."""
+"""Maximum number of inputs per request, as in OpenAI's API."""
 MAX_OPEN_INPUTS = 64
-"""Inputs of one request that are in the queue at once, so that one request cannot fill it."""
+"""Maximum number of inputs of one request that are queued at once, so that one request cannot fill the queue."""
 
 router = APIRouter(route_class=LongBodyRoute, responses=ERROR_RESPONSES)
 
@@ -52,25 +52,25 @@ Inputs = Annotated[
 
 
 class EmbeddingBody(ParameterBody):
-    """Texts that are to become vectors, and parameters of these."""
+    """Texts to embed, with the parameters of the vectors."""
 
     input: Inputs
     """Text, token ids, or a list of either."""
     model: Name | None = None
-    """A served name; absent: the one model that is served, of a cluster the entry model."""
+    """Name of a served model. Absent: the only served model, or the entry model of a cluster."""
     encoding_format: Literal["float", "base64"] | None = None
-    """`base64`: of the vector's float32 values, little-endian. Default: `float`."""
+    """`base64`: the vector's float32 values, little-endian. Default: `float`."""
     dimensions: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
-    """The first so many numbers of each vector, whose length is then 1 again; there is a warning if they are fewer
-    than the model's."""
+    """Number of elements of each vector to return, from the start. The shortened vectors are normalized again. A
+    warning is returned if the number is smaller than the model's."""
     pooling: Literal["mean", "last"] | None = None
-    """Of the prompt's hidden states; default `mean`."""
+    """Pooling of the hidden states of the prompt. Default: `mean`."""
     normalize: bool | None = None
-    """Whether a vector is divided by its length; default true."""
+    """Whether vectors are scaled to length 1. Default: true."""
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
-    """Keep the last so many tokens of each input; -1: as many as the context holds."""
+    """Keeps only this many tokens from the end of each input; -1: as many as fit in the context."""
     user: Name | None = None
-    """Logged; without API keys also whose share of the queue this is."""
+    """Logged. Without API keys, the scheduler's fair share is per user."""
 
 
 class Embedding(Shape):
@@ -85,7 +85,7 @@ class EmbeddingUsage(Shape):
 
 
 class Embeddings(Shape):
-    """A vector for each input, in order."""
+    """One vector for each input, in order."""
 
     object: Literal["list"]
     data: list[Embedding]
@@ -95,17 +95,17 @@ class Embeddings(Shape):
 
 @router.post("/v1/embeddings", response_model=Embeddings)
 async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
-    """Turn texts into vectors."""
-    told = await embedded(body, request)
-    content = await asyncio.to_thread(lambda: msgspec.json.encode(told))
+    """Embed texts."""
+    embeddings = await embedded(body, request)
+    content = await asyncio.to_thread(lambda: msgspec.json.encode(embeddings))
     return Response(content, media_type="application/json")
 
 
 async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
-    """The vectors of a request's texts.
+    """Compute the vectors of a request's texts.
 
     Raises:
-        ClientLeft: the client is gone; the request's context has noted it.
+        ClientLeft: the client disconnected; the request's context has recorded it.
     """
     serving, context = serving_of(request), context_of(request)
     context.model = model = serving.cluster.card(body.model).name
@@ -123,14 +123,14 @@ async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
     num_dimensions = len(_vector(outputs[0]))
     if body.dimensions not in (None, num_dimensions):
         shortened = (
-            f"dimensions: the model's vectors have {num_dimensions}; cut ones are good if it was trained for that"
+            f"dimensions: the model's vectors have {num_dimensions}; shorter ones require a model trained for them"
         )
         context.warnings = [shortened]
     return await asyncio.to_thread(lambda: embeddings_object(body, model, outputs))
 
 
 def calls_of(body: EmbeddingBody, caller: Caller) -> list[GenerationRequest]:
-    """One call per input, in order."""
+    """Create one engine call per input, in order."""
     given = body.input
     is_one = isinstance(given, str) or isinstance(given[0], int)
     prompts: Sequence[Any] = [given] if is_one else given
@@ -153,7 +153,7 @@ def calls_of(body: EmbeddingBody, caller: Caller) -> list[GenerationRequest]:
 async def _answer_all(
     cluster: Cluster, body: EmbeddingBody, calls: Sequence[GenerationRequest], progress: CallProgress
 ) -> list[RequestOutput]:
-    """The answers, in order; the first error in order ends them all."""
+    """Execute the calls and return their outputs in order. The first error, in order, cancels the rest."""
     is_list = isinstance(body.input, list) and not isinstance(body.input[0], int)
 
     async def answer(index: int) -> RequestOutput:
@@ -161,7 +161,7 @@ async def _answer_all(
         try:
             output = await _answer(cluster, call, progress)
         except RequestError as error:
-            raise placed(error, f"input[{index}]" if is_list else "input", call.prompt) from None
+            raise with_input_name(error, f"input[{index}]" if is_list else "input", call.prompt) from None
         check_dimensions(body, _vector(output))
         return output
 
@@ -174,11 +174,11 @@ async def _answer(cluster: Cluster, call: GenerationRequest, progress: CallProgr
             last = events[-1]
             if isinstance(last, TokenOutput) and last.request is not None:
                 return last.request
-    raise RequestFailedError("a call ended without its last output; this is a bug in Lockstep")
+    raise RequestFailedError("a call ended without its final output; this is a bug in Lockstep")
 
 
-def placed(error: RequestError, where: str, prompt: Prompt) -> RequestError:
-    """An error of one input's prompt, naming the input; other errors are the whole request's."""
+def with_input_name(error: RequestError, where: str, prompt: Prompt) -> RequestError:
+    """Add the input's path to an error about its prompt. Other errors concern the whole request and are unchanged."""
     if error.param == "prompt":
         text = "the text is empty" if prompt == "" else str(error)
         error.args, error.param = (f"{where}: {text}",), where
@@ -186,7 +186,7 @@ def placed(error: RequestError, where: str, prompt: Prompt) -> RequestError:
 
 
 def check_dimensions(body: EmbeddingBody, vector: npt.NDArray[np.float32]) -> None:
-    """Refuse more dimensions than the model has."""
+    """Reject more dimensions than the model has."""
     if body.dimensions is not None and body.dimensions > len(vector):
         raise InvalidParameterError(
             f"dimensions is {body.dimensions}; this model's vectors have {len(vector)}", param="dimensions"
@@ -194,7 +194,7 @@ def check_dimensions(body: EmbeddingBody, vector: npt.NDArray[np.float32]) -> No
 
 
 def embeddings_object(body: EmbeddingBody, model: str, outputs: Sequence[RequestOutput]) -> Embeddings:
-    """The answer in OpenAI's shape."""
+    """Create the answer in OpenAI's format."""
     vectors = np.stack([_vector(output) for output in outputs])[:, : body.dimensions]
     if body.normalize is not False:
         vectors = row_math().unit(vectors)
@@ -210,7 +210,7 @@ def embeddings_object(body: EmbeddingBody, model: str, outputs: Sequence[Request
 
 def _vector(output: RequestOutput) -> npt.NDArray[np.float32]:
     if output.embedding is None:
-        raise RequestFailedError("the request ended before its vector was complete")
+        raise RequestFailedError("the request ended without a vector")
     return output.embedding
 
 

@@ -313,7 +313,7 @@ def _response_format(given: ResponseFormat) -> Constraint | None:
     if given.type != "json_schema":
         if given.json_schema is not None:
             raise InvalidParameterError(
-                f"response_format.json_schema is given with type {given.type}; its type is json_schema",
+                f"response_format.json_schema is given with type {given.type}; it requires type json_schema",
                 param="response_format.json_schema",
             )
         return Constraint.json_object() if given.type == "json_object" else None

@@ -1,6 +1,6 @@
-"""`GET /v1/logs`: the latest lines of the server's log, for operators.
+"""Log endpoint: serves the latest lines of the server's log at `GET /v1/logs`, for operators.
 
-What a line has of prompts and answers under ``--log-prompts`` is on standard error alone, and so are tracebacks.
+Prompts and answers, which ``--log-prompts`` adds to lines, appear only on standard error. So do tracebacks.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from lockstep.server.serving import serving_of
 from lockstep.worker.logs import FIELDS, PUBLIC_FIELDS, line_of
 
 MAX_LINES = 500
-"""That are kept."""
+"""Maximum number of lines that are kept."""
 MAX_CHARS = 1_000
-"""Of a line; what is longer is cut."""
+"""Maximum length of a line. Longer lines are cut."""
 DEFAULT_LIMIT = 100
 
 router = APIRouter(prefix="/v1", tags=["cluster"], responses=ERROR_RESPONSES)
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """One line."""
+    """One line of the log."""
 
     number: int
-    """From 1; what `after` takes."""
+    """Line number from 1, for use with `after`."""
     at_s: float
     """Unix time."""
     level: str
     logger: str
     text: str
-    """Message and values, on one line."""
+    """Message and fields, on one line."""
 
 
 class LogList(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class LogList(msgspec.Struct, frozen=True):
 
 
 class LogLines(logging.Handler):
-    """Keeps the latest lines of all loggers; any thread writes."""
+    """Log handler that keeps the latest lines of all loggers. Any thread can write."""
 
     def __init__(self, max_lines: int = MAX_LINES) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class LogLines(logging.Handler):
         self._last = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record's line; callers hold the handler's lock."""
+        """Keep the line of a record. The caller holds the handler's lock."""
         fields = getattr(record, PUBLIC_FIELDS, None) or getattr(record, FIELDS, {})
         text = line_of(record, fields)
         if record.exc_info and record.exc_info[0] is not None:
@@ -73,7 +73,7 @@ class LogLines(logging.Handler):
         self._kept.append(LogLine(self._last, round(record.created, 3), level, record.name, text))
 
     def lines(self, after: int = 0, limit: int = DEFAULT_LIMIT) -> tuple[LogLine, ...]:
-        """The newest that are behind a number, oldest first."""
+        """Return the newest lines after a line number, oldest first."""
         self.acquire()
         try:
             found = [line for line in self._kept if line.number > after]
@@ -83,7 +83,7 @@ class LogLines(logging.Handler):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear every logger of this process until the block ends."""
+        """Receive the records of all loggers of this process until the block ends."""
         root = logging.getLogger()
         root.addHandler(self)
         try:
@@ -95,11 +95,13 @@ class LogLines(logging.Handler):
 @router.get("/logs", responses=described(LogList), response_class=Response, operation_id="list_log_lines")
 async def list_log_lines(
     request: Request,
-    after: Annotated[int, Query(ge=0, le=MAX_NUMBER, description="Came after the line of this number.")] = 0,
-    limit: Annotated[int, Query(ge=1, le=MAX_LINES, description="As many of the newest at most.")] = DEFAULT_LIMIT,
+    after: Annotated[int, Query(ge=0, le=MAX_NUMBER, description="Return only lines after this line number.")] = 0,
+    limit: Annotated[
+        int, Query(ge=1, le=MAX_LINES, description="Maximum number of lines, the newest ones.")
+    ] = DEFAULT_LIMIT,
 ) -> Response:
-    """The latest lines of the server's log, without anything of a prompt. They tell of everybody's requests, so that an
-    admin key is needed wherever there are keys; without keys, only this machine may ask."""
+    """The latest lines of the server's log, without prompts and answers. The lines are about requests of all callers,
+    so an admin key is required. On a server without keys, only the local machine has access."""
     if not is_operator(context_of(request).tenant, serving_of(request).options):
         return refusal(forbidden(), context_of(request))
     lines: LogLines = request.app.state.log_lines

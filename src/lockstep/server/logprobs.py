@@ -1,7 +1,7 @@
-"""Log-probabilities in the shapes that clients read, with the text and the place of each token.
+"""Log-probabilities: convert them to the formats of the APIs, with the text and offset of each token.
 
-The entries of a choice cover its text: the token that ends the answer without being text has none, nor have tokens
-behind the place where a stop string cut it.
+The entries of a choice cover its text. There is no entry for an end token that is not part of the text, nor for tokens
+after the position at which a stop string cut the text.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lockstep.executors.logits import TokenLogprobs
 from lockstep.server.fields import Shape
 
 LEAST_LOGPROB = -9_999.0
-"""JSON has no infinity; vLLM's floor."""
+"""Lower bound of log-probabilities, as in vLLM. JSON cannot represent infinity."""
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """A token that might have come, or did."""
+    """A token that was generated or could have been."""
 
     token: str
     logprob: float
@@ -29,12 +29,12 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A token of the text, and what else was likely in its place."""
+    """A token of the text, with the most likely alternatives."""
 
     chosen: Alternative
     top: tuple[Alternative, ...]
     offset: int
-    """Characters of the text before it."""
+    """Number of characters of the text before the token."""
     is_known: bool = True
     """False for the first token of a prompt, which has no probability."""
 
@@ -62,13 +62,13 @@ class CompletionLogprobs(Shape):
 
 
 class TokenTexts:
-    """Tokens as people read them."""
+    """Texts of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def data(self, token_id: int) -> bytes:
-        """A token's bytes; a special token's name."""
+        """The bytes of a token; for a special token, its name."""
         special = self._tokenizer.special_text(token_id)
         if special:
             return special.encode()
@@ -83,12 +83,12 @@ class TokenTexts:
 
 
 class Tracer:
-    """Gives the tokens of one choice their texts and offsets.
+    """Assigns texts and offsets to the tokens of one choice.
 
     Args:
-        after: the prompt's last token.
-        verbatim: the answer is constrained, and begins with the space that its first token has.
-        shown_specials: special tokens that are text; None: all of them.
+        after: last token of the prompt.
+        verbatim: the answer is constrained, so it keeps the leading space of its first token.
+        shown_specials: special tokens that are part of the text; None: all of them.
     """
 
     def __init__(
@@ -100,20 +100,20 @@ class Tracer:
         self._detokenizer = Detokenizer(tokenizer, after=after, verbatim=verbatim)
         self._specials = None if shown_specials is None else frozenset(shown_specials)
         self.num_chars = 0
-        """Of the text so far."""
+        """Number of characters of the text so far."""
 
     def follow(self, after: int) -> None:
-        """The prompt's last token, where it is known only now; before the first `entry`."""
+        """Set the last token of the prompt if it was not known before. Must be called before the first `entry`."""
         self._detokenizer = Detokenizer(self._tokenizer, after=after, verbatim=self._verbatim)
 
     def entry(self, token_id: int, logprobs: TokenLogprobs | None) -> Entry:
-        """The next token; without log-probabilities only its text and place are known."""
+        """Return the entry of the next token. Without log-probabilities, only text and offset are known."""
         piece = self._detokenizer.append(token_id)
         if not piece:
             special = self._detokenizer.special_text(token_id)
             piece = special if self._specials is None or special in self._specials else ""
         chosen = self._texts.alternative(token_id, 0.0 if logprobs is None else logprobs.logprob)
-        if piece and piece != chosen.token and chosen.token.endswith(piece):  # a leading space that is no text
+        if piece and piece != chosen.token and chosen.token.endswith(piece):  # without the leading space
             chosen = Alternative(piece, chosen.logprob, tuple(piece.encode()))
         top = () if logprobs is None else tuple(self._texts.alternative(*pair) for pair in logprobs.top)
         entry = Entry(chosen, top, self.num_chars, logprobs is not None)
@@ -122,7 +122,7 @@ class Tracer:
 
 
 def chat_logprobs(entries: Sequence[Entry]) -> ChatLogprobs:
-    """`choices[].logprobs` of chat completions."""
+    """Create `choices[].logprobs` of chat completions."""
     content: list[TokenLogprob] = [
         {**_logprob(entry.chosen), "top_logprobs": [_logprob(alternative) for alternative in entry.top]}
         for entry in entries
@@ -135,7 +135,7 @@ def _logprob(alternative: Alternative) -> Logprob:
 
 
 def completion_logprobs(entries: Sequence[Entry], shift: int = 0) -> CompletionLogprobs:
-    """`choices[].logprobs` of completions; ``shift`` characters of prompt stand before the text."""
+    """Create `choices[].logprobs` of completions. ``shift`` is the number of prompt characters before the text."""
     return {
         "tokens": [entry.chosen.token for entry in entries],
         "token_logprobs": [entry.chosen.logprob if entry.is_known else None for entry in entries],
@@ -145,7 +145,8 @@ def completion_logprobs(entries: Sequence[Entry], shift: int = 0) -> CompletionL
 
 
 def _map(entry: Entry) -> Mapping[str, float]:
-    """The most likely tokens, and the chosen one; of tokens that read the same, the likelier counts."""
+    """Log-probabilities of the most likely tokens and the chosen one by text. For equal texts, the higher value is
+    kept."""
     logprobs: dict[str, float] = {}
     for alternative in (*entry.top, entry.chosen):
         logprobs.setdefault(alternative.token, alternative.logprob)
@@ -155,7 +156,7 @@ def _map(entry: Entry) -> Mapping[str, float]:
 def prompt_entries(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
 ) -> list[Entry]:
-    """The tokens of a prompt that is echoed."""
+    """Create the entries of an echoed prompt."""
     tracer = Tracer(tokenizer, None, verbatim=False)
     return [tracer.entry(*pair) for pair in zip(prompt_ids, logprobs, strict=True)]
 
@@ -163,7 +164,8 @@ def prompt_entries(
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: per token a map of ids, its own first, to log-probabilities; null for the first."""
+    """Create vLLM's `prompt_logprobs`: per token, log-probabilities by token id, its own first; null for the first
+    token."""
     texts = TokenTexts(tokenizer)
     return [
         None

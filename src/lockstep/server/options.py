@@ -1,4 +1,4 @@
-"""Options of a server: limits and manners that the flags of `lockstep serve` set."""
+"""Server options: limits and behavior that the flags of `lockstep serve` set."""
 
 from __future__ import annotations
 
@@ -13,72 +13,74 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Limits and manners of one server."""
+    """Limits and behavior of one server."""
 
     host: str = "127.0.0.1"
     port: int = 9000
     api_keys: tuple[str, ...] = ()
-    """Any of them opens the guarded endpoints; none: no key is requested."""
+    """Keys that grant access to the protected endpoints; empty: no key is required."""
     admin_keys: tuple[str, ...] = ()
-    """Open all endpoints; where there are any, only they open those that show or change what all callers share."""
+    """Keys that grant access to all endpoints. If there are any, endpoints for shared state require one of them."""
     prefix_cache_per_key: bool = False
-    """Whether a key's requests find only blocks in the prefix cache that its own requests computed."""
+    """Whether the requests of a key only use prefix-cache blocks that were computed for the same key."""
     allow_unauthenticated: bool = False
-    """Whether to listen beyond loopback without a key."""
+    """Whether the server can listen beyond loopback without a key."""
     allow_any_source: bool = False
-    """Whether every key may have a manifest name any file here and any model on the hub; see `cluster.trust`."""
+    """Whether manifests of every key can name any local file and any model on the hub."""
     allow_private_remotes: bool = False
-    """Whether every key may have a manifest name servers at addresses that are not public."""
+    """Whether manifests of every key can name servers at non-public addresses."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names by which requests may call this server, in their ``Host``; empty: any. See `access.host_fault`."""
+    """Allowed host names in the ``Host`` header; empty: any. See `admission.host_fault`."""
     cors_origins: tuple[str, ...] = ()
-    """Origins from which browsers may call every path; ``*``: all."""
+    """Origins whose pages can use every path from a browser; ``*``: all origins."""
     allows_loopback_origins: bool = True
-    """Whether browsers may ask models from pages of loopback origins."""
+    """Whether pages of loopback origins can use models from a browser."""
     max_body_bytes: Annotated[int, Range(1)] = 8 * MIB
-    """A larger request is refused."""
+    """Maximum size of a request body in bytes."""
     max_header_bytes: Annotated[int, Range(1024)] = 32 << 10
-    """Larger headers are refused."""
+    """Maximum size of the request headers in bytes."""
     max_concurrent_requests: Annotated[int, Range(1)] = 2_048
-    """Requests answered at once.
+    """Maximum number of open model requests.
 
-    Those to models, streams and others."""
+    Includes streams."""
     requests_per_minute: Annotated[int | None, Range(1)] = None
-    """Requests that a key may send.
+    """Maximum number of requests per key and minute.
 
-    A token bucket per key, as is the next; without a number there is no limit."""
+    Enforced by a token bucket per key, like the next option. None: no limit."""
     tokens_per_minute: Annotated[int | None, Range(1)] = None
-    """Tokens that a key may use."""
+    """Maximum number of tokens per key and minute."""
     queue_timeout_s: Annotated[float | None, Range(0.001)] = None
-    """Seconds that a request may wait for its first step.
+    """Time limit in seconds until the first step of a request.
 
-    The request's own deadline may be shorter."""
+    A request can set a shorter deadline."""
     request_timeout_s: Annotated[float | None, Range(0.001)] = None
-    """Seconds that an answer may take."""
+    """Time limit in seconds for an answer."""
     shutdown_timeout_s: Annotated[float, Range(0)] = 30.0
-    """Seconds that requests have to finish after SIGTERM."""
+    """Time limit in seconds for open requests after SIGTERM."""
     ping_interval_s: float = 15.0
-    """Silence in a stream after which a comment is sent."""
+    """Seconds without output after which a stream sends a ping."""
     max_pending_bytes: int = MIB
-    """Text that may wait for a slow reader before its stream is ended."""
+    """Maximum number of bytes pending for a slow reader, after which its stream is ended."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template for every conversation; a request's own go before them."""
+    """Chat template variables for every conversation. Variables of the request take precedence."""
     reasoning: str = "auto"
-    """``auto`` keeps thoughts apart from the answer; ``off`` leaves them in it."""
+    """``auto`` separates reasoning from the content; ``off`` leaves it in the content."""
     metrics_prefix: str = "lockstep"
     supports_priority: bool = False
-    """Whether the scheduling policy looks at ``priority``; if not, a priority other than 0 is refused."""
+    """Whether the scheduling policy uses ``priority``. Otherwise a priority other than 0 is rejected."""
     log_requests: bool = True
     log_prompts: bool = False
     log_user: bool = False
-    """Whether lines name whom a request was sent for; if not, they have a hash of it."""
+    """Whether log lines name the end user of a request. Otherwise they have a hash."""
     enable_debug_endpoints: bool = False
-    """``POST /reset_prefix_cache`` and ``GET /debug/check``."""
+    """Enables ``POST /reset_prefix_cache`` and ``GET /debug/check``."""
     otlp_traces_endpoint: str | None = None
     responses_db: str | None = None
     """SQLite file for stored responses; None: in memory."""
     max_stored_responses: int = 4_096
     batch_dir: str | None = None
-    """Folder for uploaded files and batches; None: a temporary one."""
+    """Folder for uploaded files and batches; None: a temporary folder."""
     max_batch_requests: Annotated[int, Range(1)] = 4
-    """Requests of batches that are answered at once, while no others are."""
+    """Maximum number of concurrent batch requests.
+
+    They run only while no other request is open."""

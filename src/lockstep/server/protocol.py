@@ -1,6 +1,7 @@
-"""uvicorn's HTTP protocol with bounds that it lacks: size, number and time of headers, and number of connections.
+"""HTTP protocol for uvicorn: adds limits on the size, number and arrival time of headers, and on connections.
 
-httptools collects headers of any size and waits for them for ever. The only file that depends on uvicorn's internals.
+httptools collects headers of any size and waits for them indefinitely. This is the only module that depends on
+uvicorn's internals.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from lockstep.server.errors import HttpError
 
 MAX_HEADERS = 128
-"""Headers of one request."""
+"""Maximum number of headers per request."""
 HEADER_TIMEOUT_S = 15.0
-"""Seconds from a request's first byte, or from connecting, until its headers are complete."""
+"""Time limit, in seconds, from connecting or from the first byte of a request until its headers are complete."""
 MAX_CONNECTIONS = 8_192
-"""Open connections, idle ones included; one more is closed at once."""
+"""Maximum number of open connections, including idle ones. Further connections are closed immediately."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """HTTP/1.1 with bounds: a refused request never reaches the application, is answered in its shape and cut off."""
+    """HTTP/1.1 with limits. A rejected request never reaches the application; it gets an error and the connection is
+    closed."""
 
     def __init__(self, *args: Any, max_header_bytes: int, header_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,7 +48,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser no more than the headers may still take, until they are complete."""
+        """Pass data to the parser. Until the headers are complete, the data is limited to the allowed header size."""
         while data and self.parser is not None and not self.transport.is_closing():
             if not self._is_reading_headers:
                 super().data_received(data)
@@ -69,7 +71,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refusal = self._too_large()
-            raise ValueError("too many headers")  # the parser stops, and uvicorn answers by send_400_response
+            raise ValueError("too many headers")  # stops the parser; uvicorn then calls send_400_response
 
     def on_headers_complete(self) -> None:
         self._is_reading_headers = False
@@ -80,7 +82,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif fault := framing_fault(self.headers):
             self._refusal = HttpError(501, fault, code="unsupported_transfer_encoding")
         if fault:
-            raise ValueError(fault)  # as for too many headers
+            raise ValueError(fault)  # handled like too many headers
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -88,21 +90,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_reading_headers = True
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or too much of it, and close the connection."""
+        """Reject an invalid or oversized request, and close the connection."""
         error = self._refusal or HttpError(400, f"{msg or 'Not HTTP.'}", code="invalid_http")
         body = json.dumps(error.body()).encode()
         status = b"HTTP/1.1 %d %b\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self._stop_timer()
-        if not self._is_answering() or self._is_reading_body():  # into the middle of an answer nothing can be written
+        if not self._is_answering() or self._is_reading_body():  # an error cannot be written into a started response
             self.transport.write(status + head + body)
-        if self.cycle is not None:  # the application gets no further, and what it sends goes nowhere
+        if self.cycle is not None:  # unblock the application; its output is discarded
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Clients that offer HTTP/2 are answered in HTTP/1.1, without a word."""
+        """Ignore upgrade offers: clients that offer HTTP/2 are answered in HTTP/1.1 without a warning."""
 
     def _too_large(self) -> HttpError:
         return HttpError(
@@ -115,7 +117,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _is_reading_body(self) -> bool:
-        """True if the last request's body is still coming, and no other request is being answered before it."""
+        """True if the last request's body is still arriving and no other request is being answered before it."""
         cycle = self.cycle
         return cycle is not None and cycle.more_body and not (cycle.response_started or self.pipeline)
 
@@ -132,7 +134,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._timer = None
         if self.transport.is_closing():
             return
-        if self._is_answering():  # the next request may take as long as this one's answer
+        if self._is_answering():  # a pipelined request waits until this answer is complete
             self._start_timer()
             return
         self._refusal = HttpError(
@@ -144,12 +146,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def name_fault(target: bytes, headers: Iterable[tuple[bytes, bytes]], version: str) -> str:
-    """The fault of a request that does not call the server by one name (RFC 9112, 3.2); empty: there is none.
+    """Return the error of a request that does not name exactly one host (RFC 9112, 3.2); empty if there is none.
 
-    Who stands before us may go by the one name and we by the other, so neither is believed.
+    A proxy may use one of the names and this server the other, so neither can be trusted.
 
     Args:
-        target: of the request line; its own host, in the absolute form, must be that of ``Host``.
+        target: target of the request line. In absolute form, its host must equal ``Host``.
     """
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1:
@@ -160,12 +162,12 @@ def name_fault(target: bytes, headers: Iterable[tuple[bytes, bytes]], version: s
     if hosts and sign and b"/" not in scheme:
         authority = rest.partition(b"/")[0].partition(b"?")[0].rpartition(b"@")[2]
         if authority.lower().removesuffix(b":80") != hosts[0].strip().lower().removesuffix(b":80"):
-            return "The request line and the Host header name different hosts; name one."
+            return "The request line and the Host header name different hosts; use the same host."
     return ""
 
 
 def framing_fault(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The fault of a body in a transfer coding that is not decoded here (RFC 9112, 6.1); empty: there is none."""
+    """Return the error of a body with an unsupported transfer coding (RFC 9112, 6.1); empty if there is none."""
     codings = [value.strip() for name, value in headers if name == b"transfer-encoding"]
     if all(coding.lower() == b"chunked" for coding in codings):
         return ""
@@ -173,7 +175,7 @@ def framing_fault(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def bounded_protocol(max_header_bytes: int, header_timeout_s: float = HEADER_TIMEOUT_S) -> type[BoundedHttpProtocol]:
-    """The class for ``uvicorn.Config(http=...)``, which makes one for each connection."""
+    """Create the protocol class for ``uvicorn.Config(http=...)``, which creates an instance per connection."""
 
     class Bounded(BoundedHttpProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

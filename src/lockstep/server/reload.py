@@ -1,4 +1,4 @@
-"""Reload of the manifest's file, when it is requested or, where it is watched, when it has changed."""
+"""Manifest reload: applies the manifest file again on request or, if the file is watched, when it has changed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from lockstep.yaml_reading import read_text
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 1.0
-"""A file that is watched is looked at so often."""
+"""Interval, in seconds, at which a watched file is checked."""
 MAX_TRIES = 5
-"""Of bringing a file in that may be free of blame; one whose models take the device down must not do so for ever."""
+"""Maximum number of attempts to apply a file after temporary errors, as its models may be the cause of the error."""
 
 Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """A value that changes with a file's content; None: it is not there, as while an editor replaces it."""
+    """Return a value that changes with the file's content; None if the file is missing, for example while it is
+    replaced."""
     try:
         status = path.expanduser().stat()
     except OSError:
@@ -31,13 +32,13 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 class ManifestReload:
-    """Used from one event loop.
+    """Reloads the manifest file. Used from one event loop.
 
     Args:
-        path: the file.
-        environment: what it may refer to.
-        seen: the stamp of the file before the manifest was read that is served at first.
-        watches: whether it is brought in whenever its content changes.
+        path: the manifest file.
+        environment: variables that the file can refer to.
+        seen: stamp of the file before the current manifest was read.
+        watches: whether to apply the file whenever its content changes.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class ManifestReload:
         self._seen = seen
 
     def request(self) -> None:
-        """Bring it in, changed or not. Asking again before that has begun is asking once."""
+        """Request a reload, even if the file is unchanged. Requests before the reload starts are merged into one."""
         self._requested.set()
 
     async def run(self) -> None:
-        """Until it is cancelled. What is wrong with the file is logged, and what is served goes on."""
+        """Reload until cancelled. Problems of the file are logged, and the current manifest stays in use."""
         while True:
             if not self._has_changed():
                 try:
@@ -71,30 +72,30 @@ class ManifestReload:
                     continue
             self._requested.clear()
             self._seen = stamp_of(self._path)
-            await self._bring_in()
+            await self._apply_with_retries()
 
     def _has_changed(self) -> bool:
-        """True if a file that is watched is another one than the one that was seen."""
+        """True if a watched file differs from the last one that was applied."""
         stamp = stamp_of(self._path) if self._watches else None
         return stamp is not None and stamp != self._seen
 
-    async def _bring_in(self) -> None:
+    async def _apply_with_retries(self) -> None:
         for num_left in reversed(range(MAX_TRIES)):
             while self._cluster.snapshot().is_replacing:
                 await asyncio.sleep(WATCH_INTERVAL_S)
             try:
-                await self._try()
+                await self._apply()
             except UnavailableError as error:
                 if num_left:
-                    log.warning("%s waits: %s", self._path, error)
+                    log.warning("%s: retrying: %s", self._path, error)
                     await asyncio.sleep(error.retry_after_s)
                 else:
-                    log.error("%s is not brought in: %s", self._path, error)
+                    log.error("%s is not applied: %s", self._path, error)
             else:
                 return
 
-    async def _try(self) -> None:
-        """UnavailableError: it may come yet."""
+    async def _apply(self) -> None:
+        """Apply the file once. Raises UnavailableError if a later attempt may succeed."""
         try:
             text = await asyncio.to_thread(read_text, self._path, "the manifest")
             replaced = await self._cluster.replace(text, self._environment)
@@ -102,12 +103,12 @@ class ManifestReload:
             raise
         except ManifestError as error:
             for problem in error.problems:
-                log.error("%s is not brought in: %s", self._path, problem)
+                log.error("%s is not applied: %s", self._path, problem)
         except LockstepError as error:
-            log.error("%s is not brought in: %s", self._path, error)
+            log.error("%s is not applied: %s", self._path, error)
         else:
             log.info(
-                "%s is brought in: %d models are new, %d changed, %d gone, %d as they were, in %.0f ms",
+                "%s is applied: %d models added, %d changed, %d removed, %d unchanged, in %.0f ms",
                 self._path,
                 len(replaced.added),
                 len(replaced.changed),

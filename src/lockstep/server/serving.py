@@ -1,4 +1,4 @@
-"""One server's shared state: its cluster and options, its phase of life, and how many requests it is answering."""
+"""Shared state of one server: its cluster and options, its lifecycle phase, and the number of open requests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lockstep.server.request_context import context_of
 
 
 class ServerPhase(Enum):
-    """From the first moment on requests are admitted: while the model loads it is the cluster that refuses them."""
+    """Lifecycle phase. Requests are admitted from the start; while a model is loading, the cluster rejects them."""
 
     ADMITTING = "admitting"
     DRAINING = "draining"
-    """Nothing new; what is in flight may finish."""
+    """New requests are rejected; open requests can finish."""
     ENDING = "ending"
-    """What is in flight ends with an error."""
+    """Open requests end with an error."""
     FORCED = "forced"
-    """Connections are closed as they are."""
+    """Connections are closed immediately."""
 
 
 AFTER_SIGNAL: Mapping[ServerPhase, ServerPhase] = {
@@ -34,11 +34,11 @@ AFTER_SIGNAL: Mapping[ServerPhase, ServerPhase] = {
     ServerPhase.ENDING: ServerPhase.FORCED,
     ServerPhase.FORCED: ServerPhase.FORCED,
 }
-"""Every further SIGTERM or SIGINT hurries."""
+"""Phase after a SIGTERM or SIGINT, by current phase. Each further signal speeds up the shutdown."""
 
 
 class Lifecycle:
-    """One server's phase. Moves forward only; used from one event loop."""
+    """Phase of one server. It only moves forward. Used from one event loop."""
 
     def __init__(self) -> None:
         self._phase = ServerPhase.ADMITTING
@@ -54,36 +54,36 @@ class Lifecycle:
         return self._phase is ServerPhase.ADMITTING
 
     def on_signal(self) -> None:
-        """SIGTERM or SIGINT came."""
+        """Handle SIGTERM or SIGINT."""
         self._phase = AFTER_SIGNAL[self._phase]
         self._changed.set()
         self._drains.set()
 
     def end(self) -> None:
-        """Time is up for what is in flight."""
+        """Enter `ServerPhase.ENDING`, because the time limit for open requests is reached."""
         if self._phase is ServerPhase.DRAINING:
             self._phase = ServerPhase.ENDING
 
     async def drains(self) -> None:
-        """Wait until nothing new is admitted; any number may wait."""
+        """Wait until new requests are no longer admitted. Any number of tasks can wait."""
         await self._drains.wait()
 
     async def changed(self) -> ServerPhase:
-        """Wait for a signal; one that came since the last wait counts."""
+        """Wait for a signal. A signal since the last wait counts."""
         await self._changed.wait()
         self._changed.clear()
         return self._phase
 
 
 class Traffic:
-    """Requests that are being answered, streams and others."""
+    """Counts open requests, including streams."""
 
     def __init__(self) -> None:
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.watcher: Callable[[], None] | None = None
-        """Called when a request came, and when the last one has ended."""
+        """Called when a request arrives and when the last open one has ended."""
 
     @property
     def num_open(self) -> int:
@@ -103,49 +103,50 @@ class Traffic:
                 self.watcher()
 
     async def idle(self) -> None:
-        """Wait until nothing is being answered."""
+        """Wait until no request is open."""
         await self._idle.wait()
 
 
 T = TypeVar("T")
 
 MAX_INLINE_BYTES = 64 << 10
-"""What is done with a longer body is done on another thread, so that it does not delay the tokens of others."""
+"""Maximum size of a body that is processed on the event loop. Longer ones use another thread, so that tokens of other
+requests are not delayed."""
 MAX_LONG_BODIES = 32
-"""Long bodies that are held at once: as many bytes as so many of the largest have."""
+"""Limit on long bodies in memory, as a number of bodies of the maximum size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """One server."""
+    """Shared state of one server."""
 
     cluster: Cluster
     options: ServerOptions
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     traffic: Traffic = field(default_factory=Traffic)
     bench: WorkerThreads = field(init=False)
-    """Where long bodies are read and translated."""
+    """Worker for parsing and translating long bodies."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bench", WorkerThreads(self.max_held_bytes))
 
     @property
     def max_held_bytes(self) -> int:
-        """Bytes of long bodies that are held at once."""
+        """Maximum total size of long bodies in memory."""
         return MAX_LONG_BODIES * self.options.max_body_bytes
 
 
 def serving_of(request: Request) -> Serving:
-    """The server that a request came to."""
+    """Shared state of the server that received a request."""
     serving: Serving = request.app.state.serving
     return serving
 
 
 async def translated(request: Request, work: Callable[[], T], max_inline_bytes: int = MAX_INLINE_BYTES) -> T:
-    """The result of work on a request's body, done here if it is short.
+    """Run work on a request's body: on the event loop if the body is short, otherwise on another thread.
 
     Raises:
-        QueueFullError: too much long work waits.
+        QueueFullError: too much work on long bodies is queued.
     """
     num_bytes = context_of(request).num_body_bytes
     return work() if num_bytes <= max_inline_bytes else await serving_of(request).bench.do(work, num_bytes)

@@ -1,6 +1,6 @@
-"""Health, load, version, home page and debugging endpoints: small facts about the server itself.
+"""Status endpoints: health, load, version, home page, API documentation and debugging.
 
-Health never asks the engine's thread; the debugging endpoints are only there with ``--enable-debug-endpoints``.
+Health checks never wait for the engine's thread. The debugging endpoints exist only with ``--enable-debug-endpoints``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lockstep.vendored import read_vendored
 from lockstep.version import __version__
 
 DASHBOARD = ("page.html", "dashboard.css", "dashboard.js", "hosts.js", "forms.js")
-"""Files that the dashboard is made of."""
+"""Source files of the dashboard."""
 RETRY_AFTER_S = "2"
-"""What is not ready is worth asking again after this."""
+"""Seconds after which a client should check again whether the server is ready."""
 router = APIRouter(tags=["health"], responses=ERROR_RESPONSES)
 home_router = APIRouter(tags=["home"], responses=ERROR_RESPONSES)
 debug_router = APIRouter(tags=["debug"], responses=ERROR_RESPONSES)
 
 
 class HealthBody(BaseModel):
-    """``reason`` is why requests are not answered; empty otherwise. ``warnings`` are what an operator should look after
-    although requests are answered, which is then ``degraded``."""
+    """Health of the server. ``reason`` explains why the server is not ready; otherwise it is empty. ``warnings`` lists
+    problems for the operator; a server that is ready but has warnings is ``degraded``."""
 
     status: Literal["ready", "degraded", "live", "unavailable"]
     reason: str = ""
@@ -40,7 +40,7 @@ class HealthBody(BaseModel):
 
 
 class LoadBody(BaseModel):
-    """Requests that are being answered."""
+    """Number of open requests."""
 
     server_load: int
 
@@ -49,7 +49,7 @@ class VersionBody(BaseModel):
     version: str
 
 
-UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "description": "Loading, draining or broken."}}
+UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "description": "Loading, draining or failed."}}
 
 
 @router.get("/health", response_model=HealthBody, responses=UNREADY, operation_id="health")
@@ -58,7 +58,7 @@ UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "descript
 @router.get("/ping", response_model=HealthBody, responses=UNREADY, operation_id="ping")
 @router.post("/ping", response_model=HealthBody, responses=UNREADY, operation_id="ping_post")
 async def ready(request: Request) -> JSONResponse:
-    """200 while requests will be answered, else 503."""
+    """200 if the server accepts requests, otherwise 503."""
     serving = serving_of(request)
     reason, warnings = unready_reason(serving), [*serving.cluster.health().warnings, *batch_warnings(request)]
     status: Any = "unavailable" if reason else "degraded" if warnings else "ready"
@@ -68,7 +68,7 @@ async def ready(request: Request) -> JSONResponse:
 
 @router.get("/health/live", operation_id="live")
 async def live() -> HealthBody:
-    """200 as long as the process serves HTTP; what a supervisor restarts by."""
+    """200 as long as the process serves HTTP. For liveness probes."""
     return HealthBody(status="live")
 
 
@@ -83,13 +83,13 @@ async def version() -> VersionBody:
 
 
 def batch_warnings(request: Request) -> tuple[str, ...]:
-    """Sentences on batches that an operator should look after."""
+    """Warnings about batches for the operator."""
     runner = request.app.state.batches
     return () if runner is None or runner.store.fault is None else (str(runner.store.fault),)
 
 
 def unready_reason(serving: Serving) -> str:
-    """The reason for which requests will not be answered; empty: they will."""
+    """Reason why the server does not accept requests; empty if it does."""
     if not serving.lifecycle.is_admitting:
         return "the server is shutting down"
     health = serving.cluster.health()
@@ -109,8 +109,8 @@ class HomeBody(BaseModel):
 @home_router.get("/", operation_id="home", response_model=HomeBody)
 @home_router.head("/", include_in_schema=False, response_model=None)
 async def home(request: Request) -> Response | HomeBody:
-    """The name of this server and its paths; to a browser, the dashboard. No model is named: the page is open, their
-    names need a key."""
+    """Name and paths of the server, or the dashboard for a browser. The page requires no key, so it does not name any
+    model."""
     if "text/html" in request.headers.get("accept", ""):
         return _page(*dashboard_page())
     return HomeBody(
@@ -126,7 +126,8 @@ async def home(request: Request) -> Response | HomeBody:
 
 @home_router.get("/docs", operation_id="docs", response_class=HTMLResponse)
 async def docs() -> HTMLResponse:
-    """The OpenAPI document for people. The page itself tells nothing; what it reads may need a key."""
+    """API documentation for browsers. The page itself contains no data; the documents that it loads may require a
+    key."""
     return _page(*docs_page())
 
 
@@ -137,14 +138,14 @@ def _page(page: str, policy: str) -> HTMLResponse:
 
 @cache
 def docs_page() -> tuple[str, str]:
-    """The OpenAPI page and its policy."""
+    """The API documentation page and its content security policy."""
     page = files("lockstep.server").joinpath("docs.html").read_text(encoding="utf-8")
     return page, _policy(page)
 
 
 @cache
 def dashboard_page() -> tuple[str, str]:
-    """The dashboard, with all that it is made of within, and its policy."""
+    """The dashboard as a single page with all its parts, and its content security policy."""
     folder = files("lockstep.server").joinpath("dashboard")
     page, style, *scripts = [folder.joinpath(name).read_text(encoding="utf-8") for name in DASHBOARD]
     parts = {
@@ -158,30 +159,30 @@ def dashboard_page() -> tuple[str, str]:
 
 
 def _policy(page: str) -> str:
-    """Policy by which a browser runs the scripts of a page, connects to this server only, and shows it in no frame."""
+    """Content security policy that allows only the page's own scripts, and connections only to this server."""
     scripts, styles = (re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("script", "style"))
     return policy_of(scripts, styles, "connect-src 'self'", "frame-ancestors 'none'")
 
 
 class ResetBody(BaseModel):
     num_blocks: int
-    """Cached blocks that were forgotten."""
+    """Number of cached blocks that were removed."""
 
 
 class CheckBody(BaseModel):
     ok: bool
     problem: str = ""
-    """Which invariant does not hold."""
+    """The violated invariant."""
 
 
 @debug_router.post("/reset_prefix_cache", operation_id="reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> ResetBody:
-    """Forget every cached prefix that no one uses now."""
+    """Remove all cached prefixes that are not in use."""
     return ResetBody(num_blocks=await serving_of(request).cluster.reset_prefix_cache())
 
 
 @debug_router.get("/debug/check", operation_id="debug_check")
 async def check(request: Request) -> CheckBody:
-    """Check that every KV block is accounted for, exactly once."""
+    """Check that every KV block is accounted for exactly once."""
     problem = await serving_of(request).cluster.check()
     return CheckBody(ok=not problem, problem=problem)

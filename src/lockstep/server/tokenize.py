@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, in vLLM's shapes: what a model makes of a text, without computing anything."""
+"""Tokenizer endpoints: serve ``/tokenize`` and ``/detokenize`` in vLLM's format, without any model computation."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of, translated
 
 MAX_TOKEN_IDS = 1 << 20
-"""Tokens of one `/detokenize`; more than any context holds."""
+"""Maximum number of tokens for `/detokenize`. No context is this long."""
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_INLINE_BYTES = 4_096
-"""Longer bodies are answered on another thread."""
+"""Maximum size of a body that is processed on the event loop. Longer ones use another thread."""
 router = APIRouter(route_class=LongBodyRoute, tags=["tokenizer"], responses=ERROR_RESPONSES)
 
 
 class TokenizeRequest(Body):
-    """A prompt or a conversation, exactly one of them."""
+    """A prompt or a conversation. Exactly one must be given."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    """By default true for a prompt; false for messages, whose template writes them."""
+    """Default: true for a prompt; false for messages, whose template adds the special tokens."""
     add_generation_prompt: bool | None = None
-    """For messages: false does not end with the beginning of an answer."""
+    """For messages. False: the prompt does not end with the start of an answer."""
     continue_final_message: bool | None = None
-    """For messages: true ends with the last one's content."""
+    """For messages. True: the prompt ends with the content of the last message."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
@@ -43,11 +43,11 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("give exactly one of prompt and messages")
         if self.messages is None and (self.chat_template_kwargs is not None or self.tools is not None):
-            raise ValueError("chat_template_kwargs and tools belong to messages")
+            raise ValueError("chat_template_kwargs and tools require messages")
         if self.continue_final_message and (self.messages is None or self.add_special_tokens):
-            raise ValueError("continue_final_message belongs to messages, whose template writes special tokens")
+            raise ValueError("continue_final_message requires messages, and add_special_tokens must be false")
         return self
 
 
@@ -69,7 +69,7 @@ class DetokenizeResponse(BaseModel):
 
 @router.post("/tokenize", operation_id="tokenize", response_model=TokenizeResponse)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """Tokens as a request would have them. What no context can hold is refused, as a request with it would be."""
+    """Tokenize a prompt as a request would. Input that does not fit in the context is rejected, as for a request."""
     cluster = serving_of(request).cluster
     card = cluster.card(body.model)
     context_of(request).model = card.name
@@ -95,7 +95,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 @router.post("/detokenize", operation_id="detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
-    """The text of tokens, special ones included."""
+    """Convert tokens to text, including special tokens."""
     return await translated(request, lambda: _detokenized(body, request), MAX_INLINE_BYTES)
 
 
@@ -114,7 +114,7 @@ def _detokenized(body: DetokenizeRequest, request: Request) -> DetokenizeRespons
 
 
 def _texts(body: TokenizeRequest) -> list[str]:
-    """Texts that are to be tokenised, without a template's tags and without parts of messages that are no text."""
+    """Texts to tokenize, without template tags and without message parts that are not text."""
     if body.messages is None:
         return [body.prompt or ""]
     contents = [message.get("content") for message in body.messages]

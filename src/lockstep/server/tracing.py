@@ -1,7 +1,8 @@
-"""OpenTelemetry, an extra: a span per request and per hop, with the attributes of the GenAI conventions (1.41).
+"""OpenTelemetry tracing (optional extra): exports a span per request and per hop, with GenAI attributes (1.41).
 
-https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. A span is made when its request has ended, from the
-request's context, so a request that is being served costs nothing; `traceparent` makes it a child of the caller's span.
+Conventions: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. A span is created from the request's
+context when the request has ended, so running requests have no overhead. `traceparent` makes it a child of the caller's
+span.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ OPERATIONS: Mapping[str, str] = {
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
 }
-"""``gen_ai.operation.name`` by route; other routes are plain HTTP spans."""
+"""``gen_ai.operation.name`` by route. Other routes have plain HTTP spans."""
 EXPORT_TIMEOUT_S = 5.0
-"""For a receiver to take a batch; also what the last batch may take at the end."""
+"""Time limit, in seconds, for exporting a batch of spans, including the last one at shutdown."""
 MAX_QUEUED_SPANS = 4_096
-"""Spans that wait for a receiver; more are dropped."""
+"""Maximum number of spans that wait for export. Further spans are dropped."""
 
 
 class RequestTracer:
-    """An observer of records that sends a span for each; `close` sends what waits.
+    """Request observer that exports a span per request. `close` exports the remaining spans.
 
     Args:
-        endpoint: the receiver's URL for traces, e.g. ``http://localhost:4318/v1/traces``.
+        endpoint: URL of the trace receiver, for example ``http://localhost:4318/v1/traces``.
 
     Raises:
-        UsageError: the extra is not installed, or this is no URL.
+        UsageError: the extra is not installed, or the endpoint is not a URL.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -61,7 +62,7 @@ class RequestTracer:
         except ModuleNotFoundError:
             has_exporter = False
         if not has_exporter:
-            raise UsageError("--otlp-traces-endpoint needs the extra: pip install 'lockstep-llm[otel]'")
+            raise UsageError("--otlp-traces-endpoint requires an extra: pip install 'lockstep-llm[otel]'")
         self._provider = _provider(endpoint)
         self._tracer = self._provider.get_tracer("lockstep.server", __version__)
 
@@ -91,7 +92,7 @@ class RequestTracer:
         span.end(end_ns)
 
     def close(self) -> None:
-        """Send what waits, within the export's timeout. Blocks."""
+        """Export the remaining spans within the export time limit. Blocks."""
         self._provider.shutdown()
 
 
@@ -101,14 +102,17 @@ class HopSpan:
 
     name: str
     began_s: float
-    """Seconds before the end of the request, as is the next."""
+    """Start in seconds before the end of the request. The end below has the same unit."""
     ended_s: float
     attributes: Mapping[str, AttributeValue]
 
 
 def hop_spans(context: RequestContext, duration_s: float) -> Iterator[HopSpan]:
-    """Those who routed, one after the other from the request's beginning, and who answered, up to its end. Of a request
-    with several prompts, whose hops overlap, there are none."""
+    """Yield spans of the routing models, in sequence from the start of the request, and of the answering model, up to
+    its end.
+
+    Requests with several prompts have none, because their hops overlap.
+    """
     totals = context.totals
     if not context.hops or totals.num_answered != 1 or totals.num_unanswered:
         return
@@ -133,7 +137,7 @@ def _hop_attributes(model: str, counts: Hop | RequestTotals) -> dict[str, Attrib
 
 
 def span_name(context: RequestContext) -> str:
-    """The operation and its model; for other routes, and models that are not known, method and route."""
+    """Operation and model. For other routes: method and route. An unknown model is left out."""
     operation = OPERATIONS.get(context.endpoint)
     return (
         f"{context.method} {context.endpoint}"
@@ -143,7 +147,7 @@ def span_name(context: RequestContext) -> str:
 
 
 def span_attributes(context: RequestContext) -> dict[str, AttributeValue]:
-    """Facts on a request under the conventions' names; no prompts, no answers."""
+    """Attributes of a request under the names of the conventions, without prompts and answers."""
     operation, totals, error = OPERATIONS.get(context.endpoint), context.totals, context.error
     attributes: dict[str, AttributeValue | None] = {
         "http.request.method": context.method,

@@ -1,4 +1,4 @@
-"""`GET /v1/events`: the cluster's events as server-sent events, until the watcher leaves or the server ends."""
+"""Event stream endpoint: serves the cluster's events at `GET /v1/events` as server-sent events."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lockstep.server.request_context import disconnected
 from lockstep.server.serving import Lifecycle, Traffic, serving_of
 
 MAX_WATCHERS = 64
-"""Each costs the encoding of every event."""
+"""Maximum number of watchers. Every event is encoded once per watcher."""
 MAX_EVENT_ID = 2**53 - 1
-"""What a JSON number holds exactly."""
+"""Largest event id. It is the largest integer that JSON numbers represent exactly."""
 router = APIRouter(tags=["cluster"], responses=ERROR_RESPONSES)
 
 
 def description() -> str:
-    """Every type of event with its fields, for the OpenAPI document."""
+    """Description of all event types and their fields for the OpenAPI document."""
     lines = [
         f"- `{type_}`: " + "; ".join(f"`{name}` {what}" for name, what in fields.items())
         for type_, fields in EVENTS.items()
@@ -54,18 +54,25 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
 @router.get("/v1/events", responses=DOCUMENTED, response_class=Response, operation_id="watch_events")
 async def watch_events(
     request: Request,
-    after: Annotated[int | None, Query(ge=0, le=MAX_EVENT_ID, description="Begin behind the event of this id.")] = None,
-    types: Annotated[list[str] | None, Query(alias="type", description="Only these types; may be repeated.")] = None,
-    last_event_id: Annotated[str | None, Header(description="As `after`; what browsers send when they return.")] = None,
+    after: Annotated[
+        int | None, Query(ge=0, le=MAX_EVENT_ID, description="Start after the event with this id.")
+    ] = None,
+    types: Annotated[
+        list[str] | None, Query(alias="type", description="Event types to return; may be repeated.")
+    ] = None,
+    last_event_id: Annotated[
+        str | None, Header(description="Like `after`; sent by browsers when they reconnect.")
+    ] = None,
 ) -> Response:
-    """Events from now on, or from where a watcher was before; a comment after 15 s of silence. Those about requests and
-    sessions are for whose key they had, and for admin keys; where there are no keys, for everybody."""
+    """Stream events from now on, or after a given event. A comment is sent after 15 s without an event. Events about
+    requests and sessions are visible to the key that they belong to and to admin keys; on a server without keys, to all
+    callers."""
     serving, watchers = serving_of(request), request.app.state.watchers
     for type_ in types or ():
         if type_ not in EVENTS:
             raise InvalidParameterError(f"type is {type_[:64]!r}; it must be one of {', '.join(EVENTS)}", param="type")
     if watchers.num_open >= MAX_WATCHERS:
-        raise QueueFullError(f"{MAX_WATCHERS} watchers are here already; try again when one has left")
+        raise QueueFullError(f"the limit of {MAX_WATCHERS} watchers is reached; try again later")
     if after is None and last_event_id is not None and last_event_id.isdecimal():
         after = min(int(last_event_id[:16]), MAX_EVENT_ID)
     types_shown, own = {*types, LAGGED} if types else EVENTS.keys(), only_of(request)
@@ -79,7 +86,7 @@ async def watch_events(
 
 
 class WatchResponse(Response):
-    """Sends events as they come. How far a slow watcher may lag is bounded by the log that it reads."""
+    """Sends events as they arrive. The event log limits how far a slow watcher can fall behind."""
 
     def __init__(
         self,
@@ -104,7 +111,7 @@ class WatchResponse(Response):
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0] in done:
-                with contextlib.suppress(TimeoutError):  # it takes nothing any more: as good as gone
+                with contextlib.suppress(TimeoutError):  # the client stopped reading: treat it as disconnected
                     tasks[0].result()
         finally:
             for task in tasks:

@@ -253,7 +253,7 @@ def test_a_coding_agents_body_is_taken() -> None:
         ({"mcp_servers": [{"url": "https://example.com"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"temperatur": 1}, "temperatur is not a parameter"),
+        ({"temperatur": 1}, "temperatur is not a supported parameter"),
         ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "none"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
         ({"tools": [{**LOOK, "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),

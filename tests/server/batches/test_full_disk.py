@@ -75,7 +75,7 @@ def test_a_batch_on_a_full_disk_waits_and_goes_on_when_there_is_room(tmp_path: P
             until(lambda: health(server)[1] == "degraded")
             status, _, warning = health(server)
             assert status == 200
-            assert f"{disk}/b: batches cannot be kept there now: No space left on device; free space" in warning
+            assert f"{disk}/b: batches cannot be stored there now: No space left on device; free space" in warning
             shown = client.batches.retrieve(batch.id)
             assert shown.status == "in_progress"
             assert shown.errors is not None

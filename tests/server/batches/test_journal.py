@@ -53,8 +53,8 @@ def test_a_journal_that_was_cut_anywhere_goes_on(
         (b"something else\n", "belongs to another input"),
         (b"something else", "not a batch journal"),
         (b"lockstep-batch 1 other\n", "belongs to another input"),
-        (b"lockstep-batch 1 d\n9 1 {}\n", "byte 19 begins no answer"),
-        (b"lockstep-batch 1 d\n0 1 {}\n0 1 {}\n", "byte 26 begins no answer"),
+        (b"lockstep-batch 1 d\n9 1 {}\n", "no result of this batch starts at byte 19"),
+        (b"lockstep-batch 1 d\n0 1 {}\n0 1 {}\n", "no result of this batch starts at byte 26"),
     ],
 )
 def test_what_is_no_journal_of_this_input_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

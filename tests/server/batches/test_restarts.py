@@ -118,7 +118,7 @@ async def test_as_many_files_are_kept_as_may_be(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "kept", StoreLimits(max_files=2, max_bytes=100))
     for number in range(2):
         await put(store, tmp_path, stored(number))
-    with pytest.raises(InvalidParameterError, match="2 files are kept"):
+    with pytest.raises(InvalidParameterError, match="2 files are stored"):
         await put(store, tmp_path, stored(2))
     with pytest.raises(InvalidParameterError, match="4 bytes of files are stored, and the limit is 100"):
         await put(store, tmp_path, stored(2, 98), "b")
@@ -176,7 +176,7 @@ async def test_what_a_killed_server_left_half_done_is_removed(tmp_path: Path) ->
 def test_one_server_at_a_time_uses_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.server.database.BUSY_TIMEOUT_S", 0.05)
     first = BatchStore(tmp_path)
-    with pytest.raises(ConfigError, match="batches cannot be kept there: another server uses it"):
+    with pytest.raises(ConfigError, match="batches cannot be stored there: another server uses it"):
         BatchStore(tmp_path)
     first.close()
     BatchStore(tmp_path).close()

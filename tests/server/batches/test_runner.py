@@ -142,7 +142,7 @@ async def test_an_answer_that_is_complete_is_not_lost_by_an_abort_that_comes_too
 
 def test_an_input_file_changed_after_its_check_is_rejected(job: BatchJob, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"{}\n")
-    with pytest.raises(ConfigError, match="request 1 of batch_1 was changed since it was checked"):
+    with pytest.raises(ConfigError, match="request 1 of batch_1 has changed since it was checked"):
         job.request(0)
     job.close()
 

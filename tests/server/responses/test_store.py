@@ -136,7 +136,7 @@ async def test_another_programs_file_is_refused_and_left_alone(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"theirs\.db: a database of another program or version"):
         SqliteStore(path, StoreLimits(3))
     assert path.read_bytes() == before
-    with pytest.raises(ConfigError, match="cannot be kept there"):
+    with pytest.raises(ConfigError, match="cannot be stored there"):
         SqliteStore(tmp_path, StoreLimits(3))
 
 

@@ -1,1 +1,1 @@
-"""Models on the Hugging Face hub: what a source names, which files are needed, how they come, where they are kept."""
+"""Hugging Face hub: parse hub sources, select and download the files of a model, and manage the cache."""

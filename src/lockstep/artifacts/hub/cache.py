@@ -1,7 +1,7 @@
-"""The hub's cache on this disk: where a repository lies, what of it is whole, and how it is removed.
+"""Hub cache: finds, lists and removes cached models on the local disk.
 
-The layout is the hub's own (``models--org--name/{blobs,refs,snapshots}``, documented in "Understand caching"), so that
-models which other programs pulled are found here and the other way round.
+The layout is that of the hub (``models--org--name/{blobs,refs,snapshots}``, documented in "Understand caching"), so the
+cache is shared with other programs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHORT_COMMIT = 12
 
 @dataclass(frozen=True, slots=True)
 class CachedRepo:
-    """The places of one repository in the cache; nothing need be there."""
+    """Paths of one repository in the cache. The paths need not exist."""
 
     path: Path
 
@@ -49,32 +49,33 @@ class CachedRepo:
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """Something in the cache that can be served."""
+    """A cached model that can be served."""
 
     source: str
-    """Name that `lockstep run` takes."""
+    """Source name for `lockstep run`."""
     revision: str
-    """Names of it, e.g. ``main``, or the first digits of the commit."""
+    """Names of the revision, such as ``main``, or the first digits of the commit."""
     commit: str
     format: str
     """``gguf`` or ``safetensors``."""
     num_bytes: int
     last_used_s: float
-    """Seconds since the epoch, as the file system remembers it."""
+    """Time of the last access in seconds since the epoch, as recorded by the file system."""
 
 
 def cache_directory() -> Path:
-    """Directory of the hub's files on this machine: HF_HUB_CACHE, or below HF_HOME, or in the user's cache."""
+    """Directory of the hub cache: HF_HUB_CACHE, a directory below HF_HOME, or one in the user's cache directory."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser()
 
 
 def find_cached(source: HubSource, *, is_online: bool = True) -> Path | None:
-    """The directory or GGUF file of a source, if it is complete and unambiguous in the cache.
+    """Return the directory or GGUF file of a source if it is complete and unambiguous in the cache, otherwise None.
 
     Args:
-        is_online: the hub can be reached, so an ambiguous source gives None; if not, the only GGUF file there is used.
+        is_online: the hub can be reached, so an ambiguous source returns None. Otherwise the only cached GGUF file is
+            used.
     """
     repo = CachedRepo.of(source.repo)
     commit = source.revision
@@ -95,7 +96,7 @@ def find_cached(source: HubSource, *, is_online: bool = True) -> Path | None:
 
 
 def cached_models() -> list[CachedModel]:
-    """Everything in the cache that can be served, by name and revision."""
+    """All cached models that can be served, sorted by name and revision."""
     models = [
         model
         for repo in _scan()
@@ -114,7 +115,7 @@ def plan_removal(source: HubSource) -> DeleteCacheStrategy:
     info = _cache()
     repo = next((repo for repo in _scan(info) if repo.repo_id == source.repo), None)
     if info is None or repo is None:
-        raise ArtifactNotFoundError("not in the cache; `lockstep list` shows what is", path=str(source))
+        raise ArtifactNotFoundError("not in the cache; `lockstep list` shows cached models", path=str(source))
     named = [r for r in repo.revisions if source.revision in (r.commit_hash, *r.refs)]
     if source.revision != DEFAULT_REVISION and not named:
         raise ArtifactNotFoundError(f"revision {source.revision!r} is not in the cache", path=str(source))
@@ -130,7 +131,7 @@ def plan_removal(source: HubSource) -> DeleteCacheStrategy:
 
 
 def remove_leftovers(source: HubSource) -> int:
-    """After a removal: delete what downloads of the repository left half done, unless models remain; returns bytes."""
+    """Remove incomplete downloads of a repository after a removal, unless models remain. Return the number of bytes."""
     repo = CachedRepo.of(source.repo)
     if any((repo.path / "snapshots").glob("*/*")):
         return 0
@@ -162,7 +163,7 @@ def _cache() -> HFCacheInfo | None:
 
     try:
         return scan_cache_dir(cache_directory())
-    except (CacheNotFound, ValueError):  # absent, or a file: nothing was pulled here
+    except (CacheNotFound, ValueError):  # missing, or not a directory: the cache is empty
         return None
 
 
@@ -198,7 +199,7 @@ def _name_in(revision: CachedRevisionInfo, path: Path) -> str:
 
 
 def _is_known(snapshot: Path) -> bool:
-    """True if the configuration is of a kind that can be served; the weights are not looked at."""
+    """True if the configuration is supported. The weights are not checked."""
     from lockstep.artifacts.huggingface_config import read_config
     from lockstep.artifacts.metadata import read_json
 

@@ -1,9 +1,9 @@
-"""Models from the hub to this disk: the cache where it holds the model, else files that are resumed and checked.
+"""Hub downloads: fetch models that are not in the cache, with resumed transfers and digest checks.
 
-The library's downloads begin anew after an interruption (each writes to a file of its own and removes it), which for
-gigabytes on a slow line is no answer. So the bytes are fetched here, into the documented layout of the cache:
-``blobs/<digest>``, a link to it under ``snapshots/<commit>/``, and ``refs/<revision>`` with the commit, written last.
-What the hub and the network say is raised as ours, in one line that names what would be right.
+The downloads of the hub's library restart after an interruption (each writes to its own file and removes it), which is
+not practical for gigabytes on a slow connection. Files are therefore downloaded here into the documented cache layout:
+``blobs/<digest>``, a link to it under ``snapshots/<commit>/``, and ``refs/<revision>`` with the commit, which is
+written last. Errors of the hub and the network are converted to one-line errors with a hint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lockstep.version import __version__
 
 API_TIMEOUT_S = 10.0
 MAX_ATTEMPTS = 5
-"""In a row without a single new byte."""
+"""Maximum number of consecutive attempts without new data."""
 RETRY_WAIT_S = 1.0
 _LIBRARY = "lockstep"
 _SHA256_DIGITS = 64
@@ -52,11 +52,13 @@ _UNAUTHORISED, _FORBIDDEN, _TOO_MANY = 401, 403, 429
 
 
 def local_path(source: HubSource, progress: DownloadProgress) -> Path:
-    """A model's directory or GGUF file. A model in the cache is used without a request to the hub, so that the same
-    model is served at any time, also without a network. `pull` looks for a newer one.
+    """Return a model's directory or GGUF file, and download it if necessary.
+
+    A cached model is used without a request to the hub, so that the same model is served every time, even without a
+    network. `pull` checks for a newer one.
 
     Raises:
-        ArtifactError: it is not there and cannot be fetched; the message has the reason in one line.
+        ArtifactError: the model is not cached and cannot be downloaded; the message gives the reason in one line.
     """
     path = find_cached(source)
     if path is not None:
@@ -71,13 +73,14 @@ def local_path(source: HubSource, progress: DownloadProgress) -> Path:
 
 
 def pull(source: HubSource, progress: DownloadProgress) -> Path:
-    """Bring a revision into the cache as the hub has it now; only what is missing is fetched.
+    """Download the current state of a revision to the cache. Only missing files are downloaded.
 
     Raises:
-        ArtifactNotFoundError: no such repository, revision or file.
-        UnsupportedArtifactError, MissingTokenizerError: cannot be served; known before its weights are fetched.
-        CorruptArtifactError: what came is not what the hub describes.
-        DownloadError: the hub cannot be reached or refuses.
+        ArtifactNotFoundError: the repository, revision or file does not exist.
+        UnsupportedArtifactError, MissingTokenizerError: the model cannot be served; detected before its weights are
+        downloaded.
+        CorruptArtifactError: downloaded data does not match the hub's description.
+        DownloadError: the hub cannot be reached or rejects the request.
     """
     with reported(source):
         revision = look_up(source)
@@ -93,10 +96,10 @@ def pull(source: HubSource, progress: DownloadProgress) -> Path:
 
 
 def look_up(source: HubSource) -> Revision:
-    """Ask the hub what a revision is and holds: one request.
+    """Query the commit and the files of a revision with one request to the hub.
 
     Raises:
-        Exception: of the HTTP library; see `reported`.
+        Exception: an error of the HTTP library; see `reported`.
     """
     from huggingface_hub import HfApi
 
@@ -109,12 +112,12 @@ def look_up(source: HubSource) -> Revision:
         if digest is not None and size is not None and digest.isalnum():
             listing[sibling.rfilename] = RemoteFile(sibling.rfilename, size, digest)
     if info.sha is None or not info.sha.isalnum():
-        raise DownloadError("what answers at HF_ENDPOINT is not a hub: it names no commit", path=str(source))
+        raise DownloadError("the server at HF_ENDPOINT is not a hub: its response has no commit", path=str(source))
     return Revision(source, info.sha, listing)
 
 
 class Revision:
-    """One commit of a repository: what it holds, and its way into the cache. Made by `look_up`."""
+    """One commit of a repository: its files, and their download to the cache. Created by `look_up`."""
 
     def __init__(self, source: HubSource, commit: str, listing: Listing) -> None:
         self.source = source
@@ -124,29 +127,29 @@ class Revision:
         self.snapshot = self.cached.snapshot(commit)
 
     def fetch(self, names: Sequence[str], progress: DownloadProgress) -> None:
-        """Download these files into the snapshot.
+        """Download files to the snapshot.
 
         Raises:
-            DownloadError: a file is not in the repository, or there is no room for them.
+            DownloadError: a file is not in the repository, or there is not enough disk space.
             CorruptArtifactError: the received bytes do not match the hub's digest.
-            Exception: of the HTTP library; see `reported`.
+            Exception: an error of the HTTP library; see `reported`.
         """
         absent = [name for name in names if name not in self.listing]
         if absent:
-            raise DownloadError(f"the repository has no {absent[0]}, which belongs to the model", path=str(self.source))
+            raise DownloadError(f"the repository has no {absent[0]}, which the model requires", path=str(self.source))
         files = [self.listing[name] for name in names]
         total = sum(file.num_bytes for file in files)
         here = {file.path: self._num_present(file) for file in files}
         self._check_room(total - sum(here.values()))
         done = 0
         for file in files:
-            self._fill(file, lambda have, name=file.path, before=done: progress(name, before + have, total))  # type: ignore[misc]  # mypy types no defaults of lambdas
+            self._fill(file, lambda have, name=file.path, before=done: progress(name, before + have, total))  # type: ignore[misc]  # mypy does not infer lambda defaults
             self._link(file)
             done += file.num_bytes
             progress(file.path, done, total)
 
     def remember(self) -> None:
-        """Let the revision's name mean this commit from now on; called when all its files are there."""
+        """Point the revision's name to this commit. Called when all files are complete."""
         if self.source.revision != self.commit:
             path = self.cached.ref(self.source.revision)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,13 +169,13 @@ class Revision:
         free = shutil.disk_usage(self.cached.path).free
         if missing_bytes > free:
             raise DownloadError(
-                f"{size(missing_bytes)} are to come and the disk of {self.cached.path.parent} has "
+                f"{size(missing_bytes)} are needed, but the disk of {self.cached.path.parent} has only "
                 f"{size(free)} free; free some (lockstep list, lockstep rm) or set HF_HOME to another disk",
                 path=str(self.source),
             )
 
     def _fill(self, file: RemoteFile, progress: Callable[[int], None]) -> None:
-        """Make the blob, under the lock that other programs of the hub's cache take as well."""
+        """Create the blob, under the lock that other programs with access to the hub cache use as well."""
         from huggingface_hub.utils import WeakFileLock
 
         blob = self.cached.blob(file.digest)
@@ -189,13 +192,13 @@ class Revision:
             if _digest(partial, file.digest) != file.digest:
                 partial.unlink()
                 raise CorruptArtifactError(
-                    f"{file.path} did not arrive as the hub describes it, and was thrown away; pull again",
+                    f"the downloaded {file.path} does not match the hub's digest and was deleted; pull again",
                     path=str(self.source),
                 )
             os.replace(partial, blob)
 
     def _complete(self, file: RemoteFile, partial: Path, progress: Callable[[int], None]) -> None:
-        """Append what is missing, and go on after a broken connection as long as each attempt brings something."""
+        """Append the missing data. Retry after connection errors as long as the attempts bring new data."""
         from httpx2 import TransportError
 
         attempts = 0
@@ -236,7 +239,7 @@ class Revision:
             ) as response:
                 hf_raise_for_status(response)
                 if have and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                    have = out.truncate(0)  # the server sends the whole
+                    have = out.truncate(0)  # the server sends the whole file
                 progress(have)
                 for chunk in response.iter_bytes():
                     have += out.write(chunk)
@@ -250,23 +253,23 @@ class Revision:
             return
         pointer.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            pointer.unlink()  # a link to a blob that is gone
+            pointer.unlink()  # a link to a deleted blob
         try:
             pointer.symlink_to(os.path.relpath(blob, pointer.parent))
         except FileExistsError:
-            return  # another program was faster
+            return  # another program has created it
         except OSError:
-            shutil.copyfile(blob, pointer)  # a file system without links
+            shutil.copyfile(blob, pointer)  # the file system does not support links
 
 
 @contextmanager
 def reported(source: HubSource) -> Iterator[None]:
-    """Raise what goes wrong in the block as ours.
+    """Convert errors in the block to download errors.
 
     Raises:
-        HubUnreachableError: no network, or the hub is out of order: a copy in the cache would do.
-        ArtifactNotFoundError: no such repository, revision or file.
-        DownloadError: refused, or the disk is full.
+        HubUnreachableError: there is no network, or the hub fails; a cached copy can be used instead.
+        ArtifactNotFoundError: the repository, revision or file does not exist.
+        DownloadError: the hub rejected the request, or the disk is full.
     """
     from httpx2 import HTTPError, InvalidURL
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -275,7 +278,7 @@ def reported(source: HubSource) -> Iterator[None]:
         yield
     except OfflineModeIsEnabled:
         raise HubUnreachableError(
-            "HF_HUB_OFFLINE is set, so nothing is downloaded; unset it, or use a model that was pulled before",
+            "HF_HUB_OFFLINE is set, so nothing is downloaded; unset it, or use a cached model",
             path=str(source),
         ) from None
     except HfHubHTTPError as error:
@@ -283,8 +286,8 @@ def reported(source: HubSource) -> Iterator[None]:
     except (HTTPError, InvalidURL) as error:
         reason = str(error) or type(error).__name__
         raise HubUnreachableError(
-            f"the hub cannot be reached ({reason}); what was pulled before runs without it, anything else needs a "
-            "network, or HF_ENDPOINT set to a mirror",
+            f"the hub cannot be reached ({reason}); cached models can be used without it; other models require a "
+            "network connection, or HF_ENDPOINT set to a mirror",
             path=str(source),
         ) from error
     except OSError as error:
@@ -301,7 +304,7 @@ def _partial(blob: Path) -> Path:
 
 
 def _digest(path: Path, expected: str) -> str:
-    """The content's digest of the kind that is expected: SHA-256, or git's SHA-1 of a blob."""
+    """Digest of a file's content, of the same kind as ``expected``: SHA-256, or git's SHA-1 of a blob."""
     if len(expected) == _SHA256_DIGITS:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -327,14 +330,14 @@ def _refused(source: HubSource, error: Exception) -> ArtifactError:
             if _has_token()
             else "request access there and set HF_TOKEN to a token of the account"
         )
-        return DownloadError(f"gated: {place} requires consent first; {hint}", path=where)
+        return DownloadError(f"gated: {place} requires approval first; {hint}", path=where)
     if isinstance(error, RevisionNotFoundError):
         return ArtifactNotFoundError(
-            f"the repository has no revision {source.revision!r}; a branch, tag or commit is expected after '@'",
+            f"the repository has no revision {source.revision!r}; '@' must be followed by a branch, tag or commit",
             path=where,
         )
     if isinstance(error, EntryNotFoundError):
-        return ArtifactNotFoundError("a file of the repository is gone; pull again", path=where)
+        return ArtifactNotFoundError("a file of the repository no longer exists; pull again", path=where)
     if isinstance(error, RepositoryNotFoundError):
         hint = "the token in use cannot see it" if _has_token() else "HF_TOKEN is not set"
         return ArtifactNotFoundError(
@@ -342,13 +345,16 @@ def _refused(source: HubSource, error: Exception) -> ArtifactError:
         )
     if status in (_UNAUTHORISED, _FORBIDDEN):
         return DownloadError(
-            f"the hub refused the token ({status}); set HF_TOKEN to a valid one that may read, or unset it", path=where
+            f"the hub rejected the token ({status}); set HF_TOKEN to one with read access, or unset it",
+            path=where,
         )
     if status == _TOO_MANY:
-        return HubUnreachableError("the hub limits requests (429); try later, or with HF_TOKEN set", path=where)
+        return HubUnreachableError("the hub's rate limit is reached (429); try later, or set HF_TOKEN", path=where)
     if status >= 500:
-        return HubUnreachableError(f"the hub is out of order ({status}); try later", path=where)
-    return DownloadError(f"the hub refused ({status}): {error.server_message or 'no reason given'}", path=where)
+        return HubUnreachableError(f"the hub failed ({status}); try again later", path=where)
+    return DownloadError(
+        f"the hub rejected the request ({status}): {error.server_message or 'no reason given'}", path=where
+    )
 
 
 def _endpoint() -> str:
@@ -370,11 +376,11 @@ def _fetch_directory(revision: Revision, progress: DownloadProgress) -> None:
 
     if "tokenizer.json" not in revision.listing:
         raise MissingTokenizerError(
-            "the repository has no tokenizer.json; one that was saved with a fast tokenizer is needed",
+            "the repository has no tokenizer.json; a model saved with a fast tokenizer is required",
             path=str(revision.source),
         )
     small = text_files(revision.listing)
-    revision.fetch(small, lambda name, have, total: None)  # kilobytes: the bar is for the weights
+    revision.fetch(small, lambda name, have, total: None)  # a few kilobytes: progress is shown for the weights only
     read_config(read_json(revision.snapshot / "config.json"))
     has_index = INDEX in revision.listing
     weights = (

@@ -1,6 +1,6 @@
-"""Hub sources: parsing ``hf://org/name[@revision][#file]``, and choosing the files of the repository that are needed.
+"""Hub sources: parse ``hf://org/name[@revision][#file]``, and select the required files of a repository.
 
-Works on names and listings alone: nothing is fetched or opened here (download.py, cache.py).
+Works on names and file listings only. Downloads are in download.py, the cache in cache.py.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from lockstep.shown import size
 
 SCHEME = "hf://"
 DEFAULT_REVISION = "main"
-EXPECTED_FORM = "a model on the hub is called hf://org/name, with @revision and #file.gguf where they are needed"
+EXPECTED_FORM = "the name of a model on the hub is hf://org/name, optionally with @revision and #file.gguf"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _SOURCE = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9._/-]{{1,200}}))?(?:#(.{{1,400}}))?", re.ASCII)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-"""Weights of a repository: the index of several files, or one file."""
+"""Names of the weights in a repository: the index of several files, or a single file."""
 _TEXT_FILES = ("config.json", "generation_config.json", "chat_template.jinja", INDEX)
 _TOKENIZER = re.compile(r"tokenizer[a-z_]*\.json")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
 _PROJECTOR = re.compile(r"(^|/)mmproj[^/]*$", re.IGNORECASE)
 _MAX_LISTED = 40
-"""File names that one message lists."""
+"""Maximum number of file names in an error message."""
 
 DownloadProgress = Callable[[str, int, int], None]
-"""Called with the name of the file that is being fetched, and of all files together the bytes so far and in total."""
+"""Called with the name of the current file, the bytes downloaded so far and the total bytes of all files."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A model on the hub: a repository, its revision, and for GGUF repositories the file."""
+    """A model on the hub: a repository, a revision, and the file in a GGUF repository."""
 
     repo: str
-    """``org/name``."""
+    """Repository name, ``org/name``."""
     revision: str = DEFAULT_REVISION
-    """A branch, tag or commit."""
+    """Branch, tag or commit."""
     file: str | None = None
-    """A path in the repository, or the quantisation in its name, e.g. ``Q4_K_M``. None: the repository is one model."""
+    """Path in the repository, or a quantization in the file name, such as ``Q4_K_M``. None: the repository is one
+    model."""
 
     def __str__(self) -> str:
         revision = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
@@ -56,10 +57,10 @@ class HubSource:
 
 
 def parse_hub_source(text: str) -> HubSource:
-    """Read ``hf://org/name[@revision][#file]``; the scheme may be absent.
+    """Parse ``hf://org/name[@revision][#file]``. The scheme is optional.
 
     Raises:
-        ArtifactNotFoundError: it is not of this form.
+        ArtifactNotFoundError: the text does not have this form.
     """
     source = match_hub_source(text.removeprefix(SCHEME))
     if source is None:
@@ -68,32 +69,32 @@ def parse_hub_source(text: str) -> HubSource:
 
 
 def match_hub_source(text: str) -> HubSource | None:
-    """Read ``org/name[@revision][#file]``; None where the text has another form."""
+    """Parse ``org/name[@revision][#file]``. Return None if the text does not have this form."""
     found = _SOURCE.fullmatch(text)
-    if found is None or ".." in text or "--" in found[1]:  # neither is in names; the cache separates them by `--`
+    if found is None or ".." in text or "--" in found[1]:  # not allowed in names; `--` is the cache's separator
         return None
     return HubSource(found[1], found[2] or DEFAULT_REVISION, found[3])
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """One file of a repository's revision."""
+    """One file of a revision."""
 
     path: str
     num_bytes: int
     digest: str
-    """SHA-256 of its content, or for files that git itself keeps git's SHA-1; the file's name in the hub's cache."""
+    """SHA-256 of the content, or git's SHA-1 for files stored in git. It is the file name in the hub cache."""
 
 
 Listing = Mapping[str, RemoteFile]
-"""Files of a repository's revision by path."""
+"""Files of a revision by path."""
 
 
 def is_gguf(source: HubSource, listing: Listing) -> bool:
-    """True if the source means one GGUF file and not the repository as a Hugging Face directory.
+    """True if the source is one GGUF file; false if the repository is a Hugging Face directory.
 
     Raises:
-        ArtifactNotFoundError, UnsupportedArtifactError: the repository holds neither.
+        ArtifactNotFoundError, UnsupportedArtifactError: the repository contains neither.
     """
     if source.file is not None:
         return True
@@ -102,36 +103,36 @@ def is_gguf(source: HubSource, listing: Listing) -> bool:
     if any(name.endswith(".gguf") for name in listing):
         return True
     if "adapter_config.json" in listing:
-        raise UnsupportedArtifactError("an adapter; give the model that it adapts", path=str(source))
+        raise UnsupportedArtifactError("an adapter; specify the model that it adapts", path=str(source))
     pickles = [name for name in sorted(listing) if name.endswith((".bin", ".pt", ".pth"))]
     hint = f"; {pickles[0]} is a pickle, which is never loaded" if pickles else ""
     raise ArtifactNotFoundError(
-        f"the repository holds no model: config.json with *.safetensors, or *.gguf, are expected{hint}",
+        f"the repository has no model: config.json with *.safetensors, or *.gguf, is expected{hint}",
         path=str(source),
     )
 
 
 def text_files(listing: Listing) -> list[str]:
-    """Files of a Hugging Face directory that are needed beside its weights, in order of name."""
+    """Required files of a Hugging Face directory other than its weights, in order of name."""
     return sorted(name for name in listing if name in _TEXT_FILES or _TOKENIZER.fullmatch(name))
 
 
 def weight_files_without_index(source: HubSource, listing: Listing) -> list[str]:
-    """The one file of weights of a repository without an index; ArtifactNotFoundError where it is ambiguous."""
+    """The only weights file of a repository without an index. Raises ArtifactNotFoundError if it is ambiguous."""
     names = sorted(name for name in listing if _is_weights(name))
     if SINGLE in names:
         return [SINGLE]
     if len(names) == 1:
         return names
-    raise ArtifactNotFoundError(f"{len(names)} .safetensors files and no {INDEX} to say which belong", path=str(source))
+    raise ArtifactNotFoundError(f"{len(names)} .safetensors files but no {INDEX} to select them", path=str(source))
 
 
 def gguf_file(source: HubSource, listing: Listing) -> str:
-    """The GGUF file that a source means: the named one, the only one of a quantisation, or the only one at all.
+    """The GGUF file of a source: the named file, the only file of a quantization, or the only file of the repository.
 
     Raises:
-        ArtifactNotFoundError: none or several are intended; the message lists them with their sizes.
-        UnsupportedArtifactError: a part of a split file.
+        ArtifactNotFoundError: no file or several files match; the message lists them with their sizes.
+        UnsupportedArtifactError: the file is part of a split file.
     """
     files = sorted(name for name in listing if name.endswith(".gguf") and not _PROJECTOR.search(name))
     chosen = source.file
@@ -149,18 +150,18 @@ def gguf_file(source: HubSource, listing: Listing) -> str:
             )
         return found[0]
     if not files:
-        raise ArtifactNotFoundError("the repository holds no .gguf file; give it without '#'", path=str(source))
+        raise ArtifactNotFoundError("the repository has no .gguf file; omit '#'", path=str(source))
     if chosen is None:
         problem = f"a repository of {len(files)} GGUF files; add one with '#'"
     elif found:
-        problem = f"#{chosen} means {len(found)} files; give the name of one"
+        problem = f"#{chosen} matches {len(found)} files; specify one of them"
     else:
-        problem = f"no file {chosen!r}; these are there"
+        problem = f"no file {chosen!r}; the repository has"
     raise ArtifactNotFoundError(f"{problem}: {_sized(found or files, listing)}", path=str(source))
 
 
 def cached_gguf(source: HubSource, names: list[str]) -> str | None:
-    """The GGUF file that a source means among ``names`` from the cache; None where it is absent or ambiguous."""
+    """The cached GGUF file of a source among ``names``; None if it is missing or ambiguous."""
     if source.file in names:
         return source.file
     found = names if source.file is None else _of_quantisation(source.file, names)
@@ -168,7 +169,8 @@ def cached_gguf(source: HubSource, names: list[str]) -> str | None:
 
 
 def is_whole_gguf(name: str) -> bool:
-    """True if a file is a whole language model by its name: no part of a split one, and no image projector (mmproj)."""
+    """True if the name is that of a complete language model: not part of a split file, and not an image projector
+    (mmproj)."""
     return name.endswith(".gguf") and not _PART.search(name) and not _PROJECTOR.search(name)
 
 
@@ -177,7 +179,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _of_quantisation(quantisation: str, names: list[str]) -> list[str]:
-    """Files in whose name the word stands between borders: Q4_K_M is not in ``x-Q4_K_M_L.gguf``."""
+    """Files whose names contain the quantization as a whole word: Q4_K_M does not match ``x-Q4_K_M_L.gguf``."""
     word = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(quantisation)}(?![A-Za-z0-9_])", re.IGNORECASE)
     return [name for name in names if word.search(name)]
 

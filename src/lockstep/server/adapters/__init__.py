@@ -1,1 +1,1 @@
-"""Adapters of other APIs: each translates to a chat request and encodes the answer in its own shape."""
+"""API adapters: translate requests of other APIs to chat requests and encode answers in the format of each API."""

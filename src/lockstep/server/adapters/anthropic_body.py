@@ -15,7 +15,7 @@ from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_STOP_STRINGS
 from lockstep.server.adapters.anthropic_tools import MessagesTool, check_choosable, functions_of, tool_warnings
 from lockstep.server.chat import ChatBody
-from lockstep.server.chat_adapter import ParameterNames, chat_body_of
+from lockstep.server.chat_adapter import ParamNames, chat_body_of
 from lockstep.server.fields import (
     MAX_SEQUENCE_TOKENS,
     NOTHING,
@@ -262,7 +262,7 @@ class MessagesBody(SharedBody, CountBody):
     container: Annotated[None, unsupported("containers are not supported")] = None
 
 
-WORDS = ParameterNames((  # see `words_of`
+PARAM_NAMES = ParamNames((  # see `param_names_of`
     (re.compile(r"max_tokens|max_completion_tokens"), "max_tokens"),
     (re.compile(r"messages\b.*|prompt"), "messages"),
     (re.compile(r"stop(\[\d+\])?"), r"stop_sequences\1"),
@@ -301,12 +301,12 @@ def chat_body(body: CountBody) -> ChatBody:
         "user": None if asked is None or asked.metadata is None else asked.metadata.user_id,
         **{name: getattr(body, name, None) for name in ("model", *SharedBody.model_fields)},
     }
-    return chat_body_of(members, WORDS)
+    return chat_body_of(members, PARAM_NAMES)
 
 
-def words_of(body: CountBody) -> ParameterNames:
+def param_names_of(body: CountBody) -> ParamNames:
     """Parameter names for this body. Indexes of tools count the tools that were left out."""
-    return WORDS.with_tools(functions_of(body.tools or ())[1])
+    return PARAM_NAMES.with_tools(functions_of(body.tools or ())[1])
 
 
 def warnings_of(body: CountBody) -> Iterator[str]:

@@ -22,7 +22,7 @@ from lockstep.errors import InvalidParameterError, ModelNotFoundError, RequestEr
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.adapters.ollama_body import (
     LATEST,
-    WORDS,
+    PARAM_NAMES,
     OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
@@ -255,7 +255,7 @@ async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *
         request,
         body.model,
         lambda: chat_body(body),
-        WORDS,
+        PARAM_NAMES,
         lambda accepted, _: OllamaEncoder(accepted.model, context, is_chat=is_chat),
         is_stream=body.stream is not False,
         new_call_id=lambda: f"call_{secrets.token_hex(4)}",
@@ -275,7 +275,7 @@ async def _continue(request: Request, body: OllamaGenerateBody) -> Response:
     try:
         completion = await translated(request, lambda: completion_calls(completion_body(body), caller))
     except RequestError as error:
-        raise WORDS.error(error) from None
+        raise PARAM_NAMES.error(error) from None
     calls = [replace(call, cuts_to_context=True) for call in completion.calls]
     params = calls[0].params
 
@@ -286,7 +286,7 @@ async def _continue(request: Request, body: OllamaGenerateBody) -> Response:
         choices = open_choices(params, cluster.tokenizer(first.model), first)
         return Answer(accepted, choices, OllamaEncoder(card.name, context, is_chat=False), context)
 
-    names = WORDS.names(completion.names)
+    names = PARAM_NAMES.names(completion.names)
     return AnswerResponse(request, calls, make_answer, names, is_stream=body.stream is not False)
 
 

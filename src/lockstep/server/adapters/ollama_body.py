@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError
 from lockstep.server.chat import MAX_TOP_LOGPROBS, MAX_WARNINGS, ChatBody
-from lockstep.server.chat_adapter import ParameterNames, chat_body_of
+from lockstep.server.chat_adapter import ParamNames, chat_body_of
 from lockstep.server.completions import CompletionBody
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
@@ -181,7 +181,7 @@ class OllamaGenerateBody(OllamaBody):
     images: NoImages = None
 
 
-WORDS = ParameterNames((
+PARAM_NAMES = ParamNames((
     (re.compile(r"max_tokens|max_completion_tokens"), "options.num_predict"),
     (re.compile(r"repetition_penalty"), "options.repeat_penalty"),
     (re.compile(r"(temperature|top_k|top_p|min_p|seed|presence_penalty|frequency_penalty|stop\b.*)"), r"options.\1"),
@@ -207,7 +207,7 @@ def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
         "top_logprobs": body.top_logprobs,
         **_thinking(body.think),
     }
-    return chat_body_of(members, WORDS)
+    return chat_body_of(members, PARAM_NAMES)
 
 
 def completion_body(body: OllamaGenerateBody) -> CompletionBody:

@@ -26,7 +26,7 @@ from lockstep.server.responses.answer import ResponseEncoder, ResponseObject, Re
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
 from lockstep.server.responses.store import ResponseStore, StoredResponse, chain_to, get_stored
 from lockstep.server.responses.tools import shown_tools, tool_warnings
-from lockstep.server.responses.translation import WORDS, JsonObject, chat_body, items_of, messages_of
+from lockstep.server.responses.translation import PARAM_NAMES, JsonObject, chat_body, items_of, messages_of
 from lockstep.server.serving import serving_of, translated
 
 MAX_ITEMS = 100
@@ -69,12 +69,12 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     earlier = () if body.previous_response_id is None else await chain_to(store, body.previous_response_id, tenant)
     tokenizer = cluster.tokenizer(body.model)
     tools = shown_tools(body.tools or ())
-    words = WORDS.with_tools([shown.place for shown in tools])
+    param_names = PARAM_NAMES.with_tools([shown.place for shown in tools])
 
     def translate() -> tuple[tuple[JsonObject, ...], ChatCall]:
         items = items_of(body.input, _new_id)
         messages = messages_of(body.instructions, [*_items_of_chain(earlier), *items])
-        return items, adapted_call(request, lambda: chat_body(body, messages), words, tokenizer)
+        return items, adapted_call(request, lambda: chat_body(body, messages), param_names, tokenizer)
 
     items, chat = await translated(request, translate)
     response_id = _new_id("resp")
@@ -82,7 +82,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         model, created_s = accepted[0].model, int(time.time())
-        warnings = map(words.warning, chat.warnings(cluster.tokenizer(model)))
+        warnings = map(param_names.warning, chat.warnings(cluster.tokenizer(model)))
         context.warnings = [*tool_warnings(body.tools or ()), *warnings][:MAX_WARNINGS]
         choices = open_choices(
             chat.call.params, tokenizer, accepted[0], tool_use=chat.tool_use, new_call_id=lambda: _new_id("call")
@@ -96,7 +96,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
             await store.put(StoredResponse(response_id, tenant, encoders[0].final(answer), items))
 
     return AnswerResponse(
-        request, (chat.call,), make_answer, words.names(chat.names), is_stream=bool(body.stream), before_end=keep
+        request, (chat.call,), make_answer, param_names.names(chat.names), is_stream=bool(body.stream), before_end=keep
     )
 
 

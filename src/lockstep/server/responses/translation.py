@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError
 from lockstep.server.chat import ChatBody
-from lockstep.server.chat_adapter import ParameterNames, chat_body_of
+from lockstep.server.chat_adapter import ParamNames, chat_body_of
 from lockstep.server.generation import RequestBody
 from lockstep.server.responses.schema import (
     LOGPROBS,
@@ -193,7 +193,7 @@ _SAME = (
 )
 """Parameters with the same name in both APIs."""
 
-WORDS = ParameterNames(
+PARAM_NAMES = ParamNames(
     (
         (re.compile(r"messages\b.*|prompt"), "input"),
         (re.compile(r"max_tokens|max_completion_tokens"), "max_output_tokens"),
@@ -239,7 +239,7 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         **{name: getattr(body, name) for name in _SAME},
     }
-    return chat_body_of(members, WORDS)
+    return chat_body_of(members, PARAM_NAMES)
 
 
 def _response_format(given: TextFormat) -> JsonObject:

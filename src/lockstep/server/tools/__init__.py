@@ -1,1 +1,1 @@
-"""Functions that a model may call: their description in its prompt, its answer, and the calls that are read from it."""
+"""Tool calls: describe functions in the prompt, constrain the answer, and parse calls from it."""

@@ -187,7 +187,7 @@ def format_of(template: str | None, supports_tools: bool) -> CallFormat:
     return next((row for signs, row in SIGNS if all(sign in template for sign in signs)), HERMES)
 
 
-WORDS: Mapping[str, str] = {
+LITERALS: Mapping[str, str] = {
     "true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null",
 }  # fmt: skip
 """Words that are literals. Those of both JSON and Python are accepted, because models mix them up."""

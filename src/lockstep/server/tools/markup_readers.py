@@ -15,7 +15,7 @@ from enum import Enum, auto
 from typing import Any
 
 from lockstep.server.tools.argument_schemas import property_of, types_of
-from lockstep.server.tools.call_formats import PYTHON, WORDS, CallFormat, CallKind, LiteralSyntax
+from lockstep.server.tools.call_formats import LITERALS, PYTHON, CallFormat, CallKind, LiteralSyntax
 from lockstep.server.tools.call_reader import (
     ATOM,
     BLANKS,
@@ -132,7 +132,7 @@ class LiteralCallReader(CallReader):
         end = end_of(_WORD, text, at)
         if at < end == len(text):
             return at
-        value = WORDS.get(text[at:end]) or _number(text[at:end])
+        value = LITERALS.get(text[at:end]) or _number(text[at:end])
         if value is None:
             return self._break(at)
         self._begin_value()
