@@ -36,9 +36,9 @@ from lockstep.server.request_context import (
     ClientLeft,
     RequestContext,
     Totals,
-    cancel_on_disconnect,
     context_of,
     disconnected,
+    while_connected,
 )
 from lockstep.server.serving import serving_of
 
@@ -267,7 +267,7 @@ class AnswerResponse(Response):
         context = self._context
         try:
             watching = self._watch(receive) if self._is_stream else disconnected(receive)
-            await cancel_on_disconnect(watching, self._respond(send), context)
+            await while_connected(watching, self._respond(send), context)
         except ClientLeft:
             context.status = CLIENT_LEFT_STATUS
         except RequestError as error:

@@ -470,15 +470,13 @@ def _template_kwargs(body: ChatBody) -> dict[str, Any]:
 
 
 def _template_params(body: ChatBody) -> dict[str, frozenset[str]]:
-    template_params = {
+    params = {
         f"chat_template_kwargs.{ascii(name[:MAX_LABEL_CHARS])[1:-1]}": frozenset([name])
         for name in body.chat_template_kwargs or ()
     }
     effort = body.reasoning_effort
     if effort is not None:
-        template_params["reasoning_effort"] = frozenset(
-            ["reasoning_effort", *(["enable_thinking"] if effort == "none" else [])]
-        )
+        params["reasoning_effort"] = frozenset(["reasoning_effort", *(["enable_thinking"] if effort == "none" else [])])
     if body.verbosity not in (None, "medium"):
-        template_params["verbosity"] = frozenset(["verbosity"])
-    return template_params
+        params["verbosity"] = frozenset(["verbosity"])
+    return params

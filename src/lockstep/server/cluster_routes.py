@@ -136,12 +136,7 @@ async def undrain_host(name: str, request: Request) -> Response:
 async def retrieve_stats(
     request: Request,
     window_s: Annotated[
-        float,
-        Query(
-            gt=0,
-            le=MAX_WINDOW_S,
-            description="Length in seconds of the window for rates, limited by the recorded history.",
-        ),
+        float, Query(gt=0, le=MAX_WINDOW_S, description="Length of the window for rates, in seconds.")
     ] = DEFAULT_WINDOW_S,
 ) -> Response:
     """Statistics of each engine for monitoring: tokens per second, times to first token, KV usage and prefix cache
@@ -181,7 +176,7 @@ async def replace_manifest(request: Request) -> Response:
     text = manifest_text(await request.body(), request.headers.get("content-type", ""))
     permissions = permissions_of(context_of(request).tenant, serving_of(request).options)
     async with _loading("the manifest is not applied"):
-        return _json(await cluster.replace(text, permissions=permissions))
+        return _json(await cluster.replace(text, None, permissions))
 
 
 @router.post("/models/{model_id:path}/load", responses=described(ModelSnapshot), operation_id="load_model")

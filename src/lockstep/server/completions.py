@@ -193,8 +193,7 @@ def completion_calls(body: CompletionBody, caller: Caller) -> CompletionCalls:
         )
     if body.max_tokens == 0 and not body.echo:
         raise InvalidParameterError(
-            "max_tokens is 0 without echo, so the answer would be empty; set echo, or set max_tokens to at least 1",
-            param="max_tokens",
+            "max_tokens is 0, so the answer would be empty; set echo, or allow at least 1", param="max_tokens"
         )
     constrained = constraint_of(body)
     max_tokens = 1 if body.max_tokens == 0 else bounded(body.max_tokens)  # for 0, one token is computed

@@ -288,10 +288,8 @@ class ClientLeft(Exception):  # noqa: N818 - not an error: the connection is clo
     """The client closed the connection before its answer was complete."""
 
 
-async def cancel_on_disconnect(
-    watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], context: RequestContext
-) -> T:
-    """Run ``work``, and cancel it if ``watching`` returns first because the client has disconnected.
+async def while_connected(watch: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], context: RequestContext) -> T:
+    """Run ``work``, and cancel it if ``watch`` returns first because the client has disconnected.
 
     The work runs in the caller's task, so it starts immediately and does not wait for an iteration of the event loop
     that reads all other new requests.
@@ -310,7 +308,7 @@ async def cancel_on_disconnect(
             is_gone = True
             working.cancel()
 
-    watcher = loop.create_task(watching)
+    watcher = loop.create_task(watch)
     watcher.add_done_callback(leave)
     try:
         return await work

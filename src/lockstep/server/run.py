@@ -244,8 +244,7 @@ def _engine_text(engine: EngineSnapshot) -> str:
 
 def _callers(options: ServerOptions) -> str:
     if options.admin_keys:
-        others = "; an API key is required for all other requests" * bool(options.api_keys)
-        return f"an admin key is required for shared state{others}"
+        return "an admin key is required for shared state" + ("; an API key otherwise" * bool(options.api_keys))
     if options.api_keys:
         return "an API key is required"
     if options.allow_unauthenticated:

@@ -176,9 +176,7 @@ def test_a_gguf_file_is_selected_by_path_or_quantisation(hub: StandIn, models: P
     hub.repos["acme/q"] = Repo({"tiny-Q8_0.gguf": data, "sub/other-Q4_K_M.gguf": data, "mmproj-Q8_0.gguf": b"x"})
     source = HubSource("acme/q", file=file)
     if not right:
-        with pytest.raises(
-            ArtifactNotFoundError, match=r"no file 'Q4_K'; the repository has: .*other-Q4_K_M"
-        ):
+        with pytest.raises(ArtifactNotFoundError, match=r"no file 'Q4_K'; the repository has: .*other-Q4_K_M"):
             pull(source, silent)
         return
     path = pull(source, silent)

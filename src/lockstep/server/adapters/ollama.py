@@ -43,7 +43,7 @@ from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import Caller
 from lockstep.server.logprobs import TokenLogprob, chat_logprobs
-from lockstep.server.request_context import RequestContext, cancel_on_disconnect, context_of, disconnected, refusal
+from lockstep.server.request_context import RequestContext, context_of, disconnected, refusal, while_connected
 from lockstep.server.serving import serving_of, translated
 from lockstep.worker.progress import LOADING
 
@@ -310,7 +310,7 @@ async def _load(request: Request, body: OllamaBody, members: Mapping[str, Any]) 
             queue_deadline_s=serving.options.queue_timeout_s,
             deadline_s=serving.options.request_timeout_s,
         )
-        await cancel_on_disconnect(disconnected(request.receive), _load_for(cluster, call, context), context)
+        await while_connected(disconnected(request.receive), _load_for(cluster, call, context), context)
     line = {"model": name, "created_at": now_text(), **members}
     return JSONResponse({**line, "done": True, "done_reason": "unload" if unloads else "load"})
 

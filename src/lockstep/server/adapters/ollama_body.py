@@ -172,9 +172,7 @@ class OllamaGenerateBody(OllamaBody):
     """True: the prompt is completed as given, without the chat template."""
     suffix: Annotated[None, only_empty("fill-in-the-middle is not supported; leave it out"), NOTHING] = None
     template: Annotated[
-        None,
-        only_empty("the model's own chat template is always used; leave it out, or set raw and send the whole prompt"),
-        NOTHING,
+        None, only_empty("the model's own chat template is used; leave it out, or send a raw full prompt"), NOTHING
     ] = None
     context: Annotated[list[TokenId], *in_pieces(MAX_VALUES, least=0)] | None = None
     """Tokens of an earlier conversation, from the `context` of an answer. The prompt continues them."""

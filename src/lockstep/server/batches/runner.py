@@ -325,8 +325,7 @@ class BatchRunner:
         error = task.exception()
         if error is not None:  # the batch reports any error
             log.error("%s cannot continue", job.name, exc_info=error)
-            message = f"request {index + 1} could not be executed, or its result could not be written: {error}"
-            owner.faults = (Fault("storage_error", message),)
+            owner.faults = (Fault("storage_error", f"request {index + 1} cannot be executed or stored: {error}"),)
 
     # -- states of a batch ----------------------------------------------------------------------------------------
 
@@ -441,7 +440,7 @@ class BatchRunner:
         if job is not None:
             await self.store.run(job.close)
 
-    async def _end(self, each: _Open, ended: Batch, unanswered_error: tuple[str, str] | None) -> None:
+    async def _end(self, each: _Open, ended: Batch, unanswered: tuple[str, str] | None) -> None:
         """End a batch and write its result files."""
         await self._stop(self._running_of(each))
         await self._keep(each)
@@ -449,8 +448,8 @@ class BatchRunner:
         if job is None:
             each.batch = ended
         else:
-            whole = _counted(ended, job, counts_unanswered=unanswered_error is not None)
-            each.batch = each.saved = await store.run(lambda: store.finish(job, whole, time.time(), unanswered_error))
+            whole = _counted(ended, job, counts_unanswered=unanswered is not None)
+            each.batch = each.saved = await store.run(lambda: store.finish(job, whole, time.time(), unanswered))
 
 
 def has_expired(batch: Batch, now_s: float) -> bool:
