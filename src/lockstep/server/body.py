@@ -40,8 +40,7 @@ BODY_TIMEOUT_S = 60.0
 MAX_DEPTH = 128
 """Maximum nesting depth of objects and lists. Parsers and schema compilers are recursive."""
 MAX_CONTAINERS = 1 << 17
-"""Maximum number of objects and lists in a body. No conversation needs more, and many stages spend a microsecond on
-each."""
+"""Maximum number of objects and lists in a body. No conversation needs more, and each takes a microsecond per stage."""
 MAX_MEMBERS = 1 << 14
 """Maximum number of members of one object. The error response lists each unknown one."""
 MAX_QUICK_VALUES = 16_384
@@ -320,8 +319,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class LongBodyRoute(APIRoute):
-    """Route that parses long bodies on another thread, without blocking the event loop. Handlers receive the same
-    values."""
+    """Route that parses long bodies on another thread, without blocking the event loop. Its handler is unchanged."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Like FastAPI's handler, except that long bodies are parsed by `_LongRequest`."""
@@ -343,8 +341,7 @@ class _LongRequest(Request):
         self._check = check
 
     async def body(self) -> bytes:
-        """Return the body as received, without the copy that joining it with the stream's empty last chunk would
-        make."""
+        """Return the body as received. Joining it with the stream's empty last chunk would copy it."""
         if not hasattr(self, "_body"):
             self._body = b"".join([chunk async for chunk in self.stream() if chunk])
         return self._body

@@ -34,8 +34,7 @@ _TOOL = re.compile(r"tools\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True)
 class ParamNames:
-    """Parameter names of another API, by patterns of chat completions' names. Parameters without a pattern keep their
-    name."""
+    """Parameter names of another API, by patterns of chat completions' names. Others have the same name."""
 
     rules: Sequence[tuple[re.Pattern[str], str]]
     tool_places: Sequence[int] | None = None

@@ -51,8 +51,7 @@ _RANGES = {"*/*": (0, JSON_TYPE), "application/*": (1, JSON_TYPE), "text/*": (1,
 _UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")
 """Characters that JSON allows unescaped, but that end a line in YAML or must be escaped there."""
 _NOT_YAML = re.compile(rf"\t|\\u[dD][89a-fA-F]|{_UNPRINTED.pattern}")
-"""JSON text that YAML reads differently: unprintable characters, tabs between values, and surrogate pairs of
-escapes."""
+"""JSON text that YAML reads differently: unprintable characters, tabs between values, and escaped surrogate pairs."""
 
 
 class SessionList(msgspec.Struct, frozen=True):
@@ -139,7 +138,7 @@ async def retrieve_stats(
         float, Query(gt=0, le=MAX_WINDOW_S, description="Length of the window for rates, in seconds.")
     ] = DEFAULT_WINDOW_S,
 ) -> Response:
-    """Statistics of each engine for monitoring: tokens per second, times to first token, KV usage and prefix cache
+    """Statistics of each engine for monitoring: tokens per second, times to first token, KV usage, prefix cache
     hits."""
     return _json(await serving_of(request).cluster.stats(window_s))
 

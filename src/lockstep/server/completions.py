@@ -77,8 +77,8 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     """Text, token ids, or a list of either. Choices are numbered in the order of the prompts."""
     max_tokens: MaxTokens | None = 16
-    """Maximum number of tokens. Null or -1: the rest of the context. 0: requires `echo`; returns the prompt and its
-    log-probabilities."""
+    """Maximum number of tokens. Null or -1: the rest of the context. 0: only the prompt is returned; requires
+    `echo`."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     """Number of most likely tokens to return in addition to the chosen one."""
     add_special_tokens: Literal[True] | None = None

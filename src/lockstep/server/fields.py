@@ -120,8 +120,7 @@ NOTHING = WithJsonSchema(
 
 
 def only_empty(why: str) -> BeforeValidator:
-    """Validator for unsupported members: only null and values without content are accepted. ``why`` is the error
-    message."""
+    """Validator for unsupported members: only null and empty values are accepted. ``why`` is the error message."""
 
     def check(value: object) -> None:
         if value not in (None, "", [], False):

@@ -131,8 +131,7 @@ class RequestContext:
     body: str | None = None
     """The request body as it was sent."""
     warnings: Sequence[str] = ()
-    """Warnings, one sentence each, about requested features that are not supported. Returned in a header and in the
-    answer."""
+    """Warnings, one sentence each, about requested features that are not supported. Sent in a header and the answer."""
     error: HttpError | None = None
     is_sent: bool = False
     """True once the connection has accepted the whole answer. A disconnect after that is not an abort."""

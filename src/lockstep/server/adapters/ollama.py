@@ -1,5 +1,5 @@
-"""Ollama's generating endpoints: serves `/api/chat` and `/api/generate`; answers are JSON lines, streamed by
-default."""
+"""Ollama's generating endpoints: serves `/api/chat` and `/api/generate`; answers are JSON lines, by default
+streamed."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ class OllamaGeneration(OllamaAnswer):
     response: str
     thinking: NotRequired[str | None]
     context: NotRequired[list[int] | None]
-    """Tokens of prompt and answer, in the last line. A request that continues the conversation sends them as
-    `context`."""
+    """Tokens of prompt and answer, in the last line. Sent as `context` by a request that continues the conversation."""
 
 
 class OllamaEncoder:

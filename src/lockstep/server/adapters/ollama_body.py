@@ -1,5 +1,4 @@
-"""Request bodies of Ollama's API: the shapes of `/api/chat` and `/api/generate` and their conversion to other
-requests."""
+"""Request bodies of Ollama's API: the shapes of `/api/chat` and `/api/generate`, and their conversion."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ class OllamaMessage(Body):
     images: NoImages = None
     tool_calls: Annotated[list[OllamaCall] | None, Field(max_length=MAX_TOOLS)] = None
     tool_name: Name | None = None
-    """With role `tool`: name of the function. Without it and `tool_call_id`, the result belongs to the first open
-    call."""
+    """With role `tool`: name of the function. Without it and `tool_call_id`, the result is of the first open call."""
     name: Name | None = None
     """Older name of `tool_name`."""
     tool_call_id: Name | None = None

@@ -108,8 +108,7 @@ class RunningRequest:
 
 
 def to_abort(running: Iterable[RunningRequest]) -> list[RunningRequest]:
-    """Requests to abort for a client request: all except those that have reached `MAX_ABORTS`, up to
-    `MAX_BESIDE`."""
+    """Requests to abort for a client request: all except up to `MAX_BESIDE` that have reached `MAX_ABORTS`."""
     spared = [each for each in running if each.num_aborts >= MAX_ABORTS][:MAX_BESIDE]
     return [each for each in running if each not in spared]
 

@@ -127,8 +127,7 @@ class ToolParser:
         self._num_announced = 0
         self._deltas: list[Delta] = []
         self.calls: list[ToolCall] = []
-        """Complete calls so far. After `flush`, also a call that the end of the answer cut, with a part of its
-        arguments."""
+        """Complete calls so far. After `flush`, also a call that was cut, with a part of its arguments."""
         self.num_unread = 0
         """Number of times that text which started like a call could not be parsed and became content."""
 
