@@ -368,7 +368,7 @@ class AnswerResponse(Response):
     def _fault_of(self, failure: Exception) -> HttpError:
         if isinstance(failure, RequestError):
             failure = with_request_param_names(failure, self._param_names)
-        return self._context.dialect.put(http_error(failure))
+        return self._context.dialect.with_own_status(http_error(failure))
 
     async def _put(self, send: Send, data: bytes, *, more: bool) -> None:
         self._is_sending = True

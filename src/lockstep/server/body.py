@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.errors import QueueFullError
-from lockstep.server.errors import HttpError, RefusedBodyError, http_error, of_validation
+from lockstep.server.errors import HttpError, RefusedBodyError, http_error, validation_http_error
 from lockstep.server.fields import MAX_VALUES
 from lockstep.server.request_context import context_of, refuse
 from lockstep.server.serving import MAX_INLINE_BYTES, Serving, translated
@@ -96,7 +96,7 @@ class BodyMiddleware:
             raise _RefusedError(_too_slow()) from None
         if chunks is None:
             return None
-        if context.dialect.takes_forms and is_unmarked(headers):
+        if context.dialect.takes_forms and has_default_type(headers):
             scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"content-type"] + [JSON_HEADER]
             headers = Headers(scope=scope)
         if (encoding := headers.get("content-encoding", "identity").strip().lower()) != "identity" and any(chunks):
@@ -203,7 +203,7 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
     return None
 
 
-def is_unmarked(headers: Headers) -> bool:
+def has_default_type(headers: Headers) -> bool:
     """True if the content type was not chosen by the sender: curl defaults to a form, other clients send none.
 
     A browser page must state that the body is JSON. For another origin the browser then sends a preflight request
@@ -357,7 +357,7 @@ class _LongRequest(Request):
         except QueueFullError as error:  # FastAPI would report this as invalid JSON
             raise RefusedBodyError(http_error(error)) from None
         if errors:
-            raise RefusedBodyError(of_validation(errors))
+            raise RefusedBodyError(validation_http_error(errors))
         return value
 
 

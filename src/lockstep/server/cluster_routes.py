@@ -156,7 +156,7 @@ async def retrieve_stats(
 )
 async def retrieve_manifest(request: Request) -> Response:
     """The effective manifest, in a form that can be put back unchanged: JSON, or YAML if `Accept` requests it."""
-    cluster = _manifested(request)
+    cluster = _manifest_cluster(request)
     kind = accepted_type(",".join(request.headers.getlist("accept")))
     body = msgspec.json.encode(cluster.manifest_plain()) if kind == JSON_TYPE else cluster.manifest_text()
     return Response(body, media_type=kind, headers={"Vary": "Accept"})
@@ -171,7 +171,7 @@ async def retrieve_manifest(request: Request) -> Response:
 async def replace_manifest(request: Request) -> Response:
     """Replace the manifest atomically: either all of it is applied, or nothing changes and the error lists all
     problems. Models in both manifests keep running. Removed models finish their open requests."""
-    cluster = _manifested(request)
+    cluster = _manifest_cluster(request)
     text = manifest_text(await request.body(), request.headers.get("content-type", ""))
     permissions = permissions_of(context_of(request).tenant, serving_of(request).options)
     async with _loading("the manifest is not applied"):
@@ -181,7 +181,7 @@ async def replace_manifest(request: Request) -> Response:
 @router.post("/models/{model_id:path}/load", responses=described(ModelSnapshot), operation_id="load_model")
 async def load_model(model_id: str, request: Request) -> Response:
     """Load a model. Returns when the model can serve requests."""
-    cluster = _manifested(request)
+    cluster = _manifest_cluster(request)
     name = cluster.card(model_id).name
     async with _loading(f"the model {name!r} is not loaded"):
         await cluster.load_model(name)
@@ -191,7 +191,7 @@ async def load_model(model_id: str, request: Request) -> Response:
 @router.post("/models/{model_id:path}/unload", responses=described(ModelSnapshot), operation_id="unload_model")
 async def unload_model(model_id: str, request: Request) -> Response:
     """Unload a model. Returns when its open requests have ended and its memory is free."""
-    cluster = _manifested(request)
+    cluster = _manifest_cluster(request)
     name = cluster.card(model_id).name
     async with _loading(f"the model {name!r} is not unloaded"):
         await cluster.unload_model(name)
@@ -287,7 +287,7 @@ def _own(request: Request, sessions: Iterable[SessionSnapshot]) -> Iterator[Sess
     return (session for session in sessions if own in (None, session.caller))
 
 
-def _manifested(request: Request) -> Cluster:
+def _manifest_cluster(request: Request) -> Cluster:
     """Return the cluster. Raises NoManifestError if it serves a single model from the command line."""
     cluster = serving_of(request).cluster
     if cluster.is_fixed:
@@ -309,7 +309,7 @@ async def _loading(what: str) -> AsyncIterator[None]:
 
 
 async def _drained(name: str, is_drained: bool, request: Request) -> Response:
-    cluster = _manifested(request)
+    cluster = _manifest_cluster(request)
     found = await cluster.drain_host(name, is_drained)
     host = next(host for host in cluster.snapshot().hosts if host.name == found)
     return _json(replace(host, is_drained=is_drained))  # the controller has applied it; this snapshot may be older

@@ -102,7 +102,7 @@ class HttpCounts:
             self._unread_calls[of_model] = self._unread_calls.get(of_model, 0) + context.num_unread_calls
 
     def families(self, prefix: str) -> Iterator[Metric]:
-        labels, text = ("method", "path", "status"), "HTTP requests, by response status."
+        labels, text = ("method", "path", "status"), "HTTP requests by method, path and status."
         yield _family(CounterMetricFamily, "http_requests", text, labels, sorted(self._counts.items()))
         text = "Tool calls in answers that could not be parsed and were returned as text."
         unread = sorted(self._unread_calls.items())

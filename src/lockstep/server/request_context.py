@@ -279,7 +279,7 @@ async def refuse(error: HttpError, scope: Scope, receive: Receive, send: Send) -
 
 def refusal(error: HttpError, context: RequestContext) -> JSONResponse:
     """Create the error response to a rejected request in its dialect, and record the error in its context."""
-    context.error = context.dialect.put(error)
+    context.error = context.dialect.with_own_status(error)
     return context.dialect.response(context.error, context.request_id)
 
 

@@ -162,7 +162,7 @@ class BatchRunner:
         found = self._open.get(batch.id)
         if found is None or found.batch.status not in ("validating", "in_progress"):
             return self.current(batch)
-        found.batch = found.batch.moved("cancelling", time.time())
+        found.batch = found.batch.in_state("cancelling", time.time())
         for running in self._running_of(found):
             running.abort()
         with suppress(StorageError):
@@ -369,14 +369,14 @@ class BatchRunner:
         if each.faults:
             return
         if batch.status == "cancelling":
-            await self._end(each, batch.moved("cancelled", now_s), None)
+            await self._end(each, batch.in_state("cancelled", now_s), None)
         elif each.job is not None and each.job.journal.is_complete:
             if batch.status == "in_progress":
-                each.batch = batch = batch.moved("finalizing", now_s)
+                each.batch = batch = batch.in_state("finalizing", now_s)
                 await self._save(each)
-            await self._end(each, batch.moved("completed", now_s), None)
+            await self._end(each, batch.in_state("completed", now_s), None)
         elif is_over:
-            await self._end(each, batch.moved("expired", now_s), EXPIRED)
+            await self._end(each, batch.in_state("expired", now_s), EXPIRED)
 
     async def _save(self, each: _Open) -> None:
         """Save the state of a batch in the store, if it changed. Raises StorageError on a disk error."""
@@ -419,7 +419,7 @@ class BatchRunner:
         if each.batch.status == "validating":  # it may have been cancelled meanwhile
             models = list(checked.models)
             model = models[0] if len(models) == 1 else None
-            each.batch = each.batch.moved("in_progress", time.time(), num_requests=len(offsets), model=model)
+            each.batch = each.batch.in_state("in_progress", time.time(), num_requests=len(offsets), model=model)
             await self._save(each)
 
     def _unknown_models(self, checked: CheckedInput) -> Iterable[Fault]:
@@ -434,7 +434,7 @@ class BatchRunner:
     async def _fail(self, each: _Open, now_s: float) -> None:
         await self._stop(self._running_of(each))
         each.answers.clear()
-        each.batch = _counted(each.batch, each.job).moved("failed", now_s, faults=each.faults)
+        each.batch = _counted(each.batch, each.job).in_state("failed", now_s, faults=each.faults)
         job, each.job = each.job, None
         if job is not None:
             await self.store.run(job.close)

@@ -120,7 +120,7 @@ class CheckedChoice:
     names: tuple[str, ...] | None = None
     """Names of the functions that can be called; with mode `NAMED`, the one that must be called. None: all."""
 
-    def takes(self, name: str) -> bool:
+    def allows(self, name: str) -> bool:
         """True if the choice allows calls of a function."""
         return self.names is None or name in self.names
 

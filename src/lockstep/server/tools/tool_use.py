@@ -129,7 +129,7 @@ def resolve_tools(
     form = template.call_format
     if chosen.mode is ChoiceMode.NONE:
         return ToolUse(form, chosen, (), template_kwargs=template.template_kwargs(()), template_tools=template)
-    callable_ = [tool for tool in checked if chosen.takes(tool.name)]
+    callable_ = [tool for tool in checked if chosen.allows(tool.name)]
     shown = [tool.shown for tool in checked]
     bare_kwargs = {**(template_kwargs or {}), **template.template_kwargs(())}
     constraint, warnings = _constraint(tokenizer, form, chosen, callable_, parallel, bare_kwargs, json_constraint)
