@@ -16,7 +16,7 @@ from pydantic_core.core_schema import ErrorType
 from lockstep.server import app as app_module
 from lockstep.server.access_log import hashed_by
 from lockstep.server.body import body_fault, has_lone_surrogate, structure_fault
-from lockstep.server.errors import field_path, of_validation
+from lockstep.server.errors import field_path, validation_http_error
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext
 from lockstep.server.tracing import span_attributes
@@ -138,7 +138,7 @@ def test_faults_of_validation_are_sentences_of_ours(
     type_: str, context: dict[str, object], value: object, message: str
 ) -> None:
     fault = {"type": type_, "loc": ("body", "x", 2), "msg": "Input should be other", "input": value, "ctx": context}
-    error = of_validation([fault])
+    error = validation_http_error([fault])
     assert (error.status, error.param, error.code) == (400, "x[2]", "invalid_parameter")
     assert error.message == f"x[2] {message}"
 
@@ -147,7 +147,7 @@ def test_faults_of_validation_are_sentences_of_ours(
 def test_no_fault_shows_the_text_of_pydantic(type_: str) -> None:
     """Neither of the faults that there are, nor of those that no body of ours has today."""
     text = "Input should be other, see https://errors.pydantic.dev"
-    error = of_validation([{"type": type_, "loc": ("body", "x"), "msg": text, "input": "prose", "ctx": {}}])
+    error = validation_http_error([{"type": type_, "loc": ("body", "x"), "msg": text, "input": "prose", "ctx": {}}])
     assert error.message.startswith("x is ")
     assert "should" not in error.message
     assert "pydantic" not in error.message

@@ -231,7 +231,7 @@ def test_the_lines_at_ready_are_limited_in_number() -> None:
         (ServerOptions(allow_unauthenticated=True), "every caller can use and change this server"),
         (ServerOptions(api_keys=("k",)), "an API key is required"),
         (ServerOptions(admin_keys=("a",)), "an admin key is required for shared state"),
-        (ServerOptions(api_keys=("k",), admin_keys=("a",)), "an admin key is required for shared state; an API key is"),
+        (ServerOptions(api_keys=("k",), admin_keys=("a",)), "an admin key is required for shared state; an API key"),
     ],
 )
 def test_the_required_keys_are_listed_at_ready(options: ServerOptions, words: str) -> None:

@@ -230,8 +230,7 @@ def _scales(
 
 
 def _windows(metadata: Metadata, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
-    """Window sizes as in llama.cpp, which only implements windows for gemma3 and olmo2 and ignores those of phi3
-    files."""
+    """Window sizes as in llama.cpp, which implements windows for gemma3 and olmo2 only and ignores those of phi3."""
     periods = {"gemma3": architecture.period, "olmo2": _OLMO3_PERIOD}
     size = metadata.integer(f"{architecture.name}.attention.sliding_window", 0)
     if architecture.name not in periods or size == 0:

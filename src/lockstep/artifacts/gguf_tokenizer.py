@@ -34,8 +34,7 @@ def _llama3(digits: str) -> str:
 
 
 def _cased(contractions: str, digits: str) -> str:
-    """Expression that splits words where a capital follows a small letter. As in llama.cpp, case is known for a to z
-    only."""
+    """Expression that splits words where a capital follows a small letter. As in llama.cpp, only a to z have case."""
     capital, small = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
     start = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -271,8 +270,8 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[t
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Add special tokens. Control tokens match in text only on request of the caller; user-defined tokens always
-    match."""
+    """Add special tokens. Control tokens match in text only if the caller requests it; user-defined tokens always
+    do."""
     from tokenizers import AddedToken
 
     def added(special: bool, *types: _Type) -> list[AddedToken]:

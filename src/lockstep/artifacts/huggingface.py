@@ -218,8 +218,7 @@ def _end_ids(source: Metadata) -> Iterator[int]:
 
 
 def _chat_template(directory: Path, settings: Metadata) -> str | None:
-    """chat_template.jinja, otherwise the template in tokenizer_config.json: a string, or the entry `default` of a
-    list."""
+    """chat_template.jinja, otherwise the template in tokenizer_config.json: a string, or a list's entry `default`."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class Encoding(Enum):
-    """Storage format of a tensor. The block formats are those of ggml, with 32 or 256 (_K) values along the last
-    axis."""
+    """Storage format of a tensor. The block formats are ggml's, with 32 or 256 (_K) values along the last axis."""
 
     F32 = "F32"
     F16 = "F16"
@@ -70,8 +69,7 @@ class RopeScaling:
     """Parameters by kind. ``llama3``: low_freq_factor, high_freq_factor, original_max_position_embeddings. ``yarn``:
     original_max_position_embeddings, beta_fast, beta_slow, truncate (1 or 0)."""
     factors: tuple[float, ...] = ()
-    """For kind ``factors``: rotary_dim / 2 divisors of the frequencies (llama3 scaling as stored in GGUF, and
-    longrope)."""
+    """For kind ``factors``: rotary_dim / 2 divisors of the frequencies (longrope, and llama3 scaling in GGUF)."""
     attention_factor: float = 1.0
     """Factor for cosines and sines (``yarn``, longrope). Attention scores are scaled by its square."""
 
@@ -118,8 +116,7 @@ class ModelConfig:
     rotary_dim: int | None = None
     """Number of leading dimensions of each head that are rotated; None: all."""
     windows: tuple[int, ...] = ()
-    """Number of tokens that a query sees, including itself, per layer; 0: all earlier ones. Empty: no layer has a
-    window."""
+    """Number of tokens that a query sees, including itself, per layer; 0: all earlier ones. Empty: no windows."""
     local_rope_theta: float | None = None
     """Rope base in layers with a window, which are never scaled; None: all layers use the same rope."""
     unrotated_layers: tuple[int, ...] = ()

@@ -186,7 +186,7 @@ def _q5_k(blocks: Bytes) -> Groups:
 
 
 def _q6_k(blocks: Bytes) -> Groups:
-    """Unpack Q6_K. In each half of 128 values, four runs of 32 share 64 low bytes (nibbles) and 32 high bytes (bit
+    """Unpack Q6_K. Per half of 128 values, four runs of 32 share 64 low bytes (nibbles) and 32 high bytes (bit
     pairs)."""
     rows, num_blocks = blocks.shape[:-2], blocks.shape[-2]
     low = blocks[..., :128].reshape(*rows, num_blocks, 2, 64)

@@ -273,21 +273,21 @@ class RemoteAnswer:
             raise self._malformed(f"choice index {choice.index}, although n is {len(self._choices)}")
         so_far = self._choices[choice.index]
         output = self._output(choice)
-        has_updates = bool(output.text or output.reasoning or output.calls)
+        has_news = bool(output.text or output.reasoning or output.calls)
         if so_far.finish_reason is not None:
-            if has_updates and not self.is_cut:
+            if has_news and not self.is_cut:
                 raise self._malformed(f"more of choice {choice.index} after its end")
             return []
         is_over = so_far.num_pieces == self._request.max_tokens or self._num_chars > MAX_ANSWER_CHARS
-        if has_updates and is_over and choice.finish_reason is None:
+        if has_news and is_over and choice.finish_reason is None:
             self.is_cut = True
             return self._ended(choice.index, FinishReason.LENGTH, None)
-        if has_updates:
+        if has_news:
             self._first_s = now_s if self._first_s is None else self._first_s
             so_far.num_pieces += bool(output.text or output.reasoning or any(part.arguments for part in output.calls))
             so_far.texts.append(output.text)
             so_far.thoughts.append(output.reasoning)
-        news = [output] if has_updates else []
+        news = [output] if has_news else []
         return news if choice.finish_reason is None else [*news, *self._finish(choice)]
 
     def _output(self, choice: ChunkChoice) -> TokenOutput:

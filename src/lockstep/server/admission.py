@@ -173,8 +173,7 @@ class RateLimits:
                 bucket.resize(limit / self._num_sharing, now_s)
 
     def admit(self, tenant: str, now_s: float) -> HttpError | None:
-        """Take one request from the tenant's bucket. Return an error if the tenant's requests or tokens of the last
-        minute exceed the limit."""
+        """Take one request from the tenant's bucket, or return an error if the requests or tokens exceed the limit."""
         buckets = self._of(tenant, now_s)
         if buckets.requests is not None:
             wait_s = buckets.requests.wait_s(now_s)
@@ -302,8 +301,7 @@ class AccessKeys:
         return bool(self._digests)
 
     def refusal(self, tenant: str | None, path: str) -> HttpError | None:
-        """Return the error for a path if the caller may not use it, otherwise None. ``tenant`` is None without a
-        key."""
+        """Return the error for a path if the caller may not use it, otherwise None. No key: ``tenant`` is None."""
         is_own = _OWN.fullmatch(path) is not None
         if self._has_admin_keys and is_operator_path(path) and not is_own:
             is_admin = tenant is not None and tenant.startswith(_ADMIN)

@@ -3,9 +3,8 @@
 The calls are opened here, before the status line is sent, so a rejected call gets its own HTTP status. The exception is
 a stream that has already shown its route while a model is being loaded. A client disconnect aborts the calls.
 
-The only buffer between the engine and the client holds output that has not been sent yet. Reading from the engine
-continues while a client is slow, and pending output is merged into fewer, longer chunks. When the pending output
-exceeds a limit, the stream is ended. Each wake-up sends all new output with one `send`.
+Output that has not been sent is the only buffer between the engine and the client. While a client is slow, reading
+continues and pending output is merged into longer chunks, up to a limit. Each wake-up sends all new output at once.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from lockstep.server.request_context import (
     ClientLeft,
     RequestContext,
     RequestTotals,
-    cancel_on_disconnect,
     context_of,
     disconnected,
+    while_connected,
 )
 from lockstep.server.serving import serving_of
 
@@ -67,8 +66,7 @@ class Encoder(Protocol):
         ...
 
     def chunk(self, choice: Choice, answer: Answer | None) -> bytes:
-        """Return the frames for the new output of a choice. ``answer`` is given with the last choice of the last
-        chunk."""
+        """Return the frames for the new output of a choice. ``answer`` is set for the last choice of the last chunk."""
         ...
 
     def end(self, answer: Answer) -> bytes:
@@ -120,8 +118,7 @@ class Answer:
     def unanswered(self) -> list[tuple[int, int]]:
         """Numbers of prompt and output tokens of each call that has not finished.
 
-        Prompt tokens are counted once the call has produced a token. The number of cached tokens is unknown here,
-        because only the last output reports it.
+        Prompt tokens count once the call has produced a token. Only the last output reports the cached tokens.
         """
         counts: list[tuple[int, int]] = []
         for call, accepted in enumerate(self.accepted):
@@ -228,8 +225,7 @@ class AnswerResponse(Response):
         make_answer: creates the answer once all calls are accepted.
         param_names: request parameter names by engine parameter name, where the two differ.
         shows_route: the stream starts as soon as the call is routed, because its first frames show the route.
-        before_end: awaited when the answer is complete, before its end is sent to the client. If it raises, the answer
-            fails.
+        before_end: awaited when the answer is complete, before its end is sent. If it raises, the answer fails.
     """
 
     def __init__(
@@ -254,8 +250,7 @@ class AnswerResponse(Response):
         self._loop = asyncio.get_running_loop()
         self._wakeup = _Wakeup(self._loop)
         self._is_taken = asyncio.Event()
-        """Set when all received output has been sent. With `keeps_chunks`, the reader waits for it before it
-        continues."""
+        """Set when all received output has been sent. With `keeps_chunks`, the reader waits for it."""
         self._keeps_chunks = is_stream and self._serving.cluster.keeps_chunks
         self._failure: Exception | None = None
         self._sent_s = self._loop.time()
@@ -266,7 +261,7 @@ class AnswerResponse(Response):
         context = self._context
         try:
             watching = self._watch(receive) if self._is_stream else disconnected(receive)
-            await cancel_on_disconnect(watching, self._respond(send), context)
+            await while_connected(watching, self._respond(send), context)
         except ClientLeft:
             context.status = CLIENT_LEFT_STATUS
         except RequestError as error:
@@ -372,7 +367,7 @@ class AnswerResponse(Response):
     def _fault_of(self, failure: Exception) -> HttpError:
         if isinstance(failure, RequestError):
             failure = with_request_param_names(failure, self._param_names)
-        return self._context.dialect.put(http_error(failure))
+        return self._context.dialect.with_own_status(http_error(failure))
 
     async def _put(self, send: Send, data: bytes, *, more: bool) -> None:
         self._is_sending = True
@@ -430,8 +425,7 @@ async def accepted_of(streams: Sequence[EventStream], *, when_routed: bool = Fal
 
 
 async def all_of(work: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A], most: int) -> list[T]:
-    """Run ``work`` on each item and return the results in order. Items are started in order, at most ``most`` at a
-    time.
+    """Run ``work`` on each item, at most ``most`` at a time. Items are started, and results returned, in order.
 
     The first failure, in item order, cancels the rest. Items far behind a failed item are never started: if the first
     of a thousand prompts is too long, the last one is not tokenized.
@@ -456,10 +450,7 @@ async def all_of(work: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A]
 
 
 class _Wakeup:
-    """Event for one waiter that resets itself: several `set` calls before a `wait` wake it once.
-
-    An `asyncio.Event` costs twice as much.
-    """
+    """Event for one waiter that resets itself. An `asyncio.Event` costs twice as much."""
 
     __slots__ = ("_is_set", "_loop", "_waiter")
 

@@ -34,9 +34,9 @@ from lockstep.server.body import BodyMiddleware
 from lockstep.server.errors import (
     HttpError,
     RefusedBodyError,
+    exception_http_error,
     http_error,
-    of_http_exception,
-    of_validation,
+    validation_http_error,
 )
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import (
@@ -154,12 +154,12 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
         return _answer(request, error.error)
     route = request.scope.get("route")
     allowed = request.app.state.methods.get(getattr(route, "path", None), ())
-    return _answer(request, of_http_exception(error, request.method, request.url.path, allowed))
+    return _answer(request, exception_http_error(error, request.method, request.url.path, allowed))
 
 
 async def _on_validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return _answer(request, of_validation(error.errors()))
+    return _answer(request, validation_http_error(error.errors()))
 
 
 def _answer(request: Request, error: HttpError) -> JSONResponse:

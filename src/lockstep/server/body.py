@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.errors import QueueFullError
-from lockstep.server.errors import HttpError, RefusedBodyError, http_error, of_validation
+from lockstep.server.errors import HttpError, RefusedBodyError, http_error, validation_http_error
 from lockstep.server.fields import MAX_VALUES
 from lockstep.server.request_context import context_of, refuse
 from lockstep.server.serving import MAX_INLINE_BYTES, Serving, translated
@@ -40,8 +40,7 @@ BODY_TIMEOUT_S = 60.0
 MAX_DEPTH = 128
 """Maximum nesting depth of objects and lists. Parsers and schema compilers are recursive."""
 MAX_CONTAINERS = 1 << 17
-"""Maximum number of objects and lists in a body. No conversation needs more, and many stages spend a microsecond on
-each."""
+"""Maximum number of objects and lists in a body. No conversation needs more, and each takes a microsecond per stage."""
 MAX_MEMBERS = 1 << 14
 """Maximum number of members of one object. The error response lists each unknown one."""
 MAX_QUICK_VALUES = 16_384
@@ -97,7 +96,7 @@ class BodyMiddleware:
             raise _RefusedError(_too_slow()) from None
         if chunks is None:
             return None
-        if context.dialect.takes_forms and is_unmarked(headers):
+        if context.dialect.takes_forms and has_default_type(headers):
             scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"content-type"] + [JSON_HEADER]
             headers = Headers(scope=scope)
         if (encoding := headers.get("content-encoding", "identity").strip().lower()) != "identity" and any(chunks):
@@ -204,7 +203,7 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
     return None
 
 
-def is_unmarked(headers: Headers) -> bool:
+def has_default_type(headers: Headers) -> bool:
     """True if the content type was not chosen by the sender: curl defaults to a form, other clients send none.
 
     A browser page must state that the body is JSON. For another origin the browser then sends a preflight request
@@ -320,8 +319,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class LongBodyRoute(APIRoute):
-    """Route that parses long bodies on another thread, without blocking the event loop. Handlers receive the same
-    values."""
+    """Route that parses long bodies on another thread, without blocking the event loop. Its handler is unchanged."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Like FastAPI's handler, except that long bodies are parsed by `_LongRequest`."""
@@ -343,8 +341,7 @@ class _LongRequest(Request):
         self._check = check
 
     async def body(self) -> bytes:
-        """Return the body as received, without the copy that joining it with the stream's empty last chunk would
-        make."""
+        """Return the body as received. Joining it with the stream's empty last chunk would copy it."""
         if not hasattr(self, "_body"):
             self._body = b"".join([chunk async for chunk in self.stream() if chunk])
         return self._body
@@ -360,7 +357,7 @@ class _LongRequest(Request):
         except QueueFullError as error:  # FastAPI would report this as invalid JSON
             raise RefusedBodyError(http_error(error)) from None
         if errors:
-            raise RefusedBodyError(of_validation(errors))
+            raise RefusedBodyError(validation_http_error(errors))
         return value
 
 

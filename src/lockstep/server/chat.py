@@ -176,8 +176,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     """False: the answer has at most one call."""
     chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that the template does not
-    read."""
+    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that it does not read."""
     add_generation_prompt: bool | None = None
     """False: the prompt does not end with the start of an assistant message."""
     add_special_tokens: Literal[False] | None = None
@@ -187,8 +186,7 @@ class ChatBody(GenerationBody):
     echo: bool | None = None
     """True: the answer starts with the last message, if its role is `assistant`."""
     reasoning_effort: ReasoningEffort | None = None
-    """Passed to chat templates that read it; `none` also sets `enable_thinking` to false. Otherwise it causes a
-    warning."""
+    """Passed to chat templates that read it; `none` also sets `enable_thinking` to false. Otherwise a warning."""
     lockstep_hops: bool | None = None
     """False: the router's decision is not shown as a call of the function `dispatch_to_specialist`. It is never shown
     to requests that have `tools` of their own."""
@@ -294,8 +292,8 @@ class ChatCall:
     tool_use: ToolUse
     names: Mapping[str, str]
     template_params: Mapping[str, frozenset[str]]
-    """Parameters for the chat template, with the template variables for each. A template reads a parameter if it reads
-    any of its variables."""
+    """Parameters for the chat template, with the template variables for each. A template that reads one of them is
+    enough."""
 
     def warnings(self, tokenizer: Tokenizer) -> list[str]:
         """Warnings, one sentence each, about schemas that are not enforced and parameters that the chat template of the
@@ -419,8 +417,7 @@ def _length(body: ChatBody) -> tuple[str, int | None]:
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Convert messages to the form that chat templates expect: only the members that are set, under the template's
-    names."""
+    """Convert messages to the form of chat templates: only the members that are set, under the template's names."""
     rewritten: list[dict[str, Any]] = []
     old_id = OLD_CALL_ID
     for index, message in enumerate(messages):
@@ -470,15 +467,13 @@ def _template_kwargs(body: ChatBody) -> dict[str, Any]:
 
 
 def _template_params(body: ChatBody) -> dict[str, frozenset[str]]:
-    template_params = {
+    params = {
         f"chat_template_kwargs.{ascii(name[:MAX_LABEL_CHARS])[1:-1]}": frozenset([name])
         for name in body.chat_template_kwargs or ()
     }
     effort = body.reasoning_effort
     if effort is not None:
-        template_params["reasoning_effort"] = frozenset(
-            ["reasoning_effort", *(["enable_thinking"] if effort == "none" else [])]
-        )
+        params["reasoning_effort"] = frozenset(["reasoning_effort", *(["enable_thinking"] if effort == "none" else [])])
     if body.verbosity not in (None, "medium"):
-        template_params["verbosity"] = frozenset(["verbosity"])
-    return template_params
+        params["verbosity"] = frozenset(["verbosity"])
+    return params

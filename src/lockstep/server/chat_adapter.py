@@ -24,7 +24,7 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.answer_response import Answer, AnswerResponse, Encoder
 from lockstep.server.chat import ChatBody, ChatCall, chat_call
 from lockstep.server.choices import open_choices
-from lockstep.server.errors import of_validation
+from lockstep.server.errors import validation_http_error
 from lockstep.server.generation import Caller, check_tokens_known, labels_of, with_request_param_names
 from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of, translated
@@ -34,8 +34,7 @@ _TOOL = re.compile(r"tools\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True)
 class ParamNames:
-    """Parameter names of another API, by patterns of chat completions' names. Parameters without a pattern keep their
-    name."""
+    """Parameter names of another API, by patterns of chat completions' names. Others have the same name."""
 
     rules: Sequence[tuple[re.Pattern[str], str]]
     tool_places: Sequence[int] | None = None
@@ -81,7 +80,7 @@ def chat_body_of(members: Mapping[str, Any], param_names: ParamNames) -> ChatBod
     try:
         return ChatBody.model_validate({name: value for name, value in members.items() if value is not None})
     except ValidationError as error:
-        fault = of_validation(error.errors())
+        fault = validation_http_error(error.errors())
         raise param_names.error(InvalidParameterError(fault.message, param=fault.param)) from None
 
 

@@ -46,8 +46,7 @@ class Choice:
     shows_end: bool = False
     """Whether a stop token that has text is part of the answer."""
     is_silent: bool = False
-    """Whether generated output is hidden: the request is only about its prompt, but a sequence needs at least one
-    token."""
+    """Whether generated output is hidden. A request about its prompt only still has to generate one token."""
     num_prompt_tokens: int = 0
     """0: not known yet."""
     num_tokens: int = 0
@@ -183,8 +182,7 @@ class Choice:
                 self._texts.append(delta.text)
 
     def _add(self, news: CallDelta) -> None:
-        """Add new output of a call. Pieces of the same call are merged, because clients read only the first of a
-        chunk."""
+        """Add new output of a call. Pieces of one call are merged, because clients read only the first of a chunk."""
         last = self.calls[-1] if self.calls else None
         if last is not None and last.index == news.index:
             self.calls[-1] = replace(last, arguments=last.arguments + news.arguments)
@@ -206,8 +204,7 @@ class Choice:
             self._release()
 
     def _release(self) -> None:
-        """Release the entries whose text is complete, because a stop string may still cut other text. Reasoning is
-        never cut."""
+        """Release entries whose text is complete. A stop string may still cut other text, but never reasoning."""
         while self._held and (self.has_thoughts or self._held[0].offset < self._num_chars):
             self.entries.append(self._held.popleft())
 

@@ -109,8 +109,7 @@ class ChunkEncoder(ABC):
         return b"data: " + encode(error.body()) + b"\n\n" + DONE
 
     def frame(self, choice: Choice, members: Mapping[str, Any], num_tokens: int, more: bytes = b"") -> bytes:
-        """Encode one chunk of a choice. ``num_tokens`` is the choice's token count so far; ``more`` is added at the
-        end."""
+        """Encode one chunk of a choice. ``num_tokens`` is the choice's token count so far; ``more`` is appended."""
         body = encode({"index": choice.index, **self._plain, **members})
         return self._head + body + b"]" + self._usage_member(choice, num_tokens) + more + b"}\n\n"
 

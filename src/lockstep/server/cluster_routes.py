@@ -51,8 +51,7 @@ _RANGES = {"*/*": (0, JSON_TYPE), "application/*": (1, JSON_TYPE), "text/*": (1,
 _UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")
 """Characters that JSON allows unescaped, but that end a line in YAML or must be escaped there."""
 _NOT_YAML = re.compile(rf"\t|\\u[dD][89a-fA-F]|{_UNPRINTED.pattern}")
-"""JSON text that YAML reads differently: unprintable characters, tabs between values, and surrogate pairs of
-escapes."""
+"""JSON text that YAML reads differently: unprintable characters, tabs between values, and escaped surrogate pairs."""
 
 
 class SessionList(msgspec.Struct, frozen=True):
@@ -136,15 +135,10 @@ async def undrain_host(name: str, request: Request) -> Response:
 async def retrieve_stats(
     request: Request,
     window_s: Annotated[
-        float,
-        Query(
-            gt=0,
-            le=MAX_WINDOW_S,
-            description="Length in seconds of the window for rates, limited by the recorded history.",
-        ),
+        float, Query(gt=0, le=MAX_WINDOW_S, description="Length of the window for rates, in seconds.")
     ] = DEFAULT_WINDOW_S,
 ) -> Response:
-    """Statistics of each engine for monitoring: tokens per second, times to first token, KV usage and prefix cache
+    """Statistics of each engine for monitoring: tokens per second, times to first token, KV usage, prefix cache
     hits."""
     return _json(await serving_of(request).cluster.stats(window_s))
 
@@ -162,7 +156,7 @@ async def retrieve_stats(
 )
 async def retrieve_manifest(request: Request) -> Response:
     """The effective manifest, in a form that can be put back unchanged: JSON, or YAML if `Accept` requests it."""
-    cluster = _manifested(request)
+    cluster = _manifest_cluster(request)
     kind = accepted_type(",".join(request.headers.getlist("accept")))
     body = msgspec.json.encode(cluster.manifest_plain()) if kind == JSON_TYPE else cluster.manifest_text()
     return Response(body, media_type=kind, headers={"Vary": "Accept"})
@@ -177,17 +171,17 @@ async def retrieve_manifest(request: Request) -> Response:
 async def replace_manifest(request: Request) -> Response:
     """Replace the manifest atomically: either all of it is applied, or nothing changes and the error lists all
     problems. Models in both manifests keep running. Removed models finish their open requests."""
-    cluster = _manifested(request)
+    cluster = _manifest_cluster(request)
     text = manifest_text(await request.body(), request.headers.get("content-type", ""))
     permissions = permissions_of(context_of(request).tenant, serving_of(request).options)
     async with _loading("the manifest is not applied"):
-        return _json(await cluster.replace(text, permissions=permissions))
+        return _json(await cluster.replace(text, None, permissions))
 
 
 @router.post("/models/{model_id:path}/load", responses=described(ModelSnapshot), operation_id="load_model")
 async def load_model(model_id: str, request: Request) -> Response:
     """Load a model. Returns when the model can serve requests."""
-    cluster = _manifested(request)
+    cluster = _manifest_cluster(request)
     name = cluster.card(model_id).name
     async with _loading(f"the model {name!r} is not loaded"):
         await cluster.load_model(name)
@@ -197,7 +191,7 @@ async def load_model(model_id: str, request: Request) -> Response:
 @router.post("/models/{model_id:path}/unload", responses=described(ModelSnapshot), operation_id="unload_model")
 async def unload_model(model_id: str, request: Request) -> Response:
     """Unload a model. Returns when its open requests have ended and its memory is free."""
-    cluster = _manifested(request)
+    cluster = _manifest_cluster(request)
     name = cluster.card(model_id).name
     async with _loading(f"the model {name!r} is not unloaded"):
         await cluster.unload_model(name)
@@ -293,7 +287,7 @@ def _own(request: Request, sessions: Iterable[SessionSnapshot]) -> Iterator[Sess
     return (session for session in sessions if own in (None, session.caller))
 
 
-def _manifested(request: Request) -> Cluster:
+def _manifest_cluster(request: Request) -> Cluster:
     """Return the cluster. Raises NoManifestError if it serves a single model from the command line."""
     cluster = serving_of(request).cluster
     if cluster.is_fixed:
@@ -315,7 +309,7 @@ async def _loading(what: str) -> AsyncIterator[None]:
 
 
 async def _drained(name: str, is_drained: bool, request: Request) -> Response:
-    cluster = _manifested(request)
+    cluster = _manifest_cluster(request)
     found = await cluster.drain_host(name, is_drained)
     host = next(host for host in cluster.snapshot().hosts if host.name == found)
     return _json(replace(host, is_drained=is_drained))  # the controller has applied it; this snapshot may be older

@@ -77,8 +77,8 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     """Text, token ids, or a list of either. Choices are numbered in the order of the prompts."""
     max_tokens: MaxTokens | None = 16
-    """Maximum number of tokens. Null or -1: the rest of the context. 0: requires `echo`; returns the prompt and its
-    log-probabilities."""
+    """Maximum number of tokens. Null or -1: the rest of the context. 0: only the prompt is returned; requires
+    `echo`."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     """Number of most likely tokens to return in addition to the chosen one."""
     add_special_tokens: Literal[True] | None = None
@@ -193,8 +193,7 @@ def completion_calls(body: CompletionBody, caller: Caller) -> CompletionCalls:
         )
     if body.max_tokens == 0 and not body.echo:
         raise InvalidParameterError(
-            "max_tokens is 0 without echo, so the answer would be empty; set echo, or set max_tokens to at least 1",
-            param="max_tokens",
+            "max_tokens is 0, so the answer would be empty; set echo, or allow at least 1", param="max_tokens"
         )
     constrained = constraint_of(body)
     max_tokens = 1 if body.max_tokens == 0 else bounded(body.max_tokens)  # for 0, one token is computed

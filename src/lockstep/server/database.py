@@ -85,8 +85,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Transaction that commits at the end of the block and rolls back on an error. Runs on the database's
-        thread."""
+        """Transaction that commits at the end of the block and is rolled back on an error. On the database's thread."""
         connection = self.connection
         connection.execute("BEGIN IMMEDIATE")
         try:

@@ -47,7 +47,7 @@ class Dialect:
     takes_forms: bool = False
     """Whether JSON is accepted with the content type of a form, which ``curl -d`` sends."""
 
-    def put(self, error: HttpError) -> HttpError:
+    def with_own_status(self, error: HttpError) -> HttpError:
         """Convert the status of an error to this API's."""
         status = self.statuses.get(error.status)
         return error if status is None else replace(error, status=status)

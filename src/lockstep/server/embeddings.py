@@ -26,13 +26,7 @@ from lockstep.server.body import LongBodyRoute
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Name, ParameterBody, Shape, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.generation import Caller
-from lockstep.server.request_context import (
-    CLIENT_LEFT_STATUS,
-    ClientLeft,
-    cancel_on_disconnect,
-    context_of,
-    disconnected,
-)
+from lockstep.server.request_context import CLIENT_LEFT_STATUS, ClientLeft, context_of, disconnected, while_connected
 from lockstep.server.serving import serving_of, translated
 from lockstep.worker.progress import CallProgress
 
@@ -113,7 +107,7 @@ async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
     caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
     calls = context.with_priority(await translated(request, lambda: calls_of(body, caller)))
     try:
-        outputs = await cancel_on_disconnect(
+        outputs = await while_connected(
             disconnected(request.receive), _answer_all(serving.cluster, body, calls, context.progress), context
         )
     except ClientLeft:

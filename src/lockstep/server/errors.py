@@ -180,7 +180,7 @@ def _headers(error: BaseException) -> Mapping[str, str]:
     return {"Retry-After": "1"} if isinstance(error, QueueFullError) else {}
 
 
-def of_http_exception(error: HTTPException, method: str, path: str, allowed: Iterable[str]) -> HttpError:
+def exception_http_error(error: HTTPException, method: str, path: str, allowed: Iterable[str]) -> HttpError:
     """Convert an exception of starlette or FastAPI: unknown paths, wrong methods, unreadable bodies.
 
     Args:
@@ -199,7 +199,7 @@ def of_http_exception(error: HTTPException, method: str, path: str, allowed: Ite
     return HttpError(status, message, code=code, headers=headers)
 
 
-def of_validation(errors: Sequence[Mapping[str, Any]]) -> HttpError:
+def validation_http_error(errors: Sequence[Mapping[str, Any]]) -> HttpError:
     """Convert the first validation error, with the path of its field."""
     error = errors[0]
     if error["type"] == "json_invalid":

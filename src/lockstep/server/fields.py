@@ -78,13 +78,13 @@ def in_pieces(most: int, least: int = 1) -> Sequence[object]:
             try:
                 checked += handler(value[first : first + _PIECE])
             except ValidationError as error:
-                raise ValidationError.from_exception_data(error.title, [_moved(error, first)]) from None
+                raise ValidationError.from_exception_data(error.title, [_shifted_error(error, first)]) from None
         return checked
 
     return (Field(min_length=least, max_length=most, fail_fast=True), WrapValidator(check))
 
 
-def _moved(error: ValidationError, first: int) -> InitErrorDetails:
+def _shifted_error(error: ValidationError, first: int) -> InitErrorDetails:
     """The first error in a piece, with its index in the whole list."""
     details = error.errors(include_url=False)[0]
     index, *inner = details["loc"]
@@ -120,8 +120,7 @@ NOTHING = WithJsonSchema(
 
 
 def only_empty(why: str) -> BeforeValidator:
-    """Validator for unsupported members: only null and values without content are accepted. ``why`` is the error
-    message."""
+    """Validator for unsupported members: only null and empty values are accepted. ``why`` is the error message."""
 
     def check(value: object) -> None:
         if value not in (None, "", [], False):

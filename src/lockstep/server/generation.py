@@ -289,7 +289,7 @@ _CONSTRAINTS: Mapping[str, Callable[[Any, str], Constraint]] = {
     "choice": lambda choices, _: Constraint.choice(choices),
     "grammar": lambda grammar, _: Constraint.lark(grammar),
 }
-"""Builders of constraints by kind, called with the value and the parameter name, ``guided_KIND`` or
+"""Builders of constraints by kind. Called with the value and its parameter, ``guided_KIND`` or
 ``structured_outputs``."""
 
 
@@ -332,8 +332,7 @@ _SAMPLING = frozenset(SamplingParams.__struct_fields__) & GenerationBody.model_f
 def sampling_params(
     body: GenerationBody, *, max_tokens: int | None, logprobs: int | None, constraint: Constraint | None
 ) -> SamplingParams:
-    """Convert a body to sampling parameters. Null means the sampler's default. Ranges are checked once the model is
-    known."""
+    """Convert a body to sampling parameters. Null means the default. Ranges are checked once the model is known."""
     given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
@@ -400,8 +399,7 @@ def labels_of(body: GenerationBody) -> dict[str, str]:
 
 
 def bounded(max_tokens: int | None) -> int | None:
-    """Convert a token limit to the sampler's form, which rejects values below 1. None: no limit but the context
-    length."""
+    """Convert a token limit to the sampler's form, which rejects values below 1. None: limited by the context only."""
     return None if max_tokens == UNBOUNDED else max_tokens
 
 

@@ -96,9 +96,7 @@ class LogLines(logging.Handler):
 async def list_log_lines(
     request: Request,
     after: Annotated[int, Query(ge=0, le=MAX_NUMBER, description="Return only lines after this line number.")] = 0,
-    limit: Annotated[
-        int, Query(ge=1, le=MAX_LINES, description="Maximum number of lines, the newest ones.")
-    ] = DEFAULT_LIMIT,
+    limit: Annotated[int, Query(ge=1, le=MAX_LINES, description="Maximum number of lines.")] = DEFAULT_LIMIT,
 ) -> Response:
     """The latest lines of the server's log, without prompts and answers. The lines are about requests of all callers,
     so an admin key is required. On a server without keys, only the local machine has access."""

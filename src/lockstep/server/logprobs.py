@@ -145,8 +145,7 @@ def completion_logprobs(entries: Sequence[Entry], shift: int = 0) -> CompletionL
 
 
 def _map(entry: Entry) -> Mapping[str, float]:
-    """Log-probabilities of the most likely tokens and the chosen one by text. For equal texts, the higher value is
-    kept."""
+    """Log-probabilities of the most likely tokens and the chosen one, by text. Of equal texts, the first is kept."""
     logprobs: dict[str, float] = {}
     for alternative in (*entry.top, entry.chosen):
         logprobs.setdefault(alternative.token, alternative.logprob)
@@ -164,8 +163,8 @@ def prompt_entries(
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any] | None]:
-    """Create vLLM's `prompt_logprobs`: per token, log-probabilities by token id, its own first; null for the first
-    token."""
+    """Create vLLM's `prompt_logprobs`: for each token, log-probabilities by token id, its own first; null for the
+    first."""
     texts = TokenTexts(tokenizer)
     return [
         None

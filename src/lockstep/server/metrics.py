@@ -102,7 +102,7 @@ class HttpCounts:
             self._unread_calls[of_model] = self._unread_calls.get(of_model, 0) + context.num_unread_calls
 
     def families(self, prefix: str) -> Iterator[Metric]:
-        labels, text = ("method", "path", "status"), "HTTP requests, by response status."
+        labels, text = ("method", "path", "status"), "HTTP requests by method, path and status."
         yield _family(CounterMetricFamily, "http_requests", text, labels, sorted(self._counts.items()))
         text = "Tool calls in answers that could not be parsed and were returned as text."
         unread = sorted(self._unread_calls.items())
@@ -235,11 +235,7 @@ STORE_FAMILIES: tuple[tuple[str, FamilyOf, str], ...] = (
     ("budget_bytes", GaugeMetricFamily, "Byte limit for stored KV blocks."),
     ("num_loaded", CounterMetricFamily, "KV blocks loaded from the store."),
     ("num_evicted", CounterMetricFamily, "KV blocks evicted for other blocks."),
-    (
-        "num_rejected",
-        CounterMetricFamily,
-        "KV blocks rejected because they differed from written or recomputed data.",
-    ),
+    ("num_rejected", CounterMetricFamily, "KV blocks rejected because of a mismatch with the original data."),
     ("num_checked", CounterMetricFamily, "KV blocks that were loaded and recomputed for comparison."),
 )
 MODEL = ("model_name",)
@@ -260,10 +256,7 @@ OF_PLACE: Fields = {
     "cached_blocks": ("num_cached_blocks", "KV blocks that a replica has reported to this gateway as cached."),
 }
 COUNTED_OF_PLACE: Fields = {
-    "retried": (
-        "num_retried",
-        "Requests retried on another replica: this one was lost before their first token.",
-    ),
+    "retried": ("num_retried", "Requests retried elsewhere because the replica was lost before the first token."),
     "starts": ("num_starts", "Workers that were started for a replica."),
     "losses": ("num_away", "Number of times that a running replica was lost or left its host."),
     "away_seconds": ("away_s", "Time without the replica since it first ran."),
@@ -320,8 +313,7 @@ def _remote_families(remotes: Sequence[RemoteSnapshot], prefix: str) -> Iterator
         yield _family(CounterMetricFamily, f"{prefix}_{name}", text, MODEL, samples)
     states = [((remote.model, each), float(remote.breaker == each)) for remote in remotes for each in BreakerState]
     labels = (*MODEL, "state")
-    text = "1 for the current state of a circuit breaker."
-    yield _family(GaugeMetricFamily, f"{prefix}_breaker_state", text, labels, states)
+    yield _family(GaugeMetricFamily, f"{prefix}_breaker_state", "1 for the breaker's state.", labels, states)
     first_byte = HistogramMetricFamily(
         f"{prefix}_time_to_first_byte_seconds", "Time from an attempt to the first event of its answer.", labels=MODEL
     )

@@ -25,8 +25,8 @@ MAX_CONNECTIONS = 8_192
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """HTTP/1.1 with limits. A rejected request never reaches the application; it gets an error and the connection is
-    closed."""
+    """HTTP/1.1 with limits. A rejected request never reaches the application; the connection is closed after the
+    error."""
 
     def __init__(self, *args: Any, max_header_bytes: int, header_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -22,8 +22,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """Return a value that changes with the file's content; None if the file is missing, for example while it is
-    replaced."""
+    """Return a value that changes with the file's content; None if the file is missing, as while it is replaced."""
     try:
         status = path.expanduser().stat()
     except OSError:

@@ -154,8 +154,7 @@ class RequestContext:
     body: str | None = None
     """The request body as it was sent."""
     warnings: Sequence[str] = ()
-    """Warnings, one sentence each, about requested features that are not supported. Returned in a header and in the
-    answer."""
+    """Warnings, one sentence each, about requested features that are not supported. Sent in a header and the answer."""
     error: HttpError | None = None
     is_sent: bool = False
     """True once the connection has accepted the whole answer. A disconnect after that is not an abort."""
@@ -303,7 +302,7 @@ async def refuse(error: HttpError, scope: Scope, receive: Receive, send: Send) -
 
 def refusal(error: HttpError, context: RequestContext) -> JSONResponse:
     """Create the error response to a rejected request in its dialect, and record the error in its context."""
-    context.error = context.dialect.put(error)
+    context.error = context.dialect.with_own_status(error)
     return context.dialect.response(context.error, context.request_id)
 
 
@@ -311,10 +310,8 @@ class ClientLeft(Exception):  # noqa: N818 - not an error: the connection is clo
     """The client closed the connection before its answer was complete."""
 
 
-async def cancel_on_disconnect(
-    watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], context: RequestContext
-) -> T:
-    """Run ``work``, and cancel it if ``watching`` returns first because the client has disconnected.
+async def while_connected(watch: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], context: RequestContext) -> T:
+    """Run ``work``, and cancel it if ``watch`` returns first because the client has disconnected.
 
     The work runs in the caller's task, so it starts immediately and does not wait for an iteration of the event loop
     that reads all other new requests.
@@ -333,7 +330,7 @@ async def cancel_on_disconnect(
             is_gone = True
             working.cancel()
 
-    watcher = loop.create_task(watching)
+    watcher = loop.create_task(watch)
     watcher.add_done_callback(leave)
     try:
         return await work

@@ -33,8 +33,7 @@ from lockstep.shown import size
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
-"""Seconds that an idle connection is kept open. Longer than clients keep it, so that it is not closed during a
-request."""
+"""Seconds that an idle connection is kept open: longer than clients keep it, so it is not closed under a request."""
 ENDING_S = 5.0
 """Seconds that streams have to send their last frame after their requests were aborted."""
 SWITCH_INTERVAL_S = 0.0005
@@ -244,8 +243,7 @@ def _engine_text(engine: EngineSnapshot) -> str:
 
 def _callers(options: ServerOptions) -> str:
     if options.admin_keys:
-        others = "; an API key is required for all other requests" * bool(options.api_keys)
-        return f"an admin key is required for shared state{others}"
+        return "an admin key is required for shared state" + ("; an API key otherwise" * bool(options.api_keys))
     if options.api_keys:
         return "an API key is required"
     if options.allow_unauthenticated:
@@ -267,8 +265,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _first(idle: Awaitable[object], changed: Awaitable[object], *, timeout_s: float) -> bool:
-    """Return True if the first of two awaitables ended before the second and within the timeout. Both are then
-    cancelled."""
+    """Return True if the first of two awaitables ended before the second and in time. Both are then cancelled."""
     tasks = (asyncio.ensure_future(idle), asyncio.ensure_future(changed))
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -360,8 +357,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
-    """Return the first address of a host name. IPv4 comes before IPv6, as most clients try them in this order on
-    loopback."""
+    """Return the first address of a host name. IPv4 comes before IPv6, the order of most clients on loopback."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, OverflowError, UnicodeError) as error:

@@ -109,8 +109,7 @@ class HomeBody(BaseModel):
 @home_router.get("/", operation_id="home", response_model=HomeBody)
 @home_router.head("/", include_in_schema=False, response_model=None)
 async def home(request: Request) -> Response | HomeBody:
-    """Name and paths of the server, or the dashboard for a browser. The page requires no key, so it does not name any
-    model."""
+    """Name and paths of the server, or the dashboard for a browser. The page requires no key and names no model."""
     if "text/html" in request.headers.get("accept", ""):
         return _page(*dashboard_page())
     return HomeBody(
@@ -126,8 +125,7 @@ async def home(request: Request) -> Response | HomeBody:
 
 @home_router.get("/docs", operation_id="docs", response_class=HTMLResponse)
 async def docs() -> HTMLResponse:
-    """API documentation for browsers. The page itself contains no data; the documents that it loads may require a
-    key."""
+    """API documentation for browsers. The page itself contains no data; its documents may require a key."""
     return _page(*docs_page())
 
 

@@ -54,15 +54,9 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
 @router.get("/v1/events", responses=DOCUMENTED, response_class=Response, operation_id="watch_events")
 async def watch_events(
     request: Request,
-    after: Annotated[
-        int | None, Query(ge=0, le=MAX_EVENT_ID, description="Start after the event with this id.")
-    ] = None,
-    types: Annotated[
-        list[str] | None, Query(alias="type", description="Event types to return; may be repeated.")
-    ] = None,
-    last_event_id: Annotated[
-        str | None, Header(description="Like `after`; sent by browsers when they reconnect.")
-    ] = None,
+    after: Annotated[int | None, Query(ge=0, le=MAX_EVENT_ID, description="Start after this event id.")] = None,
+    types: Annotated[list[str] | None, Query(alias="type", description="Event types; may be repeated.")] = None,
+    last_event_id: Annotated[str | None, Header(description="Like `after`; sent by browsers on reconnect.")] = None,
 ) -> Response:
     """Stream events from now on, or after a given event. A comment is sent after 15 s without an event. Events about
     requests and sessions are visible to the key that they belong to and to admin keys; on a server without keys, to all

@@ -208,7 +208,7 @@ def test_an_empty_prompt_loads_the_model_and_no_time_to_keep_it_unloads_it(tmp_p
     ("path", "body", "status", "says"),
     [
         ("chat", {"model": "nobody", "messages": [USER]}, 404, "`nobody` does not exist"),
-        ("chat", {"model": "pocket", "messages": [{**USER, "images": ["aGk="]}]}, 400, "text only"),
+        ("chat", {"model": "pocket", "messages": [{**USER, "images": ["aGk="]}]}, 400, "only text"),
         ("chat", {"model": "pocket", "messages": [USER], "options": {"mirostat": 2}}, 400, "options.mirostat"),
         ("chat", {"model": "pocket", "messages": [USER], "temperatur": 1}, 400, "temperatur"),
         ("chat", {"model": "pocket", "messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0]"),

@@ -133,7 +133,7 @@ async def test_the_oldest_batch_that_has_ended_is_forgotten(tmp_path: Path) -> N
         await store.put_batch("a", batch_of(number))
     with pytest.raises(QueueFullError, match="2 batches have not ended"):
         await store.put_batch("a", batch_of(2))
-    await store.save(batch_of(1).moved("failed", 9))
+    await store.save(batch_of(1).in_state("failed", 9))
     await store.put_batch("a", batch_of(2))
     kept = await store.batches("a", after=None, limit=9)
     assert [batch.id for batch in kept] == ["batch_2", "batch_0"]

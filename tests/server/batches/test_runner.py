@@ -83,7 +83,7 @@ class Replies(InProcessServer):
         self._replies = replies
         self.num_asked = 0
 
-    async def ask(self, request: BatchRequest, tenant: str, request_id: str) -> Reply:
+    async def send(self, request: BatchRequest, tenant: str, request_id: str) -> Reply:
         self.num_asked += 1
         return self._replies[min(self.num_asked, len(self._replies)) - 1]
 

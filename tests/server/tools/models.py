@@ -17,7 +17,7 @@ from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.stub import stub_tokenizer_parts
 from lockstep.server.chat import ChatBody
-from lockstep.server.errors import of_validation
+from lockstep.server.errors import validation_http_error
 from lockstep.server.tools.definitions import Function
 from lockstep.server.tools.parser import ContentDelta, ToolCall, ToolParser
 from lockstep.server.tools.tool_use import ToolUse, resolve_tools
@@ -144,7 +144,7 @@ def chat_body(tools: object, choice: object = None) -> ChatBody:
             }
         )
     except ValidationError as error:
-        refusal = of_validation(error.errors())
+        refusal = validation_http_error(error.errors())
         raise InvalidParameterError(refusal.message, param=refusal.param) from None
 
 

@@ -84,9 +84,7 @@ def test_what_is_wrong_is_named(tools: object, param: str) -> None:
 
 
 def test_a_name_twice_tells_where_it_was_first() -> None:
-    with pytest.raises(
-        InvalidParameterError, match=r"tools\[2\]\.function\.name is 'ping', also the name of tools\[0\]"
-    ):
+    with pytest.raises(InvalidParameterError, match=r"tools\[2\]\.function\.name is 'ping', also used by tools\[0\]"):
         checked_tools(functions_of([PING, WEATHER, PING]))
 
 

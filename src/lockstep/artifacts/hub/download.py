@@ -77,8 +77,7 @@ def pull(source: HubSource, progress: DownloadProgress) -> Path:
 
     Raises:
         ArtifactNotFoundError: the repository, revision or file does not exist.
-        UnsupportedArtifactError, MissingTokenizerError: the model cannot be served; detected before its weights are
-        downloaded.
+        UnsupportedArtifactError, MissingTokenizerError: the model cannot be served (detected before the download).
         CorruptArtifactError: downloaded data does not match the hub's description.
         DownloadError: the hub cannot be reached or rejects the request.
     """
@@ -352,9 +351,7 @@ def _refused(source: HubSource, error: Exception) -> ArtifactError:
         return HubUnreachableError("the hub's rate limit is reached (429); try later, or set HF_TOKEN", path=where)
     if status >= 500:
         return HubUnreachableError(f"the hub failed ({status}); try again later", path=where)
-    return DownloadError(
-        f"the hub rejected the request ({status}): {error.server_message or 'no reason given'}", path=where
-    )
+    return DownloadError(f"request rejected ({status}): {error.server_message or 'no reason given'}", path=where)
 
 
 def _endpoint() -> str:

@@ -40,8 +40,7 @@ class HubSource:
     revision: str = DEFAULT_REVISION
     """Branch, tag or commit."""
     file: str | None = None
-    """Path in the repository, or a quantization in the file name, such as ``Q4_K_M``. None: the repository is one
-    model."""
+    """Path in the repository, or a quantization in the file name, such as ``Q4_K_M``. None: the whole repository."""
 
     def __str__(self) -> str:
         revision = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
@@ -169,7 +168,7 @@ def cached_gguf(source: HubSource, names: list[str]) -> str | None:
 
 
 def is_whole_gguf(name: str) -> bool:
-    """True if the name is that of a complete language model: not part of a split file, and not an image projector
+    """True if the name is that of a complete language model: not a part of a split file, no image projector
     (mmproj)."""
     return name.endswith(".gguf") and not _PART.search(name) and not _PROJECTOR.search(name)
 

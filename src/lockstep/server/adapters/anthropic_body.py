@@ -1,5 +1,5 @@
-"""Request body of `POST /v1/messages`: the shapes of Anthropic's Messages API and their conversion to a chat
-request."""
+"""Request body of `POST /v1/messages`: the shapes of Anthropic's Messages API, and their conversion to chat
+requests."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class MessagesToolChoice(Body):
 class Thinking(Body):
     type: Literal["enabled", "adaptive", "disabled"]
     """Passed as `enable_thinking` to chat templates that read it; otherwise a warning. `adaptive`: the model's
-    default."""
+    choice."""
     budget_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """Not enforced separately: `max_tokens` limits thinking and text together. A warning reports this."""
     display: Literal["summarized", "omitted"] | None = None
@@ -367,8 +367,7 @@ def _assistant_turn(blocks: Sequence[Block], where: str, called: dict[str, str])
 
 
 def _other_turn(role: str, blocks: Sequence[Block], where: str, called: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Chat messages of a turn with role user or system. Tool results within a user turn become messages of role
-    tool."""
+    """Chat messages of a user or system turn. Tool results within a user turn become messages of role tool."""
     texts: list[str] = []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock) and role == "user":

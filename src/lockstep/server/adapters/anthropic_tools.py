@@ -82,10 +82,7 @@ _FILE: Mapping[str, Any] = {
     "file_text": _text("For create: the content of the new file."),
     "old_str": _text("For str_replace: the text to replace, which must occur in the file exactly once."),
     "new_str": _text("For str_replace: the replacement text."),
-    "insert_line": {
-        "type": "integer",
-        "description": "For insert: the line after which to insert; 0: at the start.",
-    },
+    "insert_line": {"type": "integer", "description": "For insert: the line before the new text; 0: at the start."},
     "view_range": _RANGE,
 }
 _INSERTED = _text("For insert: the text to insert.")

@@ -1,5 +1,5 @@
-"""Ollama's generating endpoints: serves `/api/chat` and `/api/generate`; answers are JSON lines, streamed by
-default."""
+"""Ollama's generating endpoints: serves `/api/chat` and `/api/generate`; answers are JSON lines, by default
+streamed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import Caller
 from lockstep.server.logprobs import TokenLogprob, chat_logprobs
-from lockstep.server.request_context import RequestContext, cancel_on_disconnect, context_of, disconnected, refusal
+from lockstep.server.request_context import RequestContext, context_of, disconnected, refusal, while_connected
 from lockstep.server.serving import serving_of, translated
 from lockstep.worker.progress import LOADING
 
@@ -97,8 +97,7 @@ class OllamaGeneration(OllamaAnswer):
     response: str
     thinking: NotRequired[str | None]
     context: NotRequired[list[int] | None]
-    """Tokens of prompt and answer, in the last line. A request that continues the conversation sends them as
-    `context`."""
+    """Tokens of prompt and answer, in the last line. Sent as `context` by a request that continues the conversation."""
 
 
 class OllamaEncoder:
@@ -310,7 +309,7 @@ async def _load(request: Request, body: OllamaBody, members: Mapping[str, Any]) 
             queue_deadline_s=serving.options.queue_timeout_s,
             deadline_s=serving.options.request_timeout_s,
         )
-        await cancel_on_disconnect(disconnected(request.receive), _load_for(cluster, call, context), context)
+        await while_connected(disconnected(request.receive), _load_for(cluster, call, context), context)
     line = {"model": name, "created_at": now_text(), **members}
     return JSONResponse({**line, "done": True, "done_reason": "unload" if unloads else "load"})
 

@@ -1,5 +1,4 @@
-"""Request bodies of Ollama's API: the shapes of `/api/chat` and `/api/generate` and their conversion to other
-requests."""
+"""Request bodies of Ollama's API: the shapes of `/api/chat` and `/api/generate`, and their conversion."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ class OllamaMessage(Body):
     images: NoImages = None
     tool_calls: Annotated[list[OllamaCall] | None, Field(max_length=MAX_TOOLS)] = None
     tool_name: Name | None = None
-    """With role `tool`: name of the function. Without it and `tool_call_id`, the result belongs to the first open
-    call."""
+    """With role `tool`: name of the function. Without it and `tool_call_id`, the result is of the first open call."""
     name: Name | None = None
     """Older name of `tool_name`."""
     tool_call_id: Name | None = None
@@ -172,9 +170,7 @@ class OllamaGenerateBody(OllamaBody):
     """True: the prompt is completed as given, without the chat template."""
     suffix: Annotated[None, only_empty("fill-in-the-middle is not supported; leave it out"), NOTHING] = None
     template: Annotated[
-        None,
-        only_empty("the model's own chat template is always used; leave it out, or set raw and send the whole prompt"),
-        NOTHING,
+        None, only_empty("the model's own chat template is used; leave it out, or send a raw full prompt"), NOTHING
     ] = None
     context: Annotated[list[TokenId], *in_pieces(MAX_VALUES, least=0)] | None = None
     """Tokens of an earlier conversation, from the `context` of an answer. The prompt continues them."""

@@ -35,8 +35,7 @@ class InProcessServer:
         self._app = app
 
     async def send(self, request: BatchRequest, tenant: str, request_id: str) -> Reply:
-        """Send one request. Cancellation aborts it within one step, unless the answer is complete, which is then
-        returned."""
+        """Send one request. Cancellation aborts it within one step, but a complete answer is returned."""
         state = {BACKGROUND: Background(tenant)}
         headers = [
             (b"content-type", JSON_TYPE.encode()),

@@ -64,8 +64,7 @@ class CheckedInput:
 
 
 def window_s(text: str) -> int | None:
-    """Parse a ``completion_window``, a number and s, m, h or d, such as ``24h``, to seconds. None: invalid or too
-    long."""
+    """Parse a ``completion_window`` (a number and s, m, h or d, such as ``24h``) to seconds. None: invalid."""
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _UNIT_S[found[2]] if found else 0
     return seconds if 0 < seconds <= MAX_WINDOW_S else None

@@ -81,11 +81,11 @@ class BatchJob:
         line = {"id": line_id, "custom_id": request.custom_id, "response": response, "error": error}
         return msgspec.json.encode(line)
 
-    def results(self, unanswered_error: tuple[str, str] | None = None) -> Iterator[tuple[bool, bytes]]:
+    def results(self, unanswered: tuple[str, str] | None = None) -> Iterator[tuple[bool, bytes]]:
         """Yield the result lines in the order of the input, each with True if its request succeeded.
 
         Args:
-            unanswered_error: code and message of the error for requests without a result; None: they have no line.
+            unanswered: code and message of the error for requests without a result; None: they have no line.
         """
         answered = self.journal.lines()
         following = next(answered, None)
@@ -93,8 +93,8 @@ class BatchJob:
             if following is not None and following[0] == index:
                 yield following[1:]
                 following = next(answered, None)
-            elif unanswered_error is not None:
-                error = {"code": unanswered_error[0], "message": unanswered_error[1]}
+            elif unanswered is not None:
+                error = {"code": unanswered[0], "message": unanswered[1]}
                 yield False, self._line(index, self.request(index), None, error) + b"\n"
 
     def close(self) -> None:
@@ -103,10 +103,10 @@ class BatchJob:
 
 
 def write_results(
-    job: BatchJob, output: IO[bytes], errors: IO[bytes], unanswered_error: tuple[str, str] | None = None
+    job: BatchJob, output: IO[bytes], errors: IO[bytes], unanswered: tuple[str, str] | None = None
 ) -> None:
-    """Write the results to two files, which may be the same; see `Job.results`."""
-    for is_success, line in job.results(unanswered_error):
+    """Write the results to two files, which may be the same; see `BatchJob.results`."""
+    for is_success, line in job.results(unanswered):
         (output if is_success else errors).write(line)
 
 

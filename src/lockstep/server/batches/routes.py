@@ -143,8 +143,7 @@ def _too_large(max_file_bytes: int) -> RefusedBodyError:
 
 
 def _described(form: FormData, now_s: int) -> tuple[StoredFile, IO[bytes]]:
-    """Return the file record and content of an upload form. Raises InvalidParameterError with the name of an invalid
-    field."""
+    """Return the file record and content of an upload form. Raises InvalidParameterError with the invalid field."""
     known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
     for name in form:
         if name not in known:

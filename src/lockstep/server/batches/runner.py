@@ -108,8 +108,7 @@ class RunningRequest:
 
 
 def to_abort(running: Iterable[RunningRequest]) -> list[RunningRequest]:
-    """Requests to abort for a client request: all except those that have reached `MAX_ABORTS`, up to
-    `MAX_BESIDE`."""
+    """Requests to abort for a client request: all except up to `MAX_BESIDE` that have reached `MAX_ABORTS`."""
     spared = [each for each in running if each.num_aborts >= MAX_ABORTS][:MAX_BESIDE]
     return [each for each in running if each not in spared]
 
@@ -171,7 +170,7 @@ class BatchRunner:
         found = self._open.get(batch.id)
         if found is None or found.batch.status not in ("validating", "in_progress"):
             return self.current(batch)
-        found.batch = found.batch.moved("cancelling", self.unix_time_s())
+        found.batch = found.batch.in_state("cancelling", self.unix_time_s())
         for running in self._running_of(found):
             running.abort()
         with suppress(StorageError):
@@ -333,8 +332,7 @@ class BatchRunner:
         error = task.exception()
         if error is not None:  # the batch reports any error
             log.error("%s cannot continue", job.name, exc_info=error)
-            message = f"request {index + 1} could not be executed, or its result could not be written: {error}"
-            owner.faults = (Fault("storage_error", message),)
+            owner.faults = (Fault("storage_error", f"request {index + 1} cannot be executed or stored: {error}"),)
 
     # -- states of a batch ----------------------------------------------------------------------------------------
 
@@ -379,14 +377,14 @@ class BatchRunner:
         if each.faults:
             return
         if batch.status == "cancelling":
-            await self._end(each, batch.moved("cancelled", now_s), None)
+            await self._end(each, batch.in_state("cancelled", now_s), None)
         elif each.job is not None and each.job.journal.is_complete:
             if batch.status == "in_progress":
-                each.batch = batch = batch.moved("finalizing", now_s)
+                each.batch = batch = batch.in_state("finalizing", now_s)
                 await self._save(each)
-            await self._end(each, batch.moved("completed", now_s), None)
+            await self._end(each, batch.in_state("completed", now_s), None)
         elif is_over:
-            await self._end(each, batch.moved("expired", now_s), EXPIRED)
+            await self._end(each, batch.in_state("expired", now_s), EXPIRED)
 
     async def _save(self, each: _Open) -> None:
         """Save the state of a batch in the store, if it changed. Raises StorageError on a disk error."""
@@ -429,7 +427,7 @@ class BatchRunner:
         if each.batch.status == "validating":  # it may have been cancelled meanwhile
             models = list(checked.models)
             model = models[0] if len(models) == 1 else None
-            each.batch = each.batch.moved("in_progress", self.unix_time_s(), num_requests=len(offsets), model=model)
+            each.batch = each.batch.in_state("in_progress", self.unix_time_s(), num_requests=len(offsets), model=model)
             await self._save(each)
 
     def _unknown_models(self, checked: CheckedInput) -> Iterable[Fault]:
@@ -444,12 +442,12 @@ class BatchRunner:
     async def _fail(self, each: _Open, now_s: float) -> None:
         await self._stop(self._running_of(each))
         each.answers.clear()
-        each.batch = _counted(each.batch, each.job).moved("failed", now_s, faults=each.faults)
+        each.batch = _counted(each.batch, each.job).in_state("failed", now_s, faults=each.faults)
         job, each.job = each.job, None
         if job is not None:
             await self.store.run(job.close)
 
-    async def _end(self, each: _Open, ended: Batch, unanswered_error: tuple[str, str] | None) -> None:
+    async def _end(self, each: _Open, ended: Batch, unanswered: tuple[str, str] | None) -> None:
         """End a batch and write its result files."""
         await self._stop(self._running_of(each))
         await self._keep(each)
@@ -457,9 +455,9 @@ class BatchRunner:
         if job is None:
             each.batch = ended
         else:
-            whole = _counted(ended, job, counts_unanswered=unanswered_error is not None)
+            whole = _counted(ended, job, counts_unanswered=unanswered is not None)
             now_s = self.unix_time_s()
-            each.batch = each.saved = await store.run(lambda: store.finish(job, whole, now_s, unanswered_error))
+            each.batch = each.saved = await store.run(lambda: store.finish(job, whole, now_s, unanswered))
 
 
 def has_expired(batch: Batch, now_s: float) -> bool:

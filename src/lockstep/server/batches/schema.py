@@ -77,7 +77,7 @@ class Batch(msgspec.Struct, frozen=True):
     def has_ended(self) -> bool:
         return self.status in ENDED
 
-    def moved(self, status: Status, now_s: float, **changes: Any) -> Batch:
+    def in_state(self, status: Status, now_s: float, **changes: Any) -> Batch:
         """Copy of the batch in its next state."""
         assert status in NEXT[self.status], f"a batch in state {self.status} cannot change to {status}"
         times = {**self.times, f"{status}_at": int(now_s)}

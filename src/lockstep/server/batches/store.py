@@ -324,18 +324,18 @@ class BatchStore:
         journal = Journal(self._folder / "journals" / batch.id, batch.id, len(offsets))
         return BatchJob(batch.id, tenant, self.path_of(batch.input_file_id), offsets, journal)
 
-    def finish(self, job: BatchJob, batch: Batch, now_s: float, unanswered_error: tuple[str, str] | None) -> Batch:
+    def finish(self, job: BatchJob, batch: Batch, now_s: float, unanswered: tuple[str, str] | None) -> Batch:
         """Write a job's result files, and save the files and the final batch in one transaction.
 
         Runs on the database's thread. If it is interrupted and repeated, it writes the same files.
 
         Args:
             batch: the batch in its final state.
-            unanswered_error: as in `Job.results`.
+            unanswered: as in `Job.results`.
         """
         kinds = {"output": derived_id("file-", batch.id, "output"), "error": derived_id("file-", batch.id, "error")}
         with self._written(kinds["output"]) as output, self._written(kinds["error"]) as errors:
-            write_results(job, output, errors, unanswered_error)
+            write_results(job, output, errors, unanswered)
         made: dict[str, StoredFile] = {}
         for kind, file_id in kinds.items():
             size = self.path_of(file_id).stat().st_size

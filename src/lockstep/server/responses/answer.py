@@ -272,8 +272,7 @@ class ResponseWriter:
         return self._response("completed", completed_at=completed_at_s, **fields)
 
     def cut(self, **fields: Any) -> JsonObject:
-        """Return the response object of an answer that reached the token limit, with further fields. Pass it to
-        `end`."""
+        """Return the response object of an answer that reached the token limit, with further fields. See `end`."""
         self._end_output("incomplete")
         return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **fields)
 
@@ -418,7 +417,7 @@ class ResponseEncoder:
         return encode(self.final(answer))
 
     def _write(self, choice: Choice) -> None:
-        """Pass new output to the writer. Calls are sent at the end, because an incomplete call may turn out to be
+        """Pass new output to the writer. Calls are sent at the end, because an incomplete one may turn out to be
         text."""
         if choice.reasoning:
             self._writer.write_thoughts(choice.reasoning)

@@ -199,8 +199,7 @@ class TextConfig(Body):
 
 class Reasoning(Body):
     effort: ReasoningEffort | None = None
-    """Passed to chat templates that read it; `none` also sets `enable_thinking` to false. Otherwise it causes a
-    warning."""
+    """Passed to chat templates that read it; `none` also sets `enable_thinking` to false. Otherwise a warning."""
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Ignored: reasoning is returned in full, not as a summary."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -266,11 +265,9 @@ class ResponseBody(RequestBody):
     prompt_cache_retention: Name | None = None
     prompt_cache_options: JsonObject | None = None
     deadline_ms: DeadlineMs | None = None
-    """Time limit for the complete answer. When it is exceeded, the request ends with status 504 or a failed
-    response."""
+    """Time limit for the complete answer. When exceeded, the request ends with status 504 or a failed response."""
     chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that the template does not
-    read."""
+    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that it does not read."""
     max_tool_calls: None = None
     """Not supported: it applies to built-in tools only."""
     conversation: None = None

@@ -81,8 +81,8 @@ class ArgumentGrammar:
         return f"{key} {lark_literal(self._format.syntax.assign)} {value}"
 
     def _pairs(self, schema: Mapping[str, Any], separator: str) -> str:
-        """Expression of an object's declared properties in order. Without any, it allows arbitrary ones if the schema
-        does."""
+        """Expression of an object's declared properties in order. Without any, arbitrary ones if the schema allows
+        them."""
         properties = properties_of(schema)
         required = [key for key in list_of(schema, "required") if isinstance(key, str)]
         keys = list(dict.fromkeys([*properties, *required]))
@@ -108,8 +108,8 @@ class ArgumentGrammar:
         return TAG_KEY_CHAR if self._format.syntax is None else BARE_KEY_CHAR
 
     def _sequence(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Expression of items in order, each given with whether it is required, with separators between present
-        items."""
+        """Expression of items in order, with separators between present ones. Each is given with whether it is
+        required."""
         if not separator:
             return " ".join(item if is_required else f"({item})?" for item, is_required in items)
         start, rest, may_be_empty = "", "", True

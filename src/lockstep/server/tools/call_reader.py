@@ -116,7 +116,7 @@ def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
     return match.end()
 
 
-def num_begun(text: str, marker: str) -> int:
+def num_partial_chars(text: str, marker: str) -> int:
     """Number of characters at the end of the text that are an incomplete marker."""
     most = min(len(marker) - 1, len(text))
     if marker[0] not in text[len(text) - most :]:

@@ -104,7 +104,7 @@ class CallableTool:
 
 
 class ChoiceMode(Enum):
-    """Whether the model can or must call functions."""
+    """Modes in which the model can or must call functions."""
 
     NONE = "none"
     AUTO = "auto"
@@ -120,7 +120,7 @@ class CheckedChoice:
     names: tuple[str, ...] | None = None
     """Names of the functions that can be called; with mode `NAMED`, the one that must be called. None: all."""
 
-    def takes(self, name: str) -> bool:
+    def allows(self, name: str) -> bool:
         """True if the choice allows calls of a function."""
         return self.names is None or name in self.names
 
@@ -146,8 +146,7 @@ def checked_tools(functions: Sequence[Function]) -> tuple[CallableTool, ...]:
         if seen.setdefault(tool.name, index) != index:
             where = f"tools[{index}].function.name"
             raise InvalidParameterError(
-                f"{where} is {tool.name!r}, also the name of tools[{seen[tool.name]}]; names must be unique",
-                param=where,
+                f"{where} is {tool.name!r}, also used by tools[{seen[tool.name]}]; names must differ", param=where
             )
     return checked
 

@@ -25,7 +25,7 @@ from lockstep.server.tools.call_reader import (
     JsonCallReader,
     NamedCallReader,
     end_of,
-    num_begun,
+    num_partial_chars,
 )
 
 BARE_KEY_CHAR = r"""[^\s=:,(){}\[\]<>'"]"""
@@ -174,7 +174,7 @@ class LiteralCallReader(CallReader):
             self.arguments += _escaped(text[at:escape])
             return self._at_escape(text, escape)
         if end < 0:
-            end = len(text) - num_begun(text[at:], quote)
+            end = len(text) - num_partial_chars(text[at:], quote)
             self.arguments += _escaped(text[at:end])
             return end
         self.arguments += _escaped(text[at:end])
@@ -357,7 +357,7 @@ class TaggedCallReader(CallReader):
             return end + len(PARAMETER_END)
         if self._tag is _Tag.TEXT:
             rest = text[at:]
-            end = len(text) - max(num_begun(rest, "\n" + PARAMETER_END), num_begun(rest, PARAMETER_END))
+            end = len(text) - max(num_partial_chars(rest, "\n" + PARAMETER_END), num_partial_chars(rest, PARAMETER_END))
             self.arguments += _escaped(text[at:end])
             return end
         return at

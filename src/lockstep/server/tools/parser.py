@@ -23,7 +23,7 @@ from pydantic_core import from_json
 
 from lockstep.engine.output_rules import MAX_HELD_BLANKS
 from lockstep.server.tools.call_formats import CallFormat
-from lockstep.server.tools.call_reader import CallReader, num_begun
+from lockstep.server.tools.call_reader import CallReader, num_partial_chars
 from lockstep.server.tools.markup_readers import reader_of
 
 log = logging.getLogger(__name__)
@@ -127,8 +127,7 @@ class ToolParser:
         self._num_announced = 0
         self._deltas: list[Delta] = []
         self.calls: list[ToolCall] = []
-        """Complete calls so far. After `flush`, also a call that the end of the answer cut, with a part of its
-        arguments."""
+        """Complete calls so far. After `flush`, also a call that was cut, with a part of its arguments."""
         self.num_unread = 0
         """Number of times that text which started like a call could not be parsed and became content."""
 
@@ -206,7 +205,7 @@ class ToolParser:
             self._text = text[shown:]
             self._open(at - shown + len(begin))
             return True
-        shown = _shown(text, len(text) - num_begun(text, begin))
+        shown = _shown(text, len(text) - num_partial_chars(text, begin))
         self._show(text[:shown])
         self._text = text[shown:]
         return False

@@ -90,8 +90,7 @@ def template_tools_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] |
 
 
 def with_result_names(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages with the function's name as ``name`` in each result, because clients only send the call
-    id."""
+    """Return the messages with the function's name in each result as ``name``. Clients only send the call id."""
     if not _has(messages, "tool"):
         return messages
     names: dict[object, str] = {}

@@ -37,8 +37,7 @@ _HELLO = [{"role": "user", "content": "Hello"}]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The functions of a request in the form for the template, with the constraint and the parser settings of the
-    answer."""
+    """The functions of a request as the template receives them, with the answer's constraint and parser settings."""
 
     call_format: CallFormat
     choice: CheckedChoice
@@ -130,7 +129,7 @@ def resolve_tools(
     form = template.call_format
     if chosen.mode is ChoiceMode.NONE:
         return ToolUse(form, chosen, (), template_kwargs=template.template_kwargs(()), template_tools=template)
-    callable_ = [tool for tool in checked if chosen.takes(tool.name)]
+    callable_ = [tool for tool in checked if chosen.allows(tool.name)]
     shown = [tool.shown for tool in checked]
     bare_kwargs = {**(template_kwargs or {}), **template.template_kwargs(())}
     constraint, warnings = _constraint(tokenizer, form, chosen, callable_, parallel, bare_kwargs, json_constraint)
@@ -160,8 +159,7 @@ def _constraint(
     template_kwargs: Mapping[str, Any] | None,
     json_constraint: Constraint | None,
 ) -> tuple[Constraint | None, tuple[str, ...]]:
-    """Return the constraint of an answer, and warnings about the parts of the functions' schemas that it does not
-    enforce."""
+    """Return the constraint of an answer, and warnings about the parts of the schemas that it does not enforce."""
     allows_text = choice.mode is ChoiceMode.AUTO
     # A remote server receives the tools and the JSON constraint separately and may support the combination.
     json_constraint = json_constraint if tokenizer.takes_grammars else None
