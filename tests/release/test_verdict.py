@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.option_fields import field_docs
-from lockstep.release import verdict as parts
+from lockstep.release import joining, verdict
 from lockstep.release.verdict import DIGITS, Decision, Verdict, rounded, to_json
 from tests.release.judging import judged, with_tokens
 from tests.surface.held import WRITE
@@ -26,8 +26,9 @@ SCHEMA = Path(__file__).parents[2] / "docs" / "verdict.schema.json"
 def schema() -> dict[str, Any]:
     """JSON Schema of verdicts, with the sentence under each field."""
     found = msgspec.json.schema(Verdict)
+    owners = {**vars(joining), **vars(verdict)}
     for name, part in found["$defs"].items():
-        sentences = field_docs(getattr(parts, name))
+        sentences = field_docs(owners[name])
         for field, member in part.get("properties", {}).items():
             member["description"] = sentences[field]
     return found
@@ -60,7 +61,7 @@ def test_verdicts_are_of_the_schema(tmp_path: Path, mode: str) -> None:
 
 def test_decisions_have_the_exit_codes_that_scripts_ask_for() -> None:
     assert {each.value: each.exit_code for each in Decision} == {"promote": 0, "rollback": 1, "hold": 2}
-    assert parts.EXIT_BAD_INPUT == 3
+    assert verdict.EXIT_BAD_INPUT == 3
 
 
 plain = st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=3)

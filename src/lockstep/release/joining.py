@@ -60,10 +60,13 @@ class Unjoined(msgspec.Struct, frozen=True):
     """Records of one side that are in no pair, for one reason."""
 
     side: Side
+    """Side of the records: baseline or candidate."""
     reason: LeftOutReason
+    """Why they are in no pair."""
     count: int
+    """Number of records."""
     examples: tuple[str, ...]
-    """Their ids, the first in order."""
+    """Ids of the first records in order."""
 
 
 class Joining(msgspec.Struct, frozen=True):
@@ -76,6 +79,7 @@ class Joining(msgspec.Struct, frozen=True):
     by_key: dict[str, int]
     """Number of pairs that each key made."""
     unjoined: tuple[Unjoined, ...]
+    """Records in no pair, by side and reason."""
 
     @property
     def num_tried(self) -> int:

@@ -223,7 +223,7 @@ async def list_requests(
     status: Annotated[int | None, Query(ge=100, le=599, description="Ended with this status.")] = None,
     state: Annotated[list[State] | None, Query(description="In this state; may be repeated.")] = None,
     after: Annotated[int, Query(ge=0, le=MAX_NUMBER, description="Came after the request of this number.")] = 0,
-    limit: Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Maximum number of requests.")] = DEFAULT_LIMIT,
+    limit: Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Maximum number of entries.")] = DEFAULT_LIMIT,
 ) -> Response:
     """Requests to models that are being answered, and the latest that have ended: times, tokens and routes, newest
     first. A key sees its own; an admin key everybody's, and where there are no keys, everybody does."""
