@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.option_fields import field_docs
+from lockstep.release import joining
 from lockstep.release import verdict as parts
 from lockstep.release.verdict import DIGITS, Decision, Verdict, rounded, to_json
 from tests.release.judging import judged, with_tokens
@@ -27,7 +28,7 @@ def schema() -> dict[str, Any]:
     """JSON Schema of verdicts, with the sentence under each field."""
     found = msgspec.json.schema(Verdict)
     for name, part in found["$defs"].items():
-        sentences = field_docs(getattr(parts, name))
+        sentences = field_docs(getattr(joining if hasattr(joining, name) else parts, name))
         for field, member in part.get("properties", {}).items():
             member["description"] = sentences[field]
     return found

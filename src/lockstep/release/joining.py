@@ -60,8 +60,11 @@ class Unjoined(msgspec.Struct, frozen=True):
     """Records of one side that are in no pair, for one reason."""
 
     side: Side
+    """Side that they are of."""
     reason: Reason
+    """Reason for which they are in no pair."""
     count: int
+    """Number of records."""
     examples: tuple[str, ...]
     """Their ids, the first in order."""
 
@@ -76,6 +79,7 @@ class Joining(msgspec.Struct, frozen=True):
     by_key: dict[str, int]
     """Number of pairs that each key made."""
     unjoined: tuple[Unjoined, ...]
+    """Records that are in no pair, by side and reason."""
 
     @property
     def num_tried(self) -> int:
