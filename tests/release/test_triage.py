@@ -26,7 +26,7 @@ def test_every_signal_that_can_be_given_has_a_hint_and_no_other() -> None:
         (GATE / f"{name}.py").read_text() for name in ("signals", "coverage", "sequential", "series", "gate")
     )
     found = (
-        set(re.findall(r'(?:name=|_hold\()"([a-z-]+)"', text))
+        set(re.findall(r'(?:name=|hold\(\s*)"([a-z-]+)"', text))
         | {rule.metric.signal for rule in signals.RULES}
         | set(sequential.WORDS)
     )

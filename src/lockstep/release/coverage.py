@@ -17,7 +17,7 @@ from lockstep.release.sequential import BLOCKS_PER_BURST
 from lockstep.release.series import RATIOS, has_ratio
 from lockstep.release.signals import RULES, examples
 from lockstep.release.statistics import bet_upper
-from lockstep.release.verdict import SegmentSummary, Signal
+from lockstep.release.verdict import SegmentSummary, Signal, hold
 
 
 def coverage_of(evidence: Evidence) -> dict[str, float | None]:
@@ -52,7 +52,7 @@ def lacking(
         words = f"{summary.pairs:,} matched pairs, and the policy needs {policy.min_pairs:,}"
         if summary.pairs >= policy.min_pairs:
             words = f"none of the {summary.pairs:,} matched pairs was answered by both sides"
-        yield _hold("too-few-pairs", words, summary.pairs, policy.min_pairs)
+        yield hold("too-few-pairs", words, summary.pairs, policy.min_pairs)
     yield from _few_metrics(policy, evidence)
     if policy.outputs != "ignore" and summary.healthy:
         yield from _few_outputs(policy, evidence, summary, coverage)
@@ -76,7 +76,7 @@ def _few_outputs(
             words = (
                 f"{num:,} of {summary.healthy:,} pairs of answers could be compared, and the policy needs {wanted:,}"
             )
-        yield _hold("no-output-evidence", words, num, wanted)
+        yield hold("no-output-evidence", words, num, wanted)
     if not coverage["output_rate"]:
         return
     for found in _low(policy, coverage, "output", "output_rate", "of the successful answers carry output material"):
@@ -88,7 +88,7 @@ def _few_outputs(
         if lower < policy.min_agreement_lower:
             words = f"with confidence {1 - policy.alpha:g} only {100 * lower:.4g} % of the answers agree"
             sentence = f"{words} ({num:,} were compared), and the policy needs {100 * policy.min_agreement_lower:.4g} %"
-            yield _hold("uncertain-agreement", sentence, lower, policy.min_agreement_lower)
+            yield hold("uncertain-agreement", sentence, lower, policy.min_agreement_lower)
 
 
 def agreement_lower(policy: Policy, evidence: Evidence) -> float:
@@ -144,7 +144,7 @@ def _few_metrics(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
     if words:
         lowest = min((each.rate for each in few), default=0.0)
         only = np.logical_or.reduce([each.baseline ^ each.candidate for each in few] or [np.zeros(len(pairs), bool)])
-        found = _hold("missing-metric", "; ".join(words), lowest, policy.min_metric_rate)
+        found = hold("missing-metric", "; ".join(words), lowest, policy.min_metric_rate)
         yield msgspec.structs.replace(found, examples=examples(evidence, np.flatnonzero(only)))
 
 
@@ -153,8 +153,4 @@ def _low(policy: Policy, coverage: Mapping[str, float | None], name: str, rate: 
     bound, value = getattr(policy, f"min_{rate}"), coverage[rate]
     if bound and (value is None or value < bound):
         sentence = f"{100 * (value or 0.0):.4g} % {words}, and the policy needs {100 * bound:.4g} %"
-        yield _hold(f"missing-{name}", sentence, value, bound)
-
-
-def _hold(name: str, sentence: str, value: float | None, bound: float) -> Signal:
-    return Signal(name=name, sentence=sentence, value=value, bound=bound)
+        yield hold(f"missing-{name}", sentence, value, bound)

@@ -34,6 +34,7 @@ from lockstep.release.verdict import (
     SeriesSummary,
     Signal,
     Verdict,
+    hold,
 )
 from lockstep.version import __version__
 
@@ -167,13 +168,8 @@ def _unsound(policy: Policy, second: Evidence) -> Iterator[Signal]:
         no_reasons = ("undecided", "no-evidence-yet", "non-stationary")
         found += [each for each in _follow(policy, second, Answers())[1] if each.name not in no_reasons]
     for each in found:
-        yield Signal(
-            name="unsound-baseline",
-            sentence=f"a second baseline is not like the first: {each.sentence}",
-            value=each.value,
-            bound=each.bound,
-            examples=each.examples,
-        )
+        sentence = f"a second baseline is not like the first: {each.sentence}"
+        yield hold("unsound-baseline", sentence, each.value, each.bound, examples=each.examples)
 
 
 def _order(signal: Signal) -> tuple[int, bool, int, str]:

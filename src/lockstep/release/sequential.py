@@ -38,7 +38,7 @@ from lockstep.release.statistics import (
     track,
     width_after,
 )
-from lockstep.release.verdict import ALL, CurvePoint, Decision, SeriesSummary, Signal
+from lockstep.release.verdict import ALL, CurvePoint, Decision, SeriesSummary, Signal, hold
 from lockstep.shown import signed_percent
 
 BLOCKS_PER_BURST = 2
@@ -268,9 +268,9 @@ def signals_of(summaries: Sequence[SeriesSummary]) -> Iterator[Signal]:
     is_decided = any(each.state == "outside" and each.response is Decision.ROLLBACK for each in summaries)
     changing = [_name(each) for each in summaries if each.state == "changing"]
     if changing and not is_decided:
-        yield Signal(name="non-stationary", sentence=_changing(changing))
+        yield hold("non-stationary", _changing(changing))
     if open_ones and not is_decided:
-        yield Signal(name="undecided", sentence=_undecided(open_ones, len(summaries)))
+        yield hold("undecided", _undecided(open_ones, len(summaries)))
 
 
 def _changing(names: Sequence[str]) -> str:
@@ -330,12 +330,9 @@ def notes_of(policy: Policy, summaries: Sequence[SeriesSummary]) -> Iterator[str
 def too_early(num_pairs: int, is_timed: bool) -> Signal | None:
     """Reason for which nothing can be followed yet."""
     if num_pairs and not is_timed:
-        return Signal(
-            name="missing-times", sentence="some pairs have no time (ts), and sequential evidence needs an order"
-        )
+        return hold("missing-times", "some pairs have no time (ts), and sequential evidence needs an order")
     if num_pairs < MIN_PAIRS:
-        sentence = f"{num_pairs:,} pairs; sequential evidence begins with {MIN_PAIRS}"
-        return Signal(name="no-evidence-yet", sentence=sentence)
+        return hold("no-evidence-yet", f"{num_pairs:,} pairs; sequential evidence begins with {MIN_PAIRS}")
     return None
 
 

@@ -18,7 +18,7 @@ from lockstep.release.observation import Metric
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output
 from lockstep.release.policy import Policy
 from lockstep.release.series import METRIC_OF, RATIOS, Answers
-from lockstep.release.verdict import Decision, SegmentSummary, Signal
+from lockstep.release.verdict import Decision, SegmentSummary, Signal, hold
 
 
 class Rule(NamedTuple):
@@ -54,14 +54,9 @@ def regressions(policy: Policy, evidence: Evidence, summary: SegmentSummary, mas
         unit = f" {metric.unit}" if metric.unit else ""
         by = f"{value:.4g} times" if kind == "ratio" else f"{value:.4g}{unit} above"
         both = f"{figures.baseline:.4g} -> {figures.candidate:.4g}"
-        yield Signal(
-            name=metric.signal,
-            segment=summary.name,
-            sentence=f"p95 {metric.words} is {by} the baseline's ({both}); the limit is {bound:g}",
-            value=value,
-            bound=bound,
-            examples=slowest(evidence, metric, mask),
-        )
+        sentence = f"p95 {metric.words} is {by} the baseline's ({both}); the limit is {bound:g}"
+        shown = slowest(evidence, metric, mask)
+        yield hold(metric.signal, sentence, value, bound, segment=summary.name, examples=shown)
 
 
 def with_examples(evidence: Evidence, signal: Signal) -> Signal:
@@ -99,13 +94,13 @@ def output_length(policy: Policy, evidence: Evidence, summary: SegmentSummary, m
     if bound is None or figures.ratio is None or not figures.pairs or not abs(figures.ratio - 1) > bound:
         return
     baseline, candidate = evidence.pairs.metrics[OUTPUT_TOKENS]
-    yield Signal(
-        name="output-length",
-        segment=summary.name,
-        sentence=f"answers have {figures.ratio:.3g} times the tokens of the baseline's on average "
+    yield hold(
+        "output-length",
+        f"answers have {figures.ratio:.3g} times the tokens of the baseline's on average "
         f"({figures.baseline:.4g} -> {figures.candidate:.4g}); a change of {100 * bound:g} % is allowed",
-        value=figures.ratio - 1,
-        bound=bound,
+        figures.ratio - 1,
+        bound,
+        segment=summary.name,
         examples=_largest(evidence, np.abs(candidate - baseline), mask & evidence.pairs.healthy),
     )
 
@@ -157,13 +152,13 @@ def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: st
             )
         yield from _unlike(evidence, "output-mismatch", differing, compared, allowed, segment, words)
     elif len(differing) and not answers.is_estimated and answers.excess is None:
-        yield Signal(
-            name="output-mismatch",
-            segment=segment,
-            sentence=f"{len(differing):,} of {compared:,} compared answers differ, and the engines do not "
+        yield hold(
+            "output-mismatch",
+            f"{len(differing):,} of {compared:,} compared answers differ, and the engines do not "
             "guarantee equal ones: only a second baseline (--aa) shows how much is noise",
-            value=len(differing) / compared,
-            bound=allowed,
+            len(differing) / compared,
+            allowed,
+            segment=segment,
             examples=examples(evidence, differing),
         )
     drifted = np.flatnonzero(mask & (output == Output.DRIFTED))
@@ -243,8 +238,8 @@ def unsaid(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
         if baseline and candidate and baseline != candidate:
             unlike.append(words if name == "artifact" else f"{words} ({', '.join(baseline)} -> {', '.join(candidate)})")
     if policy.outputs is None and unlike:
-        yield Signal(
-            name="outputs-policy",
-            sentence=f"{' and '.join(unlike)} of the sides differ, so the policy has to say what sameness of outputs "
+        yield hold(
+            "outputs-policy",
+            f"{' and '.join(unlike)} of the sides differ, so the policy has to say what sameness of outputs "
             "means: exact, numeric, agreement(FIELD) or ignore",
         )

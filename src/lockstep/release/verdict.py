@@ -46,9 +46,9 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """Kind of signal; docs/gate.md lists them."""
-    response: Decision = Decision.HOLD
+    response: Decision
     """What follows from it: rollback or hold."""
-    segment: str = ALL
+    segment: str
     """Segment that shows it; ``all``: all pairs together."""
     sentence: str
     """The evidence, for a person."""
@@ -58,6 +58,27 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     """Bound of the policy that it is beyond."""
     examples: tuple[str, ...] = ()
     """Ids of requests that show it, the first in order."""
+
+
+def hold(
+    name: str,
+    sentence: str,
+    value: float | None = None,
+    bound: float | None = None,
+    *,
+    segment: str = ALL,
+    examples: tuple[str, ...] = (),
+) -> Signal:
+    """A signal that holds a candidate back."""
+    return Signal(
+        name=name,
+        response=Decision.HOLD,
+        segment=segment,
+        sentence=sentence,
+        value=value,
+        bound=bound,
+        examples=examples,
+    )
 
 
 class Caveat(msgspec.Struct, frozen=True, kw_only=True):
