@@ -104,7 +104,7 @@ def test_weights_without_a_vocabulary_miss_their_tokenizer() -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("model", "t5"), ("pre", "viking")])
 def test_an_unknown_kind_is_refused_by_name(key: str, value: str) -> None:
-    with pytest.raises(UnsupportedArtifactError, match=f"'{value}'.* known"):
+    with pytest.raises(UnsupportedArtifactError, match=f"'{value}'.* supported"):
         read_vocabulary(metadata(BPE, **{key: value}), 7)
 
 

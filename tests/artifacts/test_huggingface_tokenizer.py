@@ -137,7 +137,7 @@ def test_a_token_beyond_the_embedding_is_corrupt(model: Path) -> None:
     ("file", "change", "message"),
     [
         ("generation_config.json", {"eos_token_id": "2"}, "'eos_token_id' has '2'"),
-        ("generation_config.json", {"eos_token_id": [2, None]}, "holds None"),
+        ("generation_config.json", {"eos_token_id": [2, None]}, "has None"),
         ("tokenizer_config.json", {"eos_token": 2}, "'eos_token' is of type int"),
         ("tokenizer_config.json", {"eos_token": {"text": "x"}}, "'content' is missing"),
         ("tokenizer_config.json", {"chat_template": 5}, "'chat_template' is of type int"),

@@ -41,7 +41,7 @@ def test_a_mistyped_name_suggests_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactNotFoundError, match=r"no directory '.*absent' either"):
+    with pytest.raises(ArtifactNotFoundError, match=r"the directory '.*absent' does not exist either"):
         open_artifact(str(tmp_path / "absent" / "m.gguf"), cache_dir=tmp_path)
 
 

@@ -208,7 +208,7 @@ def test_over_budget_is_a_refusal_with_its_figures(check: Check) -> None:
         ("chat_template: '{% for %}'", "m: the model's chat template cannot be read"),
         (
             "chat_template: \"{{ raise_exception('no') }}\"",
-            "m: no conversation can be rendered: with a single user message, the chat template ref",
+            "m: no conversation can be rendered: with a single user message, the chat template rej",
         ),
     ],
 )

@@ -173,7 +173,7 @@ VALUES: dict[str, Case] = {
         "models.org/extra",
         ["letters, digits"],
     ),
-    "id beside the key": ("tier: resident", "id: route", 8, "models.router.id", ["its key 'router' is its id"]),
+    "id beside the key": ("tier: resident", "id: route", 8, "models.router.id", ["the key 'router' is the model's id"]),
     "unknown scheme": ("hf://org/router", "hg://org/router", 7, "models.router.source", ["'hg'", "hf://org/name"]),
     "half a hub name": ("hf://org/router", "hf://router", 7, "models.router.source", ["hf://org/name"]),
     "unknown stub option": ("hf://org/router", "stub://r?speed=9", 7, "models.router.source", ["'speed'", "step_ms"]),

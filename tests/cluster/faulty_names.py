@@ -144,7 +144,7 @@ NAMES: dict[str, Case] = {
         "    size: 20GB\n",
         3,
         "resources.gpu_budget",
-        ["18GB", "needs 20GB", "router 20GB", "standby"],
+        ["18GB", "need 20GB", "router 20GB", "standby"],
     ),
     "standby over the budget": (
         "      tier: standby\n",

@@ -296,7 +296,7 @@ def test_models_of_one_source_are_counted_once_against_a_budget() -> None:
     text = "cluster: x\nresources: {gpu_budget: 1GB}\nmodels:\n  all:\n"
     text += "".join(f"    - {{id: m{i}, source: pocket://, size: 800MB}}\n" for i in range(10))
     assert len(parse(text).entries) == 10
-    with pytest.raises(ManifestError, match=r"needs 1600MB \(m0 800MB, m9 800MB\)"):
+    with pytest.raises(ManifestError, match=r"need 1600MB \(m0 800MB, m9 800MB\)"):
         parse(text.replace("m9, source: pocket://", "m9, source: other.gguf"))
 
 

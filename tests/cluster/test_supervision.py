@@ -228,7 +228,7 @@ async def test_a_worker_that_hangs_is_killed_and_replaced(caplog: pytest.LogCapt
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
         assert not is_alive(pid)
     [told] = [record.getMessage() for record in caplog.records if "hangs" in record.getMessage()]
-    assert f"the device worker (process {pid}) hangs, " in told
+    assert f"killing the device worker (process {pid}), which hangs" in told
     assert "1 running and 0 waiting requests" in told
     assert "it has alpha loaded" in told
 

@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_made_costs_the_records_and_not_the_store(
     (tier.folder / "sessions").write_bytes(b"somebody's file")
     records = SessionRecords(tier)
     assert names(records) == []
-    assert "is not known" in caplog.text
+    assert "cannot be read" in caplog.text
     for name in records.put(SessionRecord("m", "s", ENVIRONMENT, (), 0.0)):
         records.write(name)
     assert names(records) == ["s"]

@@ -44,7 +44,7 @@ def test_a_refused_prompt_leaves_nothing_behind() -> None:
     with LLM("stub://alpha", OPTIONS) as llm:
         with pytest.raises(InvalidParameterError):
             llm.generate(["fine", ""], SHORT)
-        with pytest.raises(ConfigError, match="2 prompts, but 1 parameters"):
+        with pytest.raises(ConfigError, match="2 prompts, but 1 sampling parameters"):
             llm.generate(["a", "b"], [SHORT])
         assert not llm.engine.has_work
         assert llm.generate("abc", SHORT)[0].text == "[stub:alpha] ok len=3 max=40"

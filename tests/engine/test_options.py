@@ -34,7 +34,7 @@ def test_explicit_options_override_computed_ones() -> None:
     [
         (EngineOptions(max_model_len=321), "the model allows 2 to 320"),
         (EngineOptions(kv_cache_memory_bytes=999), "one takes 1000 bytes"),
-        (EngineOptions(num_blocks=10**9), r"would take 1,500 GB .* and 1,000 GB of memory are free"),
+        (EngineOptions(num_blocks=10**9), r"would take 1,500 GB .* but only 1,000 GB of memory are free"),
         (EngineOptions(num_blocks=1, host_kv_memory_bytes=10**13), "would take 10,000 GB"),
     ],
 )

@@ -52,7 +52,7 @@ def test_blocks_of_another_pool_are_refused(block: int) -> None:
 
 
 def test_a_pool_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ExecutorError, match="at least 1 and 0"):
+    with pytest.raises(ExecutorError, match="the minimum is 1 and 0"):
         KVPool(SIZE, 0, 0)
     with pytest.raises(ExecutorError, match="GB cannot be allocated"):
         KVPool(SIZE, 1 << 50, 0)

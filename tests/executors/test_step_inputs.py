@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[tuple[Item, ...], str]] = {
     "one block twice in a table": ((([1], 4, (3, 3)),), "writes block 3"),
     "an empty chunk": ((([], 0, (1,)),), "at least one token"),
     "a negative start": ((([1], -1, (1,)),), "from position -1"),
-    "a chunk beyond the context": ((([1, 2], 19, (1, 2, 3, 4, 5, 6)),), "ends at 20 at most"),
+    "a chunk beyond the context": ((([1, 2], 19, (1, 2, 3, 4, 5, 6)),), "end at 20 at most"),
     "a token beyond the vocabulary": ((([1, 50], 0, (1,)),), "token id 50 is not in the vocabulary of 50"),
     "a negative token": ((([-1], 0, (1,)),), "token id -1"),
 }

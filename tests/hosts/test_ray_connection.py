@@ -46,7 +46,7 @@ async def test_the_cluster_is_the_one_that_was_named_or_joined_or_our_own(
             await choose_address("auto")
         monkeypatch.delenv("RAY_ADDRESS")
     assert await choose_address("auto") is None, "what the note says has ended"
-    with pytest.raises(PlacingError, match=rf"no Ray cluster answers at {address}\(from `hosts.ray`\)"):
+    with pytest.raises(PlacingError, match=rf"no Ray cluster answers at {address} \(from `hosts.ray`\)"):
         await choose_address(address)
     for wrong in ("here", "here:", ":1", "here:port", "ray://127.0.0.1:1"):
         with pytest.raises(PlacingError, match="HOST:PORT"):

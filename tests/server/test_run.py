@@ -288,7 +288,7 @@ def test_a_hanging_worker_is_replaced_and_the_log_names_its_process_and_models()
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.resume()
-        assert f"the device worker (process {worker.pid}) hangs, " in server.stderr
+        assert f"killing the device worker (process {worker.pid}), which hangs" in server.stderr
         assert "it has alpha loaded" in server.stderr
 
 

@@ -119,7 +119,7 @@ def test_the_library_refuses_a_step_that_does_not_fit(executor: NativeExecutor) 
 def test_a_pool_that_does_not_fit_the_memory_is_refused(executor: NativeExecutor) -> None:
     with pytest.raises(ExecutorError, match="cannot be allocated"):
         executor.allocate(1 << 40, 0)
-    with pytest.raises(ExecutorError, match="at least 1"):
+    with pytest.raises(ExecutorError, match="the minimum is 1"):
         executor.allocate(0, 0)
     with pytest.raises(ExecutorError, match="no pool"):
         run(executor, ([1], 0, (1,)))
