@@ -81,7 +81,7 @@ def _open_hub(named: HubSource, source: str, cache_dir: Path, progress: Download
 
 def _open_pocket(source: str, cache_dir: Path) -> Artifact:
     if source != _POCKET:
-        raise ArtifactNotFoundError(f"the embedded model is named {_POCKET}", path=source)
+        raise ArtifactNotFoundError(f"the embedded model is called {_POCKET}", path=source)
     from lockstep.pocket import pocket_path
 
     embedded = pocket_path()

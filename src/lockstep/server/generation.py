@@ -188,7 +188,7 @@ class GenerationBody(RequestBody):
     def warnings(self) -> list[str]:
         """Warnings, one sentence each, about parameters that have no effect with any model."""
         stored = (
-            ["store: has no effect; answers are not stored (use /v1/responses to store them)"] if self.store else []
+            ["store: has no effect, because answers are not stored (use /v1/responses to store them)"] if self.store else []
         )
         return [*stored, *self._warnings]
 

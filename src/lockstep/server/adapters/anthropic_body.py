@@ -313,9 +313,9 @@ def warnings_of(body: CountBody) -> Iterator[str]:
     """Warnings, one sentence each, about parameters that have no effect."""
     edits = (None if body.context_management is None else body.context_management.edits) or ()
     if any(edit.get("keep") not in ("all", {"type": "all"}) for edit in edits):
-        yield "context_management: has no effect; messages are never cleared or summarized"
+        yield "context_management: has no effect, because messages are never cleared or summarized"
     if body.thinking is not None and body.thinking.budget_tokens is not None:
-        yield "thinking.budget_tokens: has no effect; max_tokens limits thinking and text together"
+        yield "thinking.budget_tokens: has no effect, because max_tokens limits thinking and text together"
     yield from tool_warnings(body.tools or ())
     blocks = (block for message in body.messages if not isinstance(message.content, str) for block in message.content)
     if any(isinstance(block, RedactedThinkingBlock) for block in blocks):

@@ -158,7 +158,7 @@ def tool_warnings(tools: Sequence[MessagesTool]) -> Iterator[str]:
         if _function(tool) is None:
             yield f"tools[{index}]: {tool.type} is not supported, so it is not shown to the model"
     if any(isinstance(tool, CustomTool) and tool.input_examples for tool in tools):
-        yield "tools.input_examples: has no effect; only the description is shown to the model"
+        yield "tools.input_examples: has no effect, because only the description is shown to the model"
 
 
 def check_choosable(name: str, tools: Sequence[MessagesTool]) -> None:

@@ -235,11 +235,11 @@ def warnings_of(body: OllamaBody, max_model_len: int | None) -> Iterator[str]:
     """Warnings, one sentence each, about parameters that have no effect."""
     options = body.options or OllamaOptions()
     if body.keep_alive is not None:
-        yield "keep_alive: has no effect; the server determines how long models stay loaded"
+        yield "keep_alive: has no effect, because the server determines how long models stay loaded"
     if options.num_ctx is not None and max_model_len is not None and options.num_ctx > max_model_len:
-        yield f"options.num_ctx: has no effect; the model's context has {max_model_len} tokens"
+        yield f"options.num_ctx: has no effect, because the model's context has {max_model_len} tokens"
     if options.repeat_last_n not in (None, -1):
-        yield "options.repeat_last_n: has no effect; penalties apply to the whole sequence"
+        yield "options.repeat_last_n: has no effect, because penalties apply to the whole sequence"
     for name in list(options.__pydantic_extra__)[:MAX_WARNINGS]:
         yield f"options.{ascii(name[:MAX_LABEL_CHARS])[1:-1]}: the option is not supported, so it has no effect"
 
