@@ -14,7 +14,7 @@ from lockstep.cli.main import invoke
 from lockstep.errors import TraceError
 from lockstep.replay import trace
 from lockstep.replay.live import workload_of
-from lockstep.replay.trace import Cut, open_trace, read_entries
+from lockstep.replay.trace import STEPS, Cut, open_trace, read_entries
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.chunks import ChunkWriter
 from lockstep.worker.flight.entries import SCHEMA_VERSION, CacheReset, Entry, Turn, ids_of, runs_of
@@ -79,7 +79,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
 def test_a_cut_file_is_read_as_far_as_it_goes(path: Path, whole: bytes, share: float) -> None:
     path.write_bytes(whole[: int(share * len(whole))])
-    entries = list(read_entries(path))
+    entries = list(read_entries(path, STEPS))
     assert isinstance(entries[-1], Cut)
     found = verify(open_trace(path)) if len(entries) > 1 else None
     assert found is None or found.is_identical
@@ -151,7 +151,7 @@ def test_a_chunk_byte_by_byte() -> None:
 
 
 def test_a_recording_is_read_entry_by_entry_and_not_at_once(path: Path) -> None:
-    entries = read_entries(path)
+    entries = read_entries(path, STEPS)
     first = next(entries)
     assert msgspec.msgpack.encode(first)
     assert any(isinstance(entry, Turn) for entry in entries)

@@ -28,9 +28,10 @@ from lockstep.release.store import Store
 from lockstep.replay.live import Lives
 from lockstep.replay.playback import Event, Playback
 from lockstep.replay.readers import reading as workloads
-from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError
+from lockstep.replay.rerun import AppliedCommand, DecidedStep
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.trace import Cut, Trace, open_trace
+from lockstep.replay.verdict import DivergedError
 from lockstep.replay.workload import PS_PER_MS
 from lockstep.worker.flight.content import Digests, decode_request
 from lockstep.worker.flight.entries import (

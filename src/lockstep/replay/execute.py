@@ -28,9 +28,9 @@ from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
 from lockstep.replay.playback import Arrived, Event, Playback
-from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError, apply_to_cache
+from lockstep.replay.rerun import AppliedCommand, DecidedStep, apply_to_cache
 from lockstep.replay.trace import Trace
-from lockstep.replay.verify import divergence_facts, divergence_lines
+from lockstep.replay.verdict import DivergedError
 from lockstep.worker.flight.content import decode_request, tokens_of
 from lockstep.worker.flight.entries import (
     Aborted,
@@ -326,7 +326,8 @@ def describe(execution: Execution) -> Iterator[str]:
     rest = ", every token equal" if diverged is None else f" are equal, but step {diverged.step} is not"
     yield counted + rest
     yield from execution.notes
-    yield from divergence_lines(diverged)
+    if diverged is not None:
+        yield from diverged.lines()
 
 
 def facts(execution: Execution) -> dict[str, Any]:
@@ -339,7 +340,7 @@ def facts(execution: Execution) -> dict[str, Any]:
         "requests": execution.num_requests,
         "steps": execution.num_steps,
         "notes": execution.notes,
-        "parted": divergence_facts(execution.diverged),
+        "parted": None if execution.diverged is None else execution.diverged.facts(),
         **({} if execution.request is None else {"request": _request_facts(execution.request)}),
     }
 

@@ -9,10 +9,8 @@ from typing import NamedTuple
 from lockstep.core.scheduler import Scheduler
 from lockstep.errors import TraceError
 from lockstep.replay.rerun import (
-    TURNS,
     AppliedCommand,
     DecidedStep,
-    DivergedError,
     EngineEvent,
     EngineRerun,
     SchedulerOf,
@@ -20,6 +18,7 @@ from lockstep.replay.rerun import (
 )
 from lockstep.replay.trace import Cut, Trace
 from lockstep.replay.trace_integrity import FileNumber, Loss
+from lockstep.replay.verdict import TURNS, DivergedError
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.entries import (
     Aborted,

@@ -19,6 +19,7 @@ from lockstep.core.sequence import FinishedSequence
 from lockstep.core.state import STATE_VERSION, FingerprintState, SchedulerState
 from lockstep.core.step import Explain, StepEvents, StepPlan, StepResult
 from lockstep.errors import LockstepError, TraceError
+from lockstep.replay.verdict import DivergedError
 from lockstep.worker.flight.entries import (
     Aborted,
     Added,
@@ -39,31 +40,7 @@ CONTENT_BYTES = 16
 
 _REASONS = tuple(FinishReason)
 _FAILED = 2
-TURNS = -1
-"""In the place of an engine's number: the turns of the device."""
 Pair = tuple[int, int]
-
-
-class DivergedError(Exception):
-    """A recording is not what is decided again.
-
-    Args:
-        engine: its number, or `TURNS`.
-        step: of the engine; for turns, the turn.
-        what: a sentence.
-        recorded: the recorded plan, where one can be read.
-        decided: the one that was decided again, where one was.
-    """
-
-    def __init__(
-        self, engine: int, step: int, what: str, recorded: StepPlan | None = None, decided: StepPlan | None = None
-    ) -> None:
-        super().__init__(what)
-        self.engine = engine
-        self.step = step
-        self.what = what
-        self.recorded = recorded
-        self.decided = decided
 
 
 class Timing(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ import zstandard
 from lockstep.errors import ConfigError, TraceError
 from lockstep.replay.folder_integrity import folder_findings
 from lockstep.replay.trace_integrity import Finding, Kind, Part, arranged
-from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader
+from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader, EntryDecoder, EntryT
 from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, EngineEntry, Entry, Header
 
 MAX_FRAME_BYTES = 256 << 20
@@ -23,8 +24,12 @@ MAX_FRAME_BYTES = 256 << 20
 _PIECE_BYTES = 512
 """Compressed bytes taken at a time; a hostile one becomes some 20 MB at most."""
 _READ_BYTES = 1 << 16
+_JSON_HEADER = re.compile(rb'\{"schema":(\d+),"lockstep":"([^"]*)"')
+"""Header of plans and routes before schema 11, which were lines of JSON."""
 _NO_ENTRY = (IndexError, msgspec.MsgspecError, ConfigError)
 """What reading raises where a frame ends within a chunk, or has other bytes."""
+STEPS: EntryDecoder[Entry] = msgspec.msgpack.Decoder(list[Entry])
+"""Decoder of the recording of a device's steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,30 @@ class Trace:
             TraceError: a file is damaged, of a newer version, or no recording.
         """
         for path in self.files:
-            yield from read_entries(path)
+            yield from read_entries(path, STEPS)
+
+
+def files_in(path: Path, suffix: str) -> tuple[Path, ...]:
+    """The files of a suffix in a directory, by name; of a single file, itself where it has the suffix."""
+    if path.is_dir():
+        return tuple(sorted(path.glob(f"*{suffix}")))
+    return (path,) if path.suffix == suffix else ()
+
+
+def read_parts(path: Path, suffix: str, decoder: EntryDecoder[EntryT]) -> tuple[tuple[Part, ...], tuple[Finding, ...]]:
+    """The files of one kind of recording, in recorded order, and the findings about them.
+
+    Args:
+        path: a directory, or one file whatever it is called.
+
+    Raises:
+        TraceError: a file is damaged, of another schema, or no recording of this kind; or nothing was recorded.
+    """
+    found = files_in(path, suffix) if path.is_dir() else (path,)
+    parts, findings = arranged([part_of(each, decoder) for each in found], is_alone=not path.is_dir())
+    if not parts:
+        raise TraceError(f"{path}: it breaks off before anything was recorded")
+    return parts, findings
 
 
 def open_trace(path: str | Path, noted: Sequence[Finding] = ()) -> Trace:
@@ -87,19 +115,16 @@ def open_trace(path: str | Path, noted: Sequence[Finding] = ()) -> Trace:
         TraceError: there is no recording, it is of another version, or it is damaged.
     """
     path = Path(path)
-    found = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-    if not found:
-        missing = "".join(f"; {each}" for each in folder_findings(path)[:1] if path.is_dir())
+    if path.is_dir() and not files_in(path, SUFFIX):
+        missing = "".join(f"; {each}" for each in folder_findings(path)[:1])
         raise TraceError(f"{path}: no recording is there; its files end with {SUFFIX}{missing}")
-    of_files = [part_of(each) for each in found]
-    parts, findings = arranged(of_files, is_alone=not path.is_dir())
-    if not parts:
-        raise TraceError(f"{path}: it breaks off before anything was recorded")
-    simulated = [part.path.name for part in of_files if part.is_simulated or part.is_empty]
+    parts, findings = read_parts(path, SUFFIX, STEPS)
+    simulated = [part.path.name for part in parts if part.is_simulated]
+    simulated += [each.file for each in findings if each.kind is Kind.EMPTY]
     of_folder = folder_findings(path, (*findings, *noted), simulated)
     cut = [each.file for each in of_folder]
     findings = (*(each for each in findings if each.kind is not Kind.OPEN or each.file not in cut), *of_folder)
-    entries = read_entries(parts[0].path)
+    entries = read_entries(parts[0].path, STEPS)
     header = next(entries)
     assert isinstance(header, Header), "a part that is not empty has one"
     engines = {entry.number: entry for entry in entries if isinstance(entry, EngineEntry)}
@@ -121,13 +146,13 @@ class Cut(NamedTuple):
     """Bytes that there are."""
 
 
-def read_entries(path: Path) -> Iterator[Entry | Cut]:
+def read_entries(path: Path, decoder: EntryDecoder[EntryT]) -> Iterator[EntryT | Cut]:
     """The entries of one file, and a `Cut` where it breaks off.
 
     Raises:
         TraceError: it is damaged, of another schema, or no recording.
     """
-    reader = ChunkReader()
+    reader = ChunkReader(decoder)
     frame: Frame | None = None
     is_first = True
     for frame in read_frames(path):
@@ -147,7 +172,7 @@ def read_entries(path: Path) -> Iterator[Entry | Cut]:
         yield Cut(path, path.stat().st_size)
 
 
-def part_of(path: Path) -> Part:
+def part_of(path: Path, decoder: EntryDecoder[EntryT]) -> Part:
     """The file as a part of its recording: its header and its end are read, and what is between is not understood.
 
     Raises:
@@ -155,9 +180,9 @@ def part_of(path: Path) -> Part:
     """
     header: Header | None = None
     frame: Frame | None = None
-    reader = ChunkReader(is_at_beginning=False)
+    reader = ChunkReader(decoder, is_at_beginning=False)
     for frame in read_frames(path):
-        header = header or _header_in(path, frame)
+        header = header or _header_in(path, frame, decoder)
     if frame is not None:
         with suppress(ChangedChunkError, *_NO_ENTRY):  # who reads all of it learns where
             deque(reader.read(frame.data), maxlen=0)
@@ -170,26 +195,33 @@ def part_of(path: Path) -> Part:
     return Part(path, header.run, header.file, num_bytes, header.gap, is_whole, goes_on, header.is_simulated)
 
 
-def _header_in(path: Path, frame: Frame) -> Header | None:
+def _header_in(path: Path, frame: Frame, decoder: EntryDecoder[EntryT]) -> Header | None:
     """Header of a file; None: the file ends before that does."""
+    before = _JSON_HEADER.match(frame.data)
+    if before is not None:
+        raise _other_schema(path, int(before[1]), before[2].decode())
     try:
-        return _check_header(path, next(ChunkReader(is_at_beginning=False).read(frame.data)))
+        return _check_header(path, next(ChunkReader(decoder, is_at_beginning=False).read(frame.data)))
     except (StopIteration, *_NO_ENTRY) as error:
         if frame.is_whole:
             raise TraceError(f"{path}: byte {frame.offset} is no entry of a recording: {error!r}") from None
         return None
 
 
-def _check_header(path: Path, entry: Entry) -> Header:
+def _check_header(path: Path, entry: object) -> Header:
     """A file's first entry, if it is a header of our schema."""
     if not isinstance(entry, Header) or entry.file < 1:
         raise TraceError(f"{path}: it does not begin as a recording does")
     if entry.schema != SCHEMA_VERSION:
-        raise TraceError(
-            f"{path}: its schema is {entry.schema}, and this version reads {SCHEMA_VERSION}; "
-            f"it was recorded by lockstep {entry.lockstep}"
-        )
+        raise _other_schema(path, entry.schema, entry.lockstep)
     return entry
+
+
+def _other_schema(path: Path, schema: int, version: str) -> TraceError:
+    return TraceError(
+        f"{path}: its schema is {schema}, and this version reads {SCHEMA_VERSION}; "
+        f"it was recorded by lockstep {version}"
+    )
 
 
 class Frame(NamedTuple):

@@ -12,11 +12,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Any
+from typing import Generic, TypeVar
 
 import msgspec
 
-from lockstep.worker.flight.entries import End, Entry, Header
+from lockstep.worker.flight.entries import End, EntryStruct, Header
+
+EntryT = TypeVar("EntryT", bound=EntryStruct)
+EntryDecoder = msgspec.msgpack.Decoder[list[EntryT]]
+"""Decoder of a chunk, for the entries of one kind of recording."""
 
 _LENGTH = struct.Struct("<I")
 _ARRAY = struct.Struct(">BI")
@@ -46,7 +50,7 @@ class ChunkWriter:
         """Collected so far."""
         return len(self._entries)
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: EntryStruct) -> None:
         self._encode_into(entry, self._entries, -1)
         self._count += 1
 
@@ -70,22 +74,23 @@ class ChunkWriter:
         self._count = 0
 
 
-class ChunkReader:
+class ChunkReader(Generic[EntryT]):
     """Reads the frames of one file in order.
 
     Args:
+        decoder: of the kind of recording.
         is_at_beginning: whether the first frame is the file's; the chain is followed from the first chunk that is read.
     """
 
-    def __init__(self, is_at_beginning: bool = True) -> None:
+    def __init__(self, decoder: EntryDecoder[EntryT], is_at_beginning: bool = True) -> None:
         self._chain = b"" if is_at_beginning else None
-        self._decode: Any = msgspec.msgpack.Decoder(list[Entry]).decode
+        self._decode = decoder.decode
         self.offset = 0
         """Of the chunk in its frame that is being read."""
         self.end: End | None = None
         """The file's last entry, once it was read."""
 
-    def read(self, frame: bytes) -> Iterator[Entry]:
+    def read(self, frame: bytes) -> Iterator[EntryT]:
         """The entries of a frame.
 
         Raises:
