@@ -4,7 +4,7 @@ decisions is compared with the recorded one as it comes."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import compress
 from typing import NamedTuple, NoReturn
@@ -62,6 +62,8 @@ class DecidedStep(NamedTuple):
     events: StepEvents | None
     finished: tuple[FinishedSequence, ...]
     timing: Timing
+    tokens: Mapping[int, tuple[int, ...]]
+    """Tokens of each sequence that sampled; none where the recording has no content."""
 
 
 class AppliedCommand(NamedTuple):
@@ -117,6 +119,8 @@ class EngineRerun:
         """Decided again so far."""
         self.timings: deque[Timing] = deque()
         """Of steps whose records are yet to come: a turn is recorded when it ends, a record when it closes."""
+        self.tokens: deque[tuple[tuple[int, ...], ...]] = deque()
+        """Tokens of steps whose records are yet to come: those of each row that sampled."""
         self.explain: Explain | None = None
         """Called with the reason why a step passes sequences over, from the next step on."""
         self._fingerprint = Fingerprint()
@@ -285,7 +289,10 @@ class EngineRerun:
         self.num_steps += 1
         if not self.timings:
             self._diverge("the recording has no turn for this step", plan.step, plan)
-        return DecidedStep(self.number, plan, result, events, self.scheduler.drain_finished(), self.timings.popleft())
+        rows = self.tokens.popleft() if events is not None and self.tokens else ()
+        tokens = dict(zip(compress(plan.seq_ids, plan.samples), rows, strict=False))
+        finished = self.scheduler.drain_finished()
+        return DecidedStep(self.number, plan, result, events, finished, self.timings.popleft(), tokens)
 
     def _apply_due(self, in_step: bool = False) -> Iterator[AppliedCommand]:
         """Give the commands that came before the next step, or while this one is under way."""

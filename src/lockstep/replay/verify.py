@@ -51,8 +51,7 @@ def verify(
     Raises:
         TraceError: the recording cannot be read on, or does not have the request.
     """
-    entries = trace.entries() if timeline is None else timeline.read(trace.entries())
-    playback = Playback(entries, scheduler_of)
+    playback = Playback(trace.entries(), scheduler_of)
     diverged = None
     try:
         for event in playback.play():
