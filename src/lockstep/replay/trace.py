@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +15,7 @@ from lockstep.errors import ConfigError, TraceError
 from lockstep.replay.folder_integrity import folder_findings
 from lockstep.replay.trace_integrity import Finding, Kind, Part, arranged
 from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader, EntryDecoder, EntryT
-from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, EngineEntry, Entry, Header
+from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, End, EngineEntry, Entry, Header
 
 MAX_FRAME_BYTES = 256 << 20
 """Of one frame, decompressed: the checkpoint of a large pool has megabytes."""
@@ -154,13 +152,15 @@ def read_entries(path: Path, decoder: EntryDecoder[EntryT]) -> Iterator[EntryT |
     """
     reader = ChunkReader(decoder)
     frame: Frame | None = None
-    is_first = True
+    last: EntryT | None = None
     for frame in read_frames(path):
+        if last is None and (header := _JSON_HEADER.match(frame.data)):
+            raise _other_schema(path, int(header[1]), header[2].decode())
         try:
             for entry in reader.read(frame.data):
-                if is_first:
+                if last is None:
                     _check_header(path, entry)
-                    is_first = False
+                last = entry
                 yield entry
         except (ChangedChunkError, *_NO_ENTRY) as error:
             where = f"{path}: the chunk at byte {reader.offset} of the frame at byte {frame.offset}"
@@ -168,53 +168,34 @@ def read_entries(path: Path, decoder: EntryDecoder[EntryT]) -> Iterator[EntryT |
                 raise TraceError(f"{where} {error}") from error
             if frame.is_whole:
                 raise TraceError(f"{where} is no entry of a recording: {error}") from error
-    if frame is None or not frame.is_whole or reader.end is None:
+    if frame is None or not frame.is_whole or not isinstance(last, End):
         yield Cut(path, path.stat().st_size)
 
 
 def part_of(path: Path, decoder: EntryDecoder[EntryT]) -> Part:
-    """The file as a part of its recording: its header and its end are read, and what is between is not understood.
+    """The file as a part of its recording, by its header and its end.
 
     Raises:
         TraceError: it is damaged, of another schema, or no recording.
     """
     header: Header | None = None
-    frame: Frame | None = None
-    reader = ChunkReader(decoder, is_at_beginning=False)
-    for frame in read_frames(path):
-        header = header or _header_in(path, frame, decoder)
-    if frame is not None:
-        with suppress(ChangedChunkError, *_NO_ENTRY):  # who reads all of it learns where
-            deque(reader.read(frame.data), maxlen=0)
+    last: EntryT | Cut | None = None
+    for last in read_entries(path, decoder):
+        if isinstance(last, Header):
+            header = last
     num_bytes = path.stat().st_size
-    if frame is None or header is None:
+    if header is None:
         return Part(path, "", 0, num_bytes, is_whole=False)
-    end = reader.end
-    is_whole = frame.is_whole and end is not None
-    goes_on = end is not None and end.goes_on
+    is_whole, goes_on = isinstance(last, End), isinstance(last, End) and last.goes_on
     return Part(path, header.run, header.file, num_bytes, header.gap, is_whole, goes_on, header.is_simulated)
 
 
-def _header_in(path: Path, frame: Frame, decoder: EntryDecoder[EntryT]) -> Header | None:
-    """Header of a file; None: the file ends before that does."""
-    before = _JSON_HEADER.match(frame.data)
-    if before is not None:
-        raise _other_schema(path, int(before[1]), before[2].decode())
-    try:
-        return _check_header(path, next(ChunkReader(decoder, is_at_beginning=False).read(frame.data)))
-    except (StopIteration, *_NO_ENTRY) as error:
-        if frame.is_whole:
-            raise TraceError(f"{path}: byte {frame.offset} is no entry of a recording: {error!r}") from None
-        return None
-
-
-def _check_header(path: Path, entry: object) -> Header:
-    """A file's first entry, if it is a header of our schema."""
+def _check_header(path: Path, entry: object) -> None:
+    """Refuse a file whose first entry is no header of our schema."""
     if not isinstance(entry, Header) or entry.file < 1:
         raise TraceError(f"{path}: it does not begin as a recording does")
     if entry.schema != SCHEMA_VERSION:
         raise _other_schema(path, entry.schema, entry.lockstep)
-    return entry
 
 
 def _other_schema(path: Path, schema: int, version: str) -> TraceError:

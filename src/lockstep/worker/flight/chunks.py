@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from lockstep.worker.flight.entries import End, EntryStruct, Header
+from lockstep.worker.flight.entries import EntryStruct, Header
 
 EntryT = TypeVar("EntryT", bound=EntryStruct)
 EntryDecoder = msgspec.msgpack.Decoder[list[EntryT]]
@@ -79,16 +79,13 @@ class ChunkReader(Generic[EntryT]):
 
     Args:
         decoder: of the kind of recording.
-        is_at_beginning: whether the first frame is the file's; the chain is followed from the first chunk that is read.
     """
 
-    def __init__(self, decoder: EntryDecoder[EntryT], is_at_beginning: bool = True) -> None:
-        self._chain = b"" if is_at_beginning else None
+    def __init__(self, decoder: EntryDecoder[EntryT]) -> None:
+        self._chain = b""
         self._decode = decoder.decode
         self.offset = 0
         """Of the chunk in its frame that is being read."""
-        self.end: End | None = None
-        """The file's last entry, once it was read."""
 
     def read(self, frame: bytes) -> Iterator[EntryT]:
         """The entries of a frame.
@@ -109,14 +106,11 @@ class ChunkReader(Generic[EntryT]):
             if after > len(data):
                 raise IndexError(f"a chunk ends at byte {after}, and the frame at byte {len(data)}")
             self._follow(data[begin:end], data[end:after])
-            for entry in self._decode(data[begin:end]):
-                if isinstance(entry, End):
-                    self.end = entry
-                yield entry
+            yield from self._decode(data[begin:end])
             self.offset = after
 
     def _follow(self, entries: memoryview, digest: memoryview) -> None:
-        if self._chain is not None and _chained(self._chain, entries) != digest:
+        if _chained(self._chain, entries) != digest:
             raise ChangedChunkError("is not what was recorded there: the digest behind it is of something else")
         self._chain = bytes(digest)
 

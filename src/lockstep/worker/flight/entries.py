@@ -86,7 +86,22 @@ class EngineEntry(EntryStruct, frozen=True, tag=2):
     empty: not kept."""
 
 
-class Checkpoint(EntryStruct, frozen=True, tag=3):
+class _WithContents:
+    """What entries with block hashes have in common."""
+
+    __slots__ = ()
+    runs: Runs
+
+    def __post_init__(self) -> None:
+        check_runs(self.runs)
+
+    @property
+    def contents(self) -> tuple[int, ...]:
+        """Numbers of the block hashes."""
+        return ids_of(self.runs)
+
+
+class Checkpoint(EntryStruct, _WithContents, frozen=True, tag=3):
     """An engine's state where a file begins; none for an engine without a request so far."""
 
     engine: int
@@ -99,13 +114,6 @@ class Checkpoint(EntryStruct, frozen=True, tag=3):
     """A `SchedulerState` without hashes and tenants."""
     fingerprint: msgspec.Raw
     """A `FingerprintState`."""
-
-    def __post_init__(self) -> None:
-        check_runs(self.runs)
-
-    @property
-    def contents(self) -> tuple[int, ...]:
-        return ids_of(self.runs)
 
 
 class SeatsEntry(EntryStruct, frozen=True, tag=4):
@@ -125,7 +133,7 @@ class Priorities(EntryStruct, frozen=True, tag=5):
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
-class Added(EntryStruct, frozen=True, tag=6):
+class Added(EntryStruct, _WithContents, frozen=True, tag=6):
     """A sequence was queued."""
 
     engine: int
@@ -136,9 +144,6 @@ class Added(EntryStruct, frozen=True, tag=6):
     tenant: int
     runs: Runs
     """Its block hashes."""
-
-    def __post_init__(self) -> None:
-        check_runs(self.runs)
 
     @classmethod
     def of(cls, engine: int, step: int, seq_id: int, request: Request, tenant: int, contents: Iterable[int]) -> Added:
@@ -153,10 +158,6 @@ class Added(EntryStruct, frozen=True, tag=6):
             is_bulk=request.is_bulk,
         )
         return cls(engine, step, seq_id, bare, tenant, runs_of(contents))
-
-    @property
-    def contents(self) -> tuple[int, ...]:
-        return ids_of(self.runs)
 
 
 class Arrival(EntryStruct, frozen=True, tag=7):
@@ -209,7 +210,7 @@ class Aborted(EntryStruct, frozen=True, tag=8):
     in_step: bool
 
 
-class Named(EntryStruct, frozen=True, tag=23):
+class Named(EntryStruct, _WithContents, frozen=True, tag=23):
     """The full blocks of an answer were named, so that they can be hit when their sequence has ended."""
 
     engine: int
@@ -219,25 +220,11 @@ class Named(EntryStruct, frozen=True, tag=23):
     """Hashes of the blocks behind those of the prompt."""
     in_step: bool
 
-    def __post_init__(self) -> None:
-        check_runs(self.runs)
 
-    @property
-    def contents(self) -> tuple[int, ...]:
-        return ids_of(self.runs)
-
-
-class _Cached(EntryStruct, frozen=True):
+class _Cached(EntryStruct, _WithContents, frozen=True):
     engine: int
     step: int
     runs: Runs
-
-    def __post_init__(self) -> None:
-        check_runs(self.runs)
-
-    @property
-    def contents(self) -> tuple[int, ...]:
-        return ids_of(self.runs)
 
 
 class Pinned(_Cached, frozen=True, tag=9):
