@@ -11,13 +11,14 @@ import zstandard
 from msgspec.structs import replace
 
 from lockstep.cli.main import invoke
+from lockstep.core.request import Request as CoreRequest
 from lockstep.errors import TraceError
 from lockstep.replay import trace
 from lockstep.replay.live import workload_of
 from lockstep.replay.trace import STEPS, Cut, open_trace, read_entries
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.chunks import ChunkWriter
-from lockstep.worker.flight.entries import SCHEMA_VERSION, CacheReset, Entry, Turn, ids_of, runs_of
+from lockstep.worker.flight.entries import SCHEMA_VERSION, Added, CacheReset, Entry, Turn, ids_of, runs_of
 from tests.replay.recordings import files_of, record, rewrite, rewrite_entries
 
 
@@ -122,6 +123,18 @@ def test_entries_that_cannot_be_are_refused(path: Path, damage: bytes) -> None:
     rewrite(path, lambda held: held.extend(damage))
     with pytest.raises(TraceError):
         verify(open_trace(path))
+
+
+def test_a_sequence_of_an_unknown_engine_is_refused_by_every_reader(path: Path) -> None:
+    added = Added.of(9, 0, 0, CoreRequest(1, 1), 0, ())
+
+    def append(entries: list[Entry]) -> None:
+        entries.insert(-1, added)
+
+    rewrite_entries(path, append)
+    for read in (verify, workload_of):
+        with pytest.raises(TraceError, match="an entry is of engine 9, which the file does not know"):
+            read(open_trace(path))
 
 
 def test_an_unknown_engine_is_rejected_with_the_recorded_ones(path: Path) -> None:

@@ -73,7 +73,9 @@ class PlayedSequences:
                     _note(sequence, event)
 
     def _add(self, added: Added) -> None:
-        request = added.request
+        request, engine = added.request, self._engines.get(added.engine)
+        if engine is None:
+            return  # the playback refuses it
         outcome = RequestOutcome(
             str(added.seq_id),
             added.seq_id,
@@ -84,7 +86,7 @@ class PlayedSequences:
             arrival_ps=0,
         )
         first = None if request.sibling_of is None else self.open.get((added.engine, request.sibling_of))
-        sequence = PlayedSequence(self._engines[added.engine], added, outcome, first)
+        sequence = PlayedSequence(engine, added, outcome, first)
         if first is not None:
             sequence.index = first.num_siblings = first.num_siblings + 1
         self.open[added.engine, added.seq_id] = sequence

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from hashlib import blake2b
 from typing import Generic, TypeVar
 
 import msgspec
 
 from lockstep.worker.flight.entries import EntryStruct, Header
+from lockstep.worker.flight.folder import DIGEST_BYTES, chained
 
 EntryT = TypeVar("EntryT", bound=EntryStruct)
 EntryDecoder = msgspec.msgpack.Decoder[list[EntryT]]
@@ -26,8 +26,6 @@ _LENGTH = struct.Struct("<I")
 _ARRAY = struct.Struct(">BI")
 _ARRAY_32 = 0xDD
 """Of msgpack: an array with its length in the four bytes that follow, big-endian."""
-CHAIN_BYTES = 16
-"""Of a file's chain, after each chunk: about as many in a second."""
 HEAD_BYTES = _LENGTH.size + _ARRAY.size
 """As many tell a recording."""
 
@@ -57,7 +55,7 @@ class ChunkWriter:
     def take(self) -> bytes:
         """The chunk; the next one is begun."""
         entries = _ARRAY.pack(_ARRAY_32, self._count) + self._entries
-        self._chain = _chained(self._chain, entries)
+        self._chain = chained(self._chain, entries)
         self.clear()
         return b"".join((_LENGTH.pack(len(entries)), entries, self._chain))
 
@@ -102,7 +100,7 @@ class ChunkReader(Generic[EntryT]):
             if begin > len(data):
                 raise IndexError(f"it ends at byte {len(data)}, within the length of a chunk")
             end = begin + _LENGTH.unpack_from(data, self.offset)[0]
-            after = end + CHAIN_BYTES
+            after = end + DIGEST_BYTES
             if after > len(data):
                 raise IndexError(f"a chunk ends at byte {after}, and the frame at byte {len(data)}")
             self._follow(data[begin:end], data[end:after])
@@ -110,7 +108,7 @@ class ChunkReader(Generic[EntryT]):
             self.offset = after
 
     def _follow(self, entries: memoryview, digest: memoryview) -> None:
-        if _chained(self._chain, entries) != digest:
+        if chained(self._chain, entries) != digest:
             raise ChangedChunkError("is not what was recorded there: the digest behind it is of something else")
         self._chain = bytes(digest)
 
@@ -118,7 +116,3 @@ class ChunkReader(Generic[EntryT]):
 def begins_recording(head: bytes) -> bool:
     """True for the first bytes of a file of ours, decompressed: a chunk of one entry."""
     return head[_LENGTH.size : HEAD_BYTES] == _ARRAY.pack(_ARRAY_32, 1)
-
-
-def _chained(chain: bytes, entries: bytes | memoryview) -> bytes:
-    return blake2b(entries, digest_size=CHAIN_BYTES, key=chain).digest()
