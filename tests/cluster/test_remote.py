@@ -171,7 +171,7 @@ async def test_what_cannot_be_had_is_refused_by_name(
     upstream: ServerProcess, params: SamplingParams, more: dict[str, Any], param: str
 ) -> None:
     async with remote(url(upstream)) as model:
-        with pytest.raises(InvalidParameterError, match="remote (model|server of) 'far'") as caught:
+        with pytest.raises(InvalidParameterError, match=r"remote (model|server of) 'far'") as caught:
             await events_of(model, call(params=params, **more))
     assert caught.value.param == param
 

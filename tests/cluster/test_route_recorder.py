@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.cluster import route_recorder
-from lockstep.cluster.route_recorder import DEFECT, TOO_LARGE, RouteRecorder
+from lockstep.cluster.route_recorder import (
+    DEFECT,
+    ROUTE_SUFFIX,
+    TOO_LARGE,
+    Chosen,
+    Learned,
+    Opened,
+    Resumed,
+    RouteRecorder,
+)
 from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy, Why
-from lockstep.replay.recorded_routes import route_files, verify_routes
+from lockstep.replay.recorded_routes import verify_routes
+from lockstep.replay.trace import files_in, read_frames
 from lockstep.worker.flight import files as files_module
 from lockstep.worker.flight.options import TraceOptions
-from tests.replay.routing import Life, chain, lines_in
+from tests.replay.routing import Life, chain, entries_in
 
 
-def of_one_session(folder: Path, session: str, options: TraceOptions) -> list[str]:
+def of_one_session(folder: Path, session: str, options: TraceOptions) -> list[Any]:
     recorder = RouteRecorder(options)
     recorder.opened("r0", 2, RoutingPolicy.PREFIX, 4)
     recorder.learned("r0", 1, [(each, True) for each in chain(1, 2, 3)])
     recorder.chosen("r0", chain(1, 2, 4), session, RoutingChoice(1, Why.PREFIX, 2))
     recorder.close()
-    (path,) = route_files(folder)
-    return lines_in(path)
+    (path,) = files_in(folder, ROUTE_SUFFIX)
+    return entries_in(path)
 
 
 def test_a_route_has_numbers_for_contents_and_a_digest_for_its_session(tmp_path: Path) -> None:
-    header, _, opened, learned, chosen, _ = map(
-        json.loads, of_one_session(tmp_path, "anna", TraceOptions(str(tmp_path)))
-    )
-    assert (header["file"], header["gap"]) == (1, "")
-    assert opened == ["opened", 1, "r0", 2, "prefix", 4]
-    assert learned == ["learned", 1, 1, [[0, 3]]]
-    session = chosen.pop(4)
-    assert chosen == ["chosen", 1, [0, 2], 3, 1, "prefix", 2]
-    assert bytes.fromhex(session)
-    text = "\n".join(lines_in(*route_files(tmp_path)))
-    assert "anna" not in text
-    assert not any(each.hex() in text for each in chain(1, 2, 3))
+    header, opened, learned, chosen, end = of_one_session(tmp_path, "anna", TraceOptions(str(tmp_path)))
+    assert (header.file, header.gap, end.goes_on) == (1, "", False)
+    assert opened == Opened(1, "r0", 2, "prefix", 4)
+    assert learned == Learned(1, 1, ((0, 3),))
+    assert chosen == Chosen(1, (0, 2), 3, chosen.session, 1, "prefix", 2)
+    assert bytes.fromhex(chosen.session)
+    (path,) = files_in(tmp_path, ROUTE_SUFFIX)
+    held = b"".join(frame.data for frame in read_frames(path))
+    assert b"anna" not in held
+    assert not any(each in held or each.hex().encode() in held for each in chain(1, 2, 3))
 
 
 def test_digests_of_sessions_compare_under_one_key(tmp_path: Path) -> None:
@@ -47,33 +55,34 @@ def test_digests_of_sessions_compare_under_one_key(tmp_path: Path) -> None:
     sessions = []
     for name in ("a", "b", "c"):
         options = TraceOptions(str(tmp_path / name), key_file="" if name == "c" else str(key))
-        sessions.append(json.loads(of_one_session(tmp_path / name, "anna", options)[4])[4])
+        sessions.append(of_one_session(tmp_path / name, "anna", options)[3].session)
     assert sessions[0] == sessions[1] != sessions[2]
 
 
 def test_a_session_may_be_called_anything(tmp_path: Path) -> None:
     of_one_session(tmp_path, "half of one \ud83d", TraceOptions(str(tmp_path), has_content=True))
-    assert verify_routes(route_files(tmp_path)) == (1, None, ())
+    verdict = verify_routes(tmp_path)
+    assert (verdict.counts, verdict.diverged, verdict.findings) == ({"routes": 1}, None, ())
 
 
 def test_each_file_begins_with_the_state_of_every_group(tmp_path: Path) -> None:
     """Written into files of some kilobytes, of which the oldest go; what is left is decided again."""
     life = Life(RouteRecorder(TraceOptions(str(tmp_path), 4 << 17)), seed=1, policy=RoutingPolicy.PREFIX)
-    while len(route_files(tmp_path)) < 6:
+    while len(files_in(tmp_path, ROUTE_SUFFIX)) < 6:
         life.live(50)
         while life.recorder._files._num_queued:
             pass
     life.recorder.close()
-    first, *_, last = route_files(tmp_path)
-    assert verify_routes([*route_files(tmp_path)]).divergence is None
+    first, *_, last = files_in(tmp_path, ROUTE_SUFFIX)
+    assert verify_routes(tmp_path).diverged is None
     for path in (first, last):
-        assert verify_routes([path]).divergence is None
-    header, *resumed = map(json.loads, lines_in(last)[:3])
-    assert header["file"] >= 6
-    assert [each[0] for each in resumed] == ["resumed", "resumed"]
+        assert verify_routes(path).diverged is None
+    header, *resumed = entries_in(last)[:3]
+    assert header.file >= 6
+    assert [type(each) for each in resumed] == [Resumed, Resumed]
     first.unlink()
-    verdict = verify_routes(route_files(tmp_path))
-    assert (verdict.divergence, verdict.findings) == (None, ()), "the oldest may have been deleted"
+    verdict = verify_routes(tmp_path)
+    assert (verdict.diverged, verdict.findings) == (None, ()), "the oldest may have been deleted"
 
 
 def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(
@@ -88,8 +97,8 @@ def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(
         pass
     life.live(100)
     life.recorder.close()
-    verdict = verify_routes(route_files(tmp_path))
-    assert verdict.divergence is None
+    verdict = verify_routes(tmp_path)
+    assert verdict.diverged is None
     assert [each.kind.value for each in verdict.findings] == ["gap"]
     assert verdict.is_in_order(allows_gaps=False), "a gap is nobody's fault"
 
@@ -119,8 +128,8 @@ def test_balancers_with_too_many_contents_are_not_recorded_and_a_warning_is_logg
     choose()
     assert recorder.fault == ""
     recorder.close()
-    verdict = verify_routes(route_files(tmp_path))
-    assert (verdict.num_routes, verdict.divergence) == (1, None)
+    verdict = verify_routes(tmp_path)
+    assert (verdict.counts["routes"], verdict.diverged) == (1, None)
     assert TOO_LARGE in str(verdict.findings[0])
 
 

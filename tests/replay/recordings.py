@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zstandard
@@ -11,9 +11,9 @@ from lockstep.core.request import Priority
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.replay.trace import read_frames
-from lockstep.worker.flight.chunks import ChunkReader, ChunkWriter
-from lockstep.worker.flight.entries import SUFFIX, Entry, Header
+from lockstep.replay.trace import STEPS, read_frames
+from lockstep.worker.flight.chunks import ChunkReader, ChunkWriter, EntryDecoder, EntryT
+from lockstep.worker.flight.entries import SUFFIX, Entry, EntryStruct, Header
 from lockstep.worker.flight.folder import FolderManifest, Listed, State, digest_of, manifest_files
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, Ask, ResetPrefixCache, Submit
@@ -73,23 +73,33 @@ def list_again(path: Path) -> None:
     FolderManifest(path.parent).put(Listed(path.name, State.CLOSED, len(data), digest_of(data)))
 
 
-def entries_in(path: Path) -> list[Entry]:
-    """What a file holds."""
-    reader = ChunkReader()
+def read_whole(path: Path, decoder: EntryDecoder[EntryT]) -> list[EntryT]:
+    """What a file of any kind holds."""
+    reader = ChunkReader(decoder)
     return [entry for frame in read_frames(path) for entry in reader.read(frame.data)]
 
 
-def rewrite_entries(path: Path, change: Callable[[list[Entry]], None]) -> None:
-    """Change a file's entries, and write them again: the first in a chunk of its own, as a recorder does."""
-    entries = entries_in(path)
-    change(entries)
+def write_whole(path: Path, entries: Sequence[EntryStruct]) -> None:
+    """Write entries as a file, as a forger would: the first in a chunk of its own, and all under their chain."""
     writer = ChunkWriter()
-    header = entries[0]
+    header, *rest = entries
     assert isinstance(header, Header)
     held = writer.begin_file(header)
-    for entry in entries[1:]:
+    for entry in rest:
         writer.put(entry)
     path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(held + writer.take()))
+
+
+def entries_in(path: Path) -> list[Entry]:
+    """What a file of steps holds."""
+    return read_whole(path, STEPS)
+
+
+def rewrite_entries(path: Path, change: Callable[[list[Entry]], None]) -> None:
+    """Change a file's entries, and write them again."""
+    entries = entries_in(path)
+    change(entries)
+    write_whole(path, entries)
 
 
 def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:

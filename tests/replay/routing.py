@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
-import zstandard
-
-from lockstep.cluster.marked_lines import MARK_BEGINNING, Marker
 from lockstep.cluster.route_recorder import RouteRecorder
 from lockstep.core.balancer import Balancer, RoutingPolicy
+from lockstep.replay.recorded_routes import ROUTES
 from lockstep.worker.flight.options import TraceOptions
+from tests.replay.recordings import read_whole
 
 
 def chain(*names: int) -> tuple[bytes, ...]:
@@ -89,29 +89,6 @@ def recorded(folder: Path, seed: int, num_events: int = 200, policy: RoutingPoli
     return life
 
 
-def lines_in(path: Path) -> list[str]:
-    with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as reader:
-        return reader.read().decode().splitlines()
-
-
-def write_lines(path: Path, lines: list[str], *, with_marks: bool = True) -> None:
-    """Write lines as a file.
-
-    Args:
-        with_marks: as a forger would: each mark is made again, and there is one at the end.
-    """
-    if with_marks:
-        lines = _marked(lines)
-    path.write_bytes(zstandard.compress("".join(f"{line}\n" for line in lines).encode()))
-
-
-def _marked(lines: list[str]) -> list[str]:
-    marker, made, since = Marker(), list[str](), b""
-    for line in lines:
-        if not line.startswith(MARK_BEGINNING.decode()):
-            made.append(line)
-            since += f"{line}\n".encode()
-            continue
-        made.append(marker.marked(since)[len(since) :].decode().rstrip())
-        since = b""
-    return [*made, marker.marked(since)[len(since) :].decode().rstrip()] if since else made
+def entries_in(path: Path) -> list[Any]:
+    """Entries of a file, its header and its end included."""
+    return read_whole(path, ROUTES)

@@ -16,11 +16,9 @@ from lockstep.cluster.planner import Observed, PlanPolicy, plan
 from lockstep.cluster.route_recorder import ROUTE_SUFFIX, RouteRecorder
 from lockstep.errors import LockstepError, TraceError
 from lockstep.replay.folder_integrity import folder_findings
-from lockstep.replay.plans import plan_files, verify_plans
-from lockstep.replay.recorded_routes import route_files, verify_routes
-from lockstep.replay.trace import open_trace
+from lockstep.replay.trace import files_in, open_trace
 from lockstep.replay.trace_integrity import Finding, Kind
-from lockstep.replay.verify import verify
+from lockstep.replay.verify import verify, verify_recording
 from lockstep.worker.flight.content import write_text
 from lockstep.worker.flight.entries import SUFFIX
 from lockstep.worker.flight.folder import TEXT_SUFFIX, FolderManifest, State, manifest_files, read_manifest
@@ -41,11 +39,11 @@ def record_all(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     # Large enough that no file fills up between two looks: the fourth would take the place of the first.
     plans = PlanRecorder(TraceOptions(str(folder), 16 << 16))
     observed, policy = Observed((), 1000), PlanPolicy()
-    while len(plan_files(folder)) < 3:
+    while len(files_in(folder, PLAN_SUFFIX)) < 3:
         plans.planned(observed, 1.0, policy, plan(observed, 1.0, policy))
     plans.close()
     routes = Life(RouteRecorder(TraceOptions(str(folder), 4 << 22)), seed)
-    while len(route_files(folder)) < 3:
+    while len(files_in(folder, ROUTE_SUFFIX)) < 3:
         routes.live(40)
     routes.recorder.close()
 
@@ -149,11 +147,9 @@ def test_a_manifest_that_is_missing_or_changed_is_refused(
 
 def refuse(folder: Path) -> None:
     """Read all of a folder as ``--verify`` does; LockstepError: something is not in order."""
-    plans, routes = verify_plans(plan_files(folder)), verify_routes(route_files(folder))
-    found = verify(open_trace(folder, (*plans.findings, *routes.findings)))
-    in_order = [each.is_in_order(allows_gaps=False) for each in (found, plans, routes)]
-    if not all(in_order):
-        raise TraceError(f"{found}\n{plans}\n{routes}")
+    found = verify_recording(folder)
+    if not all(each.is_in_order(allows_gaps=False) for each in found):
+        raise TraceError(str(found))
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

@@ -6,21 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import zstandard
+from msgspec.structs import replace
 
 from lockstep.cli.replay import verify_trace
 from lockstep.cluster.backend import Backend
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.plan_recorder import PLAN_SUFFIX, PlanRecorder
+from lockstep.cluster.plan_recorder import PLAN_SUFFIX, PlanEntry, PlanRecorder
 from lockstep.cluster.planner import Action, Drain, Observed, Phase, PlanPolicy, Replica, Unload, plan
 from lockstep.cluster.state import ClusterOptions
 from lockstep.errors import TraceError
-from lockstep.replay.plans import plan_files, verify_plans
+from lockstep.replay.plans import PLANS, verify_plans
+from lockstep.replay.trace import files_in
 from lockstep.replay.trace_integrity import Kind
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.clusters import say
-from tests.replay.routing import lines_in, write_lines
+from tests.replay.recordings import read_whole, write_whole
 
 MANIFEST = """
 cluster: c
@@ -31,7 +34,7 @@ models:
 """
 
 
-async def recorded(folder: Path) -> tuple[Path, ...]:
+async def record(folder: Path) -> None:
     options = ClusterOptions(Backend.AUTO, worker=WorkerOptions(trace=TraceOptions(str(folder))))
     cluster = Cluster(parse(MANIFEST), options)
     await cluster.start()
@@ -40,20 +43,21 @@ async def recorded(folder: Path) -> tuple[Path, ...]:
             await say(cluster, "hello", model)
     finally:
         await cluster.close()
-    return plan_files(folder)
 
 
 async def test_plans_of_a_cluster_that_takes_turns_are_made_again(tmp_path: Path) -> None:
-    verdict = verify_plans(await recorded(tmp_path))
-    assert verdict.divergence is None
-    assert verdict.num_plans >= 6, "three loads and what they needed"
+    await record(tmp_path)
+    verdict = verify_plans(tmp_path)
+    assert verdict.diverged is None
+    assert verdict.counts["plans"] >= 6, "three loads and what they needed"
     assert verdict.findings == ()
 
 
 async def test_a_directory_is_verified_whole_steps_and_plans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (path,) = await recorded(tmp_path)
+    await record(tmp_path)
+    (path,) = files_in(tmp_path, PLAN_SUFFIX)
     assert verify_trace(tmp_path, as_json=False) == 0
     steps, plans = capsys.readouterr().out.splitlines()
     assert steps.startswith("replay: ")
@@ -68,11 +72,12 @@ async def test_a_planner_that_never_evicts_is_caught_at_the_first_eviction(tmp_p
     def hoards(observed: Observed, now_s: float, policy: PlanPolicy) -> Sequence[Action]:
         return [action for action in plan(observed, now_s, policy) if not isinstance(action, Unload)]
 
-    verdict = verify_plans(await recorded(tmp_path), hoards)
-    assert verdict.divergence is not None
-    assert verdict.num_plans == verdict.divergence.number
-    assert verdict.divergence.recorded[0][0] == "unload"
-    assert "recorded unload" in str(verdict.divergence)
+    await record(tmp_path)
+    verdict = verify_plans(tmp_path, hoards)
+    assert verdict.diverged is not None
+    assert verdict.counts["plans"] == verdict.diverged.number
+    assert verdict.diverged.recorded[0][0] == "unload"
+    assert "recorded unload" in [*verdict.lines()][-1]
 
 
 def one_plan(folder: Path) -> Path:
@@ -86,45 +91,60 @@ def one_plan(folder: Path) -> Path:
     recorder.planned(observed, 10.1, policy, actions)
     recorder.planned(observed, 10.1, policy, actions)
     recorder.close()
-    (path,) = plan_files(folder)
+    (path,) = files_in(folder, PLAN_SUFFIX)
     return path
 
 
 def test_what_is_recorded_is_read_as_it_was(tmp_path: Path) -> None:
-    assert verify_plans([one_plan(tmp_path)]) == (2, None, ())
+    verdict = verify_plans(one_plan(tmp_path))
+    assert (verdict.counts, verdict.diverged, verdict.findings) == ({"plans": 2}, None, ())
 
 
 def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
     path = one_plan(tmp_path)
     data = path.read_bytes()
     path.write_bytes(data[:-6])
-    verdict = verify_plans([path])
+    verdict = verify_plans(path)
     assert [each.kind for each in verdict.findings] == [Kind.OPEN]
-    assert verdict.num_plans == 2
-    assert verdict.divergence is None
+    assert verdict.counts["plans"] == 2
+    assert verdict.diverged is None
 
 
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b'{"schema":99,"lockstep":"9.0","run":"r","file":1}\n', "its schema is 99"),
-        (b'{"schema":1,"lockstep":"0.1","run":"r","file":1}\n', "its schema is 1"),
-        (b'{"schema":2,"lockstep":"0.1","run":"r","file":1}\n{"now_s":"x"}\n', "line 2"),
-        (b"no json\n", "line 1"),
-        (b"", "no recording of plans"),
+        (b'{"schema":2,"lockstep":"0.8.0","run":"r","file":1}\n', "its schema is 2, .* by lockstep 0.8.0"),
+        (b"no entries at all", "is no entry of a recording"),
+        (b"", "breaks off before anything was recorded"),
     ],
 )
 def test_what_is_no_recording_of_plans_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
     path = tmp_path / f"x{PLAN_SUFFIX}"
-    write_lines(path, content.decode().splitlines())
+    path.write_bytes(zstandard.compress(content) if content else b"")
     with pytest.raises(TraceError, match=what):
-        verify_plans([path])
+        verify_plans(path)
 
 
-def test_plans_with_an_unknown_key_are_refused(tmp_path: Path) -> None:
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path = one_plan(tmp_path)
-    lines = lines_in(path)
-    lines[1] = lines[1].replace('{"now_s"', '{"unknown":1,"now_s"')
-    write_lines(path, lines, with_marks=False)
-    with pytest.raises(TraceError, match="lines 1 to 3 are not as they were recorded"):
-        verify_plans([path])
+    header, *rest = read_whole(path, PLANS)
+    write_whole(path, [replace(header, schema=99), *rest])
+    with pytest.raises(TraceError, match="its schema is 99"):
+        verify_plans(path)
+
+
+def test_a_changed_plan_is_reported_with_both(tmp_path: Path) -> None:
+    path = one_plan(tmp_path)
+    header, first, second, end = read_whole(path, PLANS)
+    assert isinstance(second, PlanEntry)
+    write_whole(path, [header, first, replace(second, actions=()), end])
+    verdict = verify_plans(path)
+    assert verdict.diverged is not None
+    assert verdict.facts()["parted"] == {
+        "file": path.name,
+        "plan": 2,
+        "now_s": 10.1,
+        "recorded": (),
+        "decided": verdict.diverged.decided,
+    }
+    assert "plan 2, at 10.100 s: recorded nothing, computed drain" in [*verdict.lines()][-1]

@@ -7,19 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+import zstandard
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from lockstep.cli.replay import verify_trace
-from lockstep.cluster.route_recorder import ROUTE_SUFFIX
+from lockstep.cluster.route_recorder import (
+    ROUTE_SUFFIX,
+    Chosen,
+    Ended,
+    Learned,
+    Opened,
+    Resumed,
+)
 from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy
 from lockstep.errors import TraceError
-from lockstep.replay.recorded_routes import RoutesVerdict, facts, route_files, verify_routes
+from lockstep.replay.recorded_routes import verify_routes
+from lockstep.replay.trace import files_in
 from lockstep.replay.trace_integrity import Kind
-from tests.replay.routing import lines_in, recorded, write_lines
-
-FIELDS = ("tag", "group", "contents", "num_blocks", "session", "replica", "why", "num_cached")
-"""Of a route's line."""
+from lockstep.worker.flight.entries import SCHEMA_VERSION, End, EntryStruct, Header
+from tests.replay.recordings import write_whole
+from tests.replay.routing import entries_in, recorded
 
 
 @settings(max_examples=40)
@@ -27,8 +36,8 @@ FIELDS = ("tag", "group", "contents", "num_blocks", "session", "replica", "why",
 def test_the_routes_of_any_life_are_decided_again(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     folder = tmp_path_factory.mktemp("life")
     life = recorded(folder, seed)
-    verdict = verify_routes(route_files(folder))
-    assert verdict == RoutesVerdict(life.num_routes, None, ())
+    verdict = verify_routes(folder)
+    assert (verdict.counts, verdict.diverged, verdict.findings) == ({"routes": life.num_routes}, None, ())
 
 
 class Stubborn(Balancer):
@@ -41,131 +50,111 @@ class Stubborn(Balancer):
 
 def test_another_balancer_is_caught_at_its_first_other_route(tmp_path: Path) -> None:
     recorded(tmp_path, seed=3, policy=RoutingPolicy.LEAST_LOADED)
-    (path,) = route_files(tmp_path)
-    verdict = verify_routes([path], Stubborn)
-    assert verdict.divergence is not None
-    line = verdict.divergence.line
-    routes = [
-        (number, json.loads(each)) for number, each in enumerate(lines_in(path), 1) if each.startswith('["chosen')
-    ]
-    first = next((number, route) for number, route in routes if route[5] > 0)
-    assert line == first[0]
-    group, recorded_route = verdict.divergence.group, f"replica {first[1][5]} (load)"
-    assert str(verdict.divergence) == (
-        f"{path}: line {line}, {group}: recorded {recorded_route}, decided replica 0 (load)"
+    (path,) = files_in(tmp_path, ROUTE_SUFFIX)
+    verdict = verify_routes(path, Stubborn)
+    assert verdict.diverged is not None
+    number, group = verdict.diverged.number, verdict.diverged.group
+    routes = [(at, entry) for at, entry in enumerate(entries_in(path), 1) if isinstance(entry, Chosen)]
+    first, route = next((at, entry) for at, entry in routes if entry.replica > 0)
+    assert number == first
+    assert [*verdict.lines()][-1] == (
+        f"{path}: entry {number}, {group}: recorded replica {route.replica} (load), decided replica 0 (load)"
     )
-    assert facts(verdict)["parted"] == {
+    assert verdict.facts()["parted"] == {
         "file": path.name,
-        "line": line,
+        "entry": number,
         "group": group,
-        "recorded": recorded_route,
+        "recorded": f"replica {route.replica} (load)",
         "decided": "replica 0 (load)",
     }
 
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_one_changed_field_of_any_line_is_found(
+def test_one_changed_field_of_any_route_is_found(
     tmp_path_factory: pytest.TempPathFactory, seed: int, data: st.DataObject
 ) -> None:
-    """At its mark; of a route whose mark was made again, at the line itself."""
+    """In a file whose chain was made again: its manifest and its chain find every other change."""
     folder = tmp_path_factory.mktemp("changed")
     recorded(folder, seed, 60)
-    (path,) = route_files(folder)
-    lines = lines_in(path)
-    at = data.draw(st.integers(1, len(lines) - 2))
-    entry = json.loads(lines[at])
-    place = data.draw(st.integers(1, len(entry) - 1))
-    entry[place] = changed(entry[place])
-    lines[at] = json.dumps(entry, separators=(",", ":"))
-    write_lines(path, lines, with_marks=False)
-    with pytest.raises(TraceError, match=r"lines? "):
-        verify_routes([path])
-    if entry[0] == "chosen" and place >= FIELDS.index("replica"):
-        write_lines(path, lines)
-        divergence = verify_routes([path]).divergence
-        assert divergence is not None
-        assert divergence.line == at + 1
+    (path,) = files_in(folder, ROUTE_SUFFIX)
+    entries = entries_in(path)
+    routes = [at for at, entry in enumerate(entries) if isinstance(entry, Chosen)]
+    assume(routes)
+    at = data.draw(st.sampled_from(routes))
+    name = data.draw(st.sampled_from(("replica", "why", "num_cached")))
+    entries[at] = replace(entries[at], **{name: changed(getattr(entries[at], name))})
+    write_whole(path, entries)
+    diverged = verify_routes(path).diverged
+    assert diverged is not None
+    assert diverged.number == at + 1
 
 
-def changed(value: object) -> object:
-    match value:
-        case bool():
-            return not value
-        case int():
-            return value + 1
-        case str():
-            return f"{value}x"
-        case None:
-            return "somebody"
-        case list():
-            return [*value, [0, 1]] if not value or isinstance(value[0], list) else [*value, 9, 1]
-    raise AssertionError(value)
+def changed(value: int | str) -> int | str:
+    return value + 1 if isinstance(value, int) else f"{value}x"
 
 
 def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
     life = recorded(tmp_path, seed=4)
-    (path,) = route_files(tmp_path)
+    (path,) = files_in(tmp_path, ROUTE_SUFFIX)
     path.write_bytes(path.read_bytes()[:-6])
-    verdict = verify_routes([path])
+    verdict = verify_routes(path)
     assert [each.kind for each in verdict.findings] == [Kind.OPEN]
-    assert 0 < verdict.num_routes <= life.num_routes
-    assert verdict.divergence is None
+    assert 0 < verdict.counts["routes"] <= life.num_routes
+    assert verdict.diverged is None
 
 
 def test_a_file_that_begins_with_another_state_than_the_one_before_ended_with_is_found(tmp_path: Path) -> None:
     recorded(tmp_path, seed=5)
-    (path,) = route_files(tmp_path)
-    header = json.loads(lines_in(path)[0])
+    (path,) = files_in(tmp_path, ROUTE_SUFFIX)
+    header = entries_in(path)[0]
     run, number = path.stem.rsplit("-", 1)
-    resumed = ["resumed", 1, "a", "prefix", 4, [0, 7], [0, 2], 1, [[], []], []]
+    resumed = Resumed(1, "a", "prefix", 4, (0, 7), (0, 2), 1, ((), ()), ())
     following = tmp_path / f"{run}-{int(number) + 1:06}{ROUTE_SUFFIX}"
-    write_lines(following, [json.dumps({**header, "file": header["file"] + 1}), json.dumps(resumed)])
-    verdict = verify_routes(route_files(tmp_path))
-    assert verdict.divergence is not None
-    assert (verdict.divergence.path, verdict.divergence.line) == (following, 2)
-    assert verify_routes([following]).divergence is None, "by itself it is believed"
+    write_whole(following, [replace(header, file=header.file + 1), resumed, END])
+    verdict = verify_routes(tmp_path)
+    assert verdict.diverged is not None
+    assert (verdict.diverged.path, verdict.diverged.number) == (following, 2)
+    assert verify_routes(following).diverged is None, "by itself it is believed"
 
 
-HEADER = b'{"schema":2,"lockstep":"0.1","run":"r","file":1}\n'
+HEADER, END = Header(SCHEMA_VERSION, "0.1", "r", 1), End((), goes_on=False)
+OPENED = Opened(1, "r0", 2, "prefix", 4)
+
+
+@pytest.mark.parametrize(
+    ("entries", "what"),
+    [
+        ([replace(HEADER, schema=99)], "its schema is 99"),
+        ([HEADER, Ended(1, 0)], "entry 2 cannot have happened"),
+        ([HEADER, replace(OPENED, num=0)], "entry 2 cannot have happened"),
+        ([HEADER, replace(OPENED, num=9999)], "at most 1024 replicas"),
+        ([HEADER, replace(OPENED, policy="nearest")], "entry 2 cannot have happened"),
+        ([HEADER, OPENED, Ended(1, -1)], "no replica -1"),
+        ([HEADER, OPENED, Learned(1, 0, ((0, 99999999999),))], "entry 3 cannot"),
+        ([HEADER, Resumed(1, "r0", "prefix", 4, (0,), (0, 1), 3, ((),), ())], "others than its 1 replicas"),
+    ],
+)
+def test_entries_that_cannot_be_are_refused(tmp_path: Path, entries: list[EntryStruct], what: str) -> None:
+    path = tmp_path / f"x{ROUTE_SUFFIX}"
+    write_whole(path, [*entries, END])
+    with pytest.raises(TraceError, match=what):
+        verify_routes(path)
 
 
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b'{"schema":99,"lockstep":"9.0","run":"r","file":1}\n', "its schema is 99"),
-        (HEADER + b'["routed",1]\n', "line 2 is no route"),
-        (HEADER + b'["ended",1,0]\n', "line 2 cannot have happened"),
-        (HEADER + b'["opened",1,"r0",0,"prefix",4]\n', "line 2 cannot have happened"),
-        (HEADER + b'["opened",1,"r0",9999,"prefix",4]\n', "at most 1024 replicas"),
-        (HEADER + b'["opened",1,"r0",2,"nearest",4]\n', "line 2 cannot have happened"),
-        (HEADER + b'["opened",1,"r0",2,"prefix",4]\n["ended",1,-1]\n', "no replica -1"),
-        (HEADER + b'["opened",1,"r0",2,"prefix",4]\n["learned",1,0,[[0,99999999999]]]\n', "line 3 cannot"),
-        (HEADER + b'["resumed",1,"r0","prefix",4,[0],[0,1],3,[[]],[]]\n', "others than its 1 replicas"),
-        (b'{"schema":1,"lockstep":"0.1","run":"r","file":1}\n', "its schema is 1"),
-        (b"no json\n", "line 1"),
-        (b"", "no recording of routes"),
+        (b'{"schema":2,"lockstep":"0.8.0","run":"r","file":1,"gap":""}\n', "its schema is 2, .* by lockstep 0.8.0"),
+        (b"no entries at all", "is no entry of a recording"),
+        (b"", "breaks off before anything was recorded"),
     ],
 )
 def test_what_is_no_recording_of_routes_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
     path = tmp_path / f"x{ROUTE_SUFFIX}"
-    write_lines(path, content.decode().splitlines())
+    path.write_bytes(zstandard.compress(content) if content else b"")
     with pytest.raises(TraceError, match=what):
-        verify_routes([path])
-
-
-@pytest.mark.parametrize(
-    ("lines", "what"),
-    [
-        ([HEADER.decode().rstrip(), '["mark","00"]'], "lines 1 to 2 are not as they were recorded"),
-        ([HEADER.decode().rstrip(), '["ended",1,0]'], "lines 1 to 2 are not as they were recorded: no mark follows"),
-    ],
-)
-def test_lines_without_their_mark_are_refused(tmp_path: Path, lines: list[str], what: str) -> None:
-    path = tmp_path / f"x{ROUTE_SUFFIX}"
-    write_lines(path, lines, with_marks=False)
-    with pytest.raises(TraceError, match=what):
-        verify_routes([path])
+        verify_routes(path)
 
 
 def test_a_gateways_directory_is_verified_by_its_routes_alone(
@@ -182,13 +171,13 @@ def test_a_gateways_directory_is_verified_by_its_routes_alone(
         "findings": [],
         "parted": None,
     }
-    (path,) = route_files(tmp_path)
-    lines = lines_in(path)
-    at = next(number for number, line in enumerate(lines) if line.startswith('["chosen"'))
-    route = json.loads(lines[at])
-    write_lines(path, [*lines[:at], json.dumps([*route[:5], 1 - route[5], *route[6:]]), *lines[at + 1 :]])
+    (path,) = files_in(tmp_path, ROUTE_SUFFIX)
+    entries = entries_in(path)
+    at = next(number for number, entry in enumerate(entries) if isinstance(entry, Chosen))
+    entries[at] = replace(entries[at], replica=1 - entries[at].replica)
+    write_whole(path, entries)
     assert verify_trace(path, as_json=False) == 1
     first, second, third = capsys.readouterr().out.splitlines()
     assert first == "routing: 1 routes, not identical"
-    assert f"line {at + 1}, " in second
+    assert f"entry {at + 1}, " in second
     assert third.startswith(f"{path.name} was ")

@@ -11,13 +11,14 @@ import zstandard
 from msgspec.structs import replace
 
 from lockstep.cli.main import invoke
+from lockstep.core.request import Request as CoreRequest
 from lockstep.errors import TraceError
 from lockstep.replay import trace
 from lockstep.replay.live import workload_of
-from lockstep.replay.trace import CutFile, open_trace, read_entries
+from lockstep.replay.trace import STEPS, CutFile, open_trace, read_entries
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.chunks import ChunkWriter
-from lockstep.worker.flight.entries import SCHEMA_VERSION, CacheReset, Entry, Turn, ids_of, runs_of
+from lockstep.worker.flight.entries import SCHEMA_VERSION, Added, CacheReset, Entry, Turn, ids_of, runs_of
 from tests.replay.recordings import files_of, record, rewrite, rewrite_entries
 
 
@@ -79,7 +80,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
 def test_a_cut_file_is_read_as_far_as_it_goes(path: Path, whole: bytes, share: float) -> None:
     path.write_bytes(whole[: int(share * len(whole))])
-    entries = list(read_entries(path))
+    entries = list(read_entries(path, STEPS))
     assert isinstance(entries[-1], CutFile)
     found = verify(open_trace(path)) if len(entries) > 1 else None
     assert found is None or found.is_identical
@@ -124,6 +125,18 @@ def test_entries_that_cannot_be_are_refused(path: Path, damage: bytes) -> None:
         verify(open_trace(path))
 
 
+def test_a_sequence_of_an_unknown_engine_is_refused_by_every_reader(path: Path) -> None:
+    added = Added.of(9, 0, 0, CoreRequest(1, 1), 0, ())
+
+    def append(entries: list[Entry]) -> None:
+        entries.insert(-1, added)
+
+    rewrite_entries(path, append)
+    for read in (verify, workload_of):
+        with pytest.raises(TraceError, match="an entry is of engine 9, which the file does not know"):
+            read(open_trace(path))
+
+
 def test_an_unknown_engine_is_rejected_with_the_recorded_ones(path: Path) -> None:
     with pytest.raises(TraceError, match="no engine 7; it has 0, 1"):
         workload_of(open_trace(path), 7)
@@ -151,7 +164,7 @@ def test_a_chunk_byte_by_byte() -> None:
 
 
 def test_a_recording_is_read_entry_by_entry_and_not_at_once(path: Path) -> None:
-    entries = read_entries(path)
+    entries = read_entries(path, STEPS)
     first = next(entries)
     assert msgspec.msgpack.encode(first)
     assert any(isinstance(entry, Turn) for entry in entries)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from lockstep.cli.main import invoke
 from lockstep.cli.replay import verify_trace
-from lockstep.cluster.plan_recorder import PlanRecorder
+from lockstep.cluster.plan_recorder import PLAN_SUFFIX, PlanRecorder
 from lockstep.cluster.planner import Observed, PlanPolicy, plan
 from lockstep.errors import TraceError
 from lockstep.replay.live import workload_of
-from lockstep.replay.plans import plan_files, verify_plans
+from lockstep.replay.plans import verify_plans
 from lockstep.replay.readers import read_workload
-from lockstep.replay.trace import open_trace
+from lockstep.replay.trace import files_in, open_trace
 from lockstep.replay.trace_integrity import Kind, Part, arranged
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.options import TraceOptions
@@ -158,19 +158,19 @@ def test_the_number_of_missing_steps_is_exact(folder: Path, gone: list[int], who
     for index in gone:
         paths[index].unlink()
     losses = [each.loss for each in verify(open_trace(folder)).findings]
-    assert sum(loss.steps[0] for loss in losses if loss) == sum(each.tally.num_steps for each in alone.values())
-    assert sum(loss.num_turns for loss in losses if loss) == sum(each.tally.num_turns for each in alone.values())
+    assert sum(loss.steps[0] for loss in losses if loss) == sum(each.counts["steps"] for each in alone.values())
+    assert sum(loss.num_turns for loss in losses if loss) == sum(each.counts["turns"] for each in alone.values())
 
 
 def test_a_cut_file_is_reported_with_its_byte_and_the_missing_steps(folder: Path) -> None:
     path = files_of(folder)[2]
-    all_steps = verify(open_trace(folder)).tally.num_steps
+    all_steps = verify(open_trace(folder)).counts["steps"]
     size = cut(path, path.stat().st_size - 100).stat().st_size
     found = verify(open_trace(folder))
     [finding] = found.findings
     assert (finding.kind, finding.file, finding.byte) == (Kind.CUT, path.name, size)
     assert finding.loss is not None
-    assert finding.loss.steps == {0: all_steps - found.tally.num_steps}
+    assert finding.loss.steps == {0: all_steps - found.counts["steps"]}
     assert f"{path.name} breaks off at byte {size}" in str(finding)
     assert f"{finding.loss.steps[0]} steps of engine 0" in str(finding)
 
@@ -220,14 +220,14 @@ def test_two_simulated_runs_in_one_directory_are_no_repetition(tmp_path: Path) -
     for name in ("a", "run-000003"):
         assert invoke(["replay", str(workload), "--trace", str(tmp_path / f"{name}.lstrace")]) == 0
     assert kinds(tmp_path) == []
-    assert verify(open_trace(tmp_path)).tally.num_engines == 2
+    assert verify(open_trace(tmp_path)).counts["engines"] == 2
     cut(tmp_path / "a.lstrace", 300)
     assert kinds(tmp_path) == ["empty"], "all of it is one block, which is read whole or not at all"
 
 
 def test_engines_are_counted_once_whatever_is_missing(folder: Path) -> None:
     files_of(folder)[2].unlink()
-    assert verify(open_trace(folder)).tally.num_engines == 1
+    assert verify(open_trace(folder)).counts["engines"] == 1
 
 
 def test_missing_plans_are_noticed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,22 +235,22 @@ def test_missing_plans_are_noticed_too(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("lockstep.worker.flight.files.NUM_FILES", 1 << 12)
     recorder = PlanRecorder(TraceOptions(str(tmp_path), 16 << 12))
     observed, policy = Observed((), 1000), PlanPolicy()
-    while len(plan_files(tmp_path)) < 4:
+    while len(files_in(tmp_path, PLAN_SUFFIX)) < 4:
         recorder.planned(observed, 1.0, policy, plan(observed, 1.0, policy))
     recorder.close()
-    paths = plan_files(tmp_path)
-    assert verify_plans(paths).findings == ()
+    paths = files_in(tmp_path, PLAN_SUFFIX)
+    assert verify_plans(tmp_path).findings == ()
     paths[1].unlink()
-    verdict = verify_plans(plan_files(tmp_path))
+    verdict = verify_plans(tmp_path)
     assert [(each.kind, each.file) for each in verdict.findings] == [(Kind.MISSING, paths[1].name)]
     assert not verdict.is_in_order(allows_gaps=False)
     assert verdict.is_in_order(allows_gaps=True)
     paths[2].write_bytes(b"")
-    assert [each.kind for each in verify_plans(plan_files(tmp_path)).findings] == [Kind.MISSING, Kind.EMPTY]
-    for path in plan_files(tmp_path):
+    assert [each.kind for each in verify_plans(tmp_path).findings] == [Kind.MISSING, Kind.EMPTY]
+    for path in files_in(tmp_path, PLAN_SUFFIX):
         path.write_bytes(b"")
-    with pytest.raises(TraceError, match="no recording of plans"):
-        verify_plans(plan_files(tmp_path))
+    with pytest.raises(TraceError, match="breaks off before anything was recorded"):
+        verify_plans(tmp_path)
 
 
 RUNS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.booleans()), min_size=1, max_size=3)

@@ -19,7 +19,8 @@ from lockstep.core.step import StepPlan
 from lockstep.replay.playback import Playback
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, EngineRerun, decode_record
 from lockstep.replay.trace import Trace, open_trace
-from lockstep.replay.verify import side_by_side, verify
+from lockstep.replay.verdict import side_by_side
+from lockstep.replay.verify import verify
 from lockstep.worker.flight.entries import Entry, Idle, Record, Turn, WithWork
 from tests.core.drive import needs_interpreted
 from tests.replay.live import happenings
@@ -49,9 +50,9 @@ def test_a_recording_is_identical_whatever_happened_in_it(trace: Trace) -> None:
     found = verify(trace)
     assert found.is_identical, found.diverged
     seen = happenings(trace)
-    assert found.tally.num_steps == seen["steps"] > 300
-    assert found.tally.num_engines == 2
-    assert found.tally.num_turns >= found.tally.num_steps
+    assert found.counts["steps"] == seen["steps"] > 300
+    assert found.counts["engines"] == 2
+    assert found.counts["turns"] >= found.counts["steps"]
     for what in ("preemptions", "swaps", "evictions", "hits", "abort", "failures", "resets", "priority -1"):
         assert seen[what] > 0, what
 

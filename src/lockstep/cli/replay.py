@@ -323,7 +323,7 @@ def _show(reports: Sequence[Report]) -> None:
     show(report_document(reports[0]) if len(reports) == 1 else comparison_document(reports[0], reports[1]))
 
 
-VERSION = 2
+VERSION = 3
 """Version of the JSON form of ``--verify`` and ``--execute``."""
 
 
@@ -344,47 +344,19 @@ def replay_trace(given: RecordingFlags, as_json: bool) -> int:
 
 
 def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False, request: str | None = None) -> int:
-    from lockstep.replay import folder_integrity, plans
-    from lockstep.replay import recorded_routes as routes
-    from lockstep.replay import verify as deciding
     from lockstep.replay.request_timeline import RequestTimeline
-    from lockstep.replay.trace import open_trace
-    from lockstep.worker.flight.entries import SUFFIX
+    from lockstep.replay.verify import verify_recording
 
-    of_plans, of_routes = plans.plan_files(path), routes.route_files(path)
+    timeline = None if request is None else RequestTimeline(request)
+    verdicts = verify_recording(path, timeline)
     facts: dict[str, Any] = {"version": VERSION}
     lines: list[str] = []
-    verdicts: list[
-        deciding.Verification | plans.PlansVerdict | routes.RoutesVerdict | folder_integrity.FolderVerdict
-    ] = []
-    planned = plans.verify_plans(of_plans) if of_plans else None
-    routed = routes.verify_routes(of_routes) if of_routes else None
-    noted = [finding for each in (planned, routed) if each is not None for finding in each.findings]
-    timeline = None if request is None else RequestTimeline(request)
-    has_steps = timeline is not None or not (of_plans or of_routes) or any(path.glob(f"*{SUFFIX}"))
-    if has_steps:
-        trace = open_trace(path, noted)
-        verification = deciding.verify(trace, timeline=timeline)
-        facts |= deciding.facts(verification, trace)
-        lines += deciding.describe(verification, trace)
-        if timeline is not None:
-            timeline.check_found(trace)
-            facts["request"] = timeline.facts()
+    for each in verdicts:
+        lines += each.lines()
+        facts |= {each.key: each.facts()} if each.key else each.facts()
+        if timeline is not None and not each.key:
             lines += timeline.describe()
-        verdicts.append(verification)
-    if planned is not None:
-        facts["planner"] = plans.facts(planned)
-        lines += plans.describe(planned)
-        verdicts.append(planned)
-    if routed is not None:
-        facts["routing"] = routes.facts(routed)
-        lines += routes.describe(routed)
-        verdicts.append(routed)
-    if not has_steps:
-        checked = folder_integrity.FolderVerdict(folder_integrity.folder_findings(path, noted))
-        facts["folder"] = checked.facts()
-        lines += map(str, checked.findings)
-        verdicts.append(checked)
+            facts["request"] = timeline.facts()
     is_in_order, may_be_meant = (all(each.is_in_order(allows) for each in verdicts) for allows in (allows_gaps, True))
     print(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
     if not is_in_order and may_be_meant:

@@ -1,9 +1,8 @@
 """Recording of routes: all inputs of each group's balancer, in order, and its choices.
 
-A file is a sequence of zstd frames with checksums, as those of the device (worker/flight/entries.py), and has lines of
-JSON. The first is a `RouteHeader`; then comes a `GroupOpened` with its state for each group that is there, so that a
-file can be understood without those before it; then one line for each call, as its class below says. Now and then, and
-behind every choice, comes a mark (`lockstep.cluster.marked_lines`).
+The files are those of a device's recording (`lockstep.worker.flight.entries`). Behind the header comes a `Resumed` for
+each group that is there, so that a file can be understood without those before it; then one entry for each call, as its
+class below says.
 
 Contents are numbered as they come, and no hash is written; a session is a digest under the recording's key
 (worker/flight/content.py), and its name is nowhere. Both mean the same in all files of one run.
@@ -13,28 +12,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Concatenate, ParamSpec
 
-import msgspec
-
-from lockstep.cluster.marked_lines import Marker
 from lockstep.core.balancer import Balancer, RoutingChoice, RoutingPolicy, bits_of
 from lockstep.core.prefix import ContentNews
-from lockstep.version import __version__
 from lockstep.worker.flight.content import Digests
-from lockstep.worker.flight.entries import Runs, runs_of
-from lockstep.worker.flight.files import TraceFiles
+from lockstep.worker.flight.entries import EntryStruct, Runs, runs_of
 from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.flight.writer import RecordingWriter, guarded
 
 log = logging.getLogger(__name__)
 
-ROUTE_SCHEMA_VERSION = 2
 ROUTE_SUFFIX = ".lsroutes"
 SHARE = 4
 """Routes get one part in so many of the bytes that a recording may take, in addition."""
 MAX_PENDING_BYTES = 1 << 14
-"""Lines that are handed over together; a choice is handed over at once, with the inputs before it."""
+"""Entries that are handed over together; a choice is handed over at once, with the inputs before it."""
 MAX_CONTENTS = 1 << 19
 """Contents that the beginning of a file writes down, of all groups together, replica by replica."""
 DEFECT = "the recorder of routes has a defect, which the log tells"
@@ -43,28 +35,12 @@ NO_REPLICA = -1
 TOO_LARGE = f"replicas hold more than {MAX_CONTENTS:,} blocks, more than the beginning of a file of routes can have"
 
 
-Arguments = ParamSpec("Arguments")
-
-
-class RouteHeader(msgspec.Struct, frozen=True):
-    """Header of a file."""
-
-    schema: int
-    lockstep: str
-    run: str
-    file: int
-    gap: str = ""
-    """Why routes before it are in no file; empty: it goes on where the file before it ends."""
-    key_name: str = ""
-    """Of the key of its digests, as in a device's recording."""
-
-
-class _Line(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class _GroupEntry(EntryStruct, frozen=True):
     group: int
     """Groups are numbered as they are opened; one that is opened again has another number."""
 
 
-class Opened(_Line, frozen=True, tag="opened"):
+class Opened(_GroupEntry, frozen=True, tag=33):
     """A group of replicas, all of them there; in the place of one of its key, if there is one."""
 
     key: str
@@ -73,7 +49,7 @@ class Opened(_Line, frozen=True, tag="opened"):
     max_imbalance: int
 
 
-class Resumed(_Line, frozen=True, tag="resumed"):
+class Resumed(_GroupEntry, frozen=True, tag=34):
     """A group as it is where the file begins; see `lockstep.core.balancer.BalancerState`."""
 
     key: str
@@ -87,20 +63,20 @@ class Resumed(_Line, frozen=True, tag="resumed"):
     sessions: tuple[tuple[str, int], ...]
 
 
-class Admitted(_Line, frozen=True, tag="admitted"):
+class Admitted(_GroupEntry, frozen=True, tag=35):
     """A replica gets requests."""
 
     replica: int
 
 
-class Withdrawn(_Line, frozen=True, tag="withdrawn"):
+class Withdrawn(_GroupEntry, frozen=True, tag=36):
     """A replica gets no requests."""
 
     replica: int
     is_lost: bool
 
 
-class Learned(_Line, frozen=True, tag="learned"):
+class Learned(_GroupEntry, frozen=True, tag=37):
     """News of a replica's contents."""
 
     replica: int
@@ -108,13 +84,13 @@ class Learned(_Line, frozen=True, tag="learned"):
     """What can be found from now on, what no longer can, what can, and so on."""
 
 
-class Ended(_Line, frozen=True, tag="ended"):
+class Ended(_GroupEntry, frozen=True, tag=38):
     """A request that a replica was given is open no longer."""
 
     replica: int
 
 
-class Chosen(_Line, frozen=True, tag="chosen"):
+class Chosen(_GroupEntry, frozen=True, tag=39):
     """A route: the request and the decision."""
 
     contents: Runs
@@ -202,25 +178,6 @@ class _Group:
         )
 
 
-Method = Callable[Concatenate["RouteRecorder", Arguments], None]
-
-
-def _guarded(method: Method[Arguments]) -> Method[Arguments]:
-    """A defect of the recorder ends the recording, and never a request."""
-
-    @wraps(method)
-    def call(self: RouteRecorder, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        if self.fault == DEFECT:
-            return
-        try:
-            method(self, *arguments, **named)
-        except Exception:  # whatever it is: requests are routed on
-            log.exception("no routes are recorded from here on; requests are served all the same")
-            self._fault = DEFECT
-
-    return call
-
-
 class RouteRecorder:
     """Writes every route, in a thread of its files; what cannot be written is reported once, and nothing waits for it.
 
@@ -229,19 +186,15 @@ class RouteRecorder:
     """
 
     def __init__(self, options: TraceOptions) -> None:
-        share = msgspec.structs.replace(options, max_bytes=options.max_bytes // SHARE)
-        self._files = TraceFiles(share, ROUTE_SUFFIX)
         self._digests = Digests(options.secret())
-        self._encode = msgspec.json.Encoder().encode
+        self._writer = RecordingWriter(options.share(SHARE), ROUTE_SUFFIX, self._digests.key_name)
+        self._files = self._writer.files
         self._groups: dict[str, _Group] = {}
         self._num_groups = 0
-        self._lines = bytearray()
-        """Not handed over yet."""
-        self._marker = Marker()
         self._fault = ""
         """Why nothing is being recorded, though files can be written."""
 
-    @_guarded
+    @guarded
     def opened(self, group: str, num_replicas: int, policy: RoutingPolicy, max_imbalance: int) -> None:
         """A group is there, with all its replicas, in the place of the one that had its key."""
         self._begin()
@@ -250,38 +203,38 @@ class RouteRecorder:
         self._groups[group] = made
         self._put(Opened(made.number, group, num_replicas, policy.value, max_imbalance))
 
-    @_guarded
+    @guarded
     def admitted(self, group: str, replica: int) -> None:
         """Follow `Balancer.admit`; likewise the others."""
         found = self._begun(group)
         found.balancer.admit(replica)
         self._put(Admitted(found.number, replica))
 
-    @_guarded
+    @guarded
     def withdrawn(self, group: str, replica: int, is_lost: bool) -> None:
         found = self._begun(group)
         found.withdraw(replica, is_lost)
         self._put(Withdrawn(found.number, replica, is_lost))
 
-    @_guarded
+    @guarded
     def learned(self, group: str, replica: int, news: Sequence[ContentNews]) -> None:
         found = self._begun(group)
         self._put(Learned(found.number, replica, found.learn(replica, news)))
 
-    @_guarded
+    @guarded
     def ended(self, group: str, replica: int) -> None:
         found = self._begun(group)
         found.balancer.ended(replica)
         self._put(Ended(found.number, replica))
 
-    @_guarded
+    @guarded
     def chosen(self, group: str, hashes: Sequence[bytes], session: str | None, choice: RoutingChoice | None) -> None:
         found = self._begun(group)
         name = None if session is None else self._digests.session(session)
         replica, why, num_cached = (NO_REPLICA, "", 0) if choice is None else (choice[0], choice[1].value, choice[2])
         contents = found.choose(hashes, session)
         self._put(Chosen(found.number, contents, len(hashes), name, replica, why, num_cached))
-        self._hand_over()
+        self._writer.flush()
 
     @property
     def fault(self) -> str:
@@ -290,8 +243,16 @@ class RouteRecorder:
 
     def close(self) -> None:
         """Write what is left, within a bounded time."""
-        self._hand_over()
-        self._files.close()
+        if self._fault == DEFECT:
+            self._files.close()
+        else:
+            self._writer.close()
+
+    def give_up(self) -> None:
+        """A defect of ours: log it once, and record nothing any more. Within an ``except``."""
+        if self._fault != DEFECT:
+            log.exception("no routes are recorded from here on; requests are served all the same")
+        self._fault = DEFECT
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -301,40 +262,23 @@ class RouteRecorder:
         return self._groups[group]
 
     def _begin(self) -> None:
-        files = self._files
-        if not files.wants_file():
+        if self._fault == DEFECT or not self._files.wants_file():
             return
-        self._hand_over()
-        gap = files.gap or self._fault
-        groups = self._groups.values()
-        if sum([each.num_held for each in groups]) > MAX_CONTENTS:
+        if sum([each.num_held for each in self._groups.values()]) > MAX_CONTENTS:
             if not self._fault:
                 log.warning("no routes are recorded: %s; requests are served all the same", TOO_LARGE)
             self._fault = TOO_LARGE
             return
+        self._writer.end(goes_on=True)
+        self._writer.begin(self._put_state, gap=self._fault)
         self._fault = ""
-        header = RouteHeader(
-            ROUTE_SCHEMA_VERSION,
-            __version__,
-            files.run,
-            files.num_files + 1,
-            gap,
-            self._digests.key_name,
-        )
-        self._marker = Marker()
-        entries = [header, *(each.resumed(self._digests.session) for each in groups)]
-        files.begin(self._marker.marked(b"".join([self._encode(each) + b"\n" for each in entries])))
 
-    def _put(self, entry: Entry) -> None:
-        if not self._files.is_open or self._fault:
-            return
-        self._lines += self._encode(entry)
-        self._lines += b"\n"
-        if len(self._lines) >= MAX_PENDING_BYTES:
-            self._hand_over()
+    def _put_state(self) -> None:
+        for group in self._groups.values():
+            self._writer.chunk.put(group.resumed(self._digests.session))
 
-    def _hand_over(self) -> None:
-        lines = bytes(self._lines)
-        self._lines.clear()
-        if lines and self._files.is_open:
-            self._files.put(self._marker.marked(lines))
+    def _put(self, entry: _GroupEntry) -> None:
+        if self._files.is_open and not self._fault:
+            self._writer.chunk.put(entry)
+            if self._writer.chunk.num_bytes >= MAX_PENDING_BYTES:
+                self._writer.flush()

@@ -21,9 +21,10 @@ from lockstep.replay.cost import Extrapolation
 from lockstep.replay.cost_file import CostFile, MadeOn
 from lockstep.replay.diff import diff_traces
 from lockstep.replay.latencies import distribution
-from lockstep.replay.live import Lives, LiveStep, SequenceLife, live_step, workload_of_lives
+from lockstep.replay.live import LiveStep, live_step, workload_of_sequences
 from lockstep.replay.metrics import MORE_IS_BETTER
 from lockstep.replay.playback import played
+from lockstep.replay.played_sequences import PlayedSequence, PlayedSequences
 from lockstep.replay.render.difference import engine_facts
 from lockstep.replay.rerun import DecidedStep
 from lockstep.replay.simulator import Simulation
@@ -99,13 +100,13 @@ def _difference(baseline: Trace, candidate: Trace, number: int) -> dict[str, Any
 def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is_alone: bool) -> dict[str, Any]:
     """Figures of the baseline's load, measured, and replayed on both settings; a sentence where there are none."""
     try:
-        steps, lives, notes = _course(trace, engine.number)
-        workload = workload_of_lives(engine.name, engine, lives)
+        steps, served, notes = _course(trace, engine.number)
+        workload = workload_of_sequences(engine.name, engine, served)
         if not workload.requests:
             return {"unknown": "no request of the baseline got a token, so there is no load to replay"}
         made_on = (trace.header.lockstep, trace.header.machine, engine.name, engine.fingerprint)
         cost = calibrate(steps, MadeOn(*made_on, {}, dict(engine.environment)))
-        measured = figures_of([life.outcome for life in lives if life.outcome.num_output_tokens])
+        measured = figures_of([each.outcome for each in served if each.outcome.num_output_tokens])
         own, caveats = _replayed(workload, engine.config, cost)
         predicted = own
         if candidate.config != engine.config:
@@ -130,13 +131,14 @@ def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is
     }
 
 
-def _course(trace: Trace, number: int) -> tuple[list[LiveStep], list[SequenceLife], list[str]]:
+def _course(trace: Trace, number: int) -> tuple[list[LiveStep], list[PlayedSequence], list[str]]:
     """Steps of an engine, the sequences that ended with them, and what is left out; in one pass."""
     steps: list[LiveStep] = []
-    served: list[SequenceLife] = []
-    lives = Lives()
+    served: list[PlayedSequence] = []
+    sequences = PlayedSequences()
     for event in played(trace):
-        served += [life for life in lives.take(event) if life.added.engine == number and life.outcome.is_completed]
+        ended = [each for each in sequences.take(event) if each.engine.number == number]
+        served += [each for each in ended if each.outcome.is_completed]
         if isinstance(event, DecidedStep) and event.engine == number:
             steps.append(live_step(event))
             if len(steps) == MAX_STEPS:

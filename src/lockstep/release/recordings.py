@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import compress
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +26,15 @@ from lockstep.release.documents import write_lines
 from lockstep.release.observation import SIDES, Side
 from lockstep.release.reading import Source, read
 from lockstep.release.store import Store
-from lockstep.replay.live import Lives
 from lockstep.replay.playback import Event, Playback
+from lockstep.replay.played_sequences import PlayedSequence, PlayedSequences
 from lockstep.replay.readers import reading as workloads
-from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError
-from lockstep.replay.timeline import RequestOutcome
-from lockstep.replay.trace import CutFile, Trace, open_trace
+from lockstep.replay.rerun import AppliedCommand, DecidedStep
+from lockstep.replay.trace import Trace, open_trace
+from lockstep.replay.verdict import DivergedError
 from lockstep.replay.workload import PS_PER_MS
 from lockstep.worker.flight.content import Digests, decode_request
-from lockstep.worker.flight.entries import (
-    Added,
-    Arrival,
-    EngineEntry,
-    Entry,
-    Header,
-    OutputDigest,
-    RequestDigest,
-    RequestEntry,
-    Tokens,
-)
+from lockstep.worker.flight.entries import Added, Arrival, EngineEntry, OutputDigest, RequestDigest, RequestEntry
 
 FORMAT = "lockstep recording"
 BACKEND = "lockstep"
@@ -156,28 +146,17 @@ def _opened(path: Path) -> Trace:
 
 
 @dataclass(slots=True)
-class _Sequence:
-    """One recorded sequence: its request, its times and tokens, its end."""
+class _Observed:
+    """Parts of a sequence's observation that are noted while it is under way."""
 
-    sibling_of: int | None = None
-    num_prompt_tokens: int | None = None
     request_id: str | None = None
-    seed: int | None = None
-    """None: it draws nothing, or it is not known."""
     prompt: bytes = b""
     parameters: bytes = b""
-    segment: str = ""
-    num_siblings: int = 0
     num_waiting: int = 0
     """Others that waited when it came."""
     num_held_blocks: int | None = None
     """By all, after the step of its first token; likewise the next."""
     num_blocks: int | None = None
-    last_us: int | None = None
-    """End of the step of its last token."""
-    gaps_ms: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    end: OutputDigest | None = None
 
 
 class _Sequences:
@@ -188,16 +167,13 @@ class _Sequences:
         self._sameness = sameness
         self._has_tokens = has_tokens
         self._content_digests = Digests(_CONTENT_KEY)
-        self._entries = self._tapped()
+        self._entries = trace.entries()
         self._playback = Playback(self._entries)
         self._diverged: DivergedError | None = None
         self._num_untimed = 0
-        self._lives = Lives()
-        self._engines: dict[int, EngineEntry] = {}
-        self._open: dict[tuple[int, int], _Sequence] = {}
+        self._sequences = PlayedSequences(with_tokens=True)
+        self._observed: dict[tuple[int, int], _Observed] = {}
         """By engine and sequence: those of which there is no observation yet."""
-        self._tokens: dict[int, deque[tuple[tuple[int, ...], ...]]] = {}
-        """Of steps that are not decided again yet, by engine."""
         self._times_asked: Counter[str] = Counter()
 
     def observations(self) -> Iterator[dict[str, Any]]:
@@ -208,20 +184,21 @@ class _Sequences:
         """
         try:
             for event in self._playback.play():
-                self._take(event)
-                for life in self._lives.take(event):
-                    yield self._observation((life.added.engine, life.added.seq_id), life.outcome)
+                for sequence in self._take(event):
+                    yield self._observation(sequence)
         except DivergedError as diverged:
             self._diverged = diverged
             yield from self._without_times()
 
     def _without_times(self) -> Iterator[dict[str, Any]]:
         """Sequences that ended where this version decides otherwise: their answers are evidence all the same."""
-        for key in [key for key, each in self._open.items() if each.end is not None]:
-            yield self._observation(key, None)
+        under_way = self._sequences.open
+        for key in [key for key, each in under_way.items() if each.end is not None]:
+            yield self._observation(under_way.pop(key), has_times=False)
         for entry in self._entries:
-            if isinstance(entry, OutputDigest) and (entry.engine, entry.seq_id) in self._open:
-                yield self._observation((entry.engine, entry.seq_id), None)
+            deque(self._take(entry), maxlen=0)
+            if isinstance(entry, OutputDigest) and (entry.engine, entry.seq_id) in under_way:
+                yield self._observation(under_way.pop((entry.engine, entry.seq_id)), has_times=False)
 
     def notes(self) -> Iterator[str]:
         """Remarks on what is not among the observations, once they are read."""
@@ -230,114 +207,80 @@ class _Sequences:
                 f"this version decides otherwise than was recorded from step {self._diverged.step} of engine "
                 f"{self._diverged.engine} on ({self._diverged.what}); {self._num_untimed:,} answers are without times"
             )
-        elif self._lives.open:
-            yield f"{len(self._lives.open):,} sequences were under way when the recording ended, and are left out"
+        elif self._sequences.open:
+            yield f"{len(self._sequences.open):,} sequences were under way when the recording ended, and are left out"
 
-    def _tapped(self) -> Iterator[Entry | CutFile]:
-        """The recording's entries; what decides nothing, and so is no event of a playback, is kept here."""
-        for entry in self._trace.entries():
-            match entry:
-                case Header() | CutFile():
-                    self._tokens.clear()
-                case EngineEntry():
-                    self._engines[entry.number] = entry
-                case Added():
-                    asked = entry.request
-                    self._open[entry.engine, entry.seq_id] = _Sequence(asked.sibling_of, asked.num_prompt_tokens)
-                case Arrival():
-                    self._arrive(entry)
-                case RequestDigest():
-                    self._name(entry)
-                case RequestEntry() if self._sameness is Sameness.CONTENT:
-                    self._digest(entry)
-                case OutputDigest() if (entry.engine, entry.seq_id) in self._open:
-                    self._open[entry.engine, entry.seq_id].end = entry
-                case Tokens() if self._has_tokens:
-                    self._tokens.setdefault(entry.engine, deque()).append(entry.tokens)
-            yield entry
+    def _take(self, event: Event) -> Iterator[PlayedSequence]:
+        """Go on by one event; the sequences that ended with it."""
+        match event:
+            case Added():
+                self._observed[event.engine, event.seq_id] = _Observed()
+            case Arrival():
+                self._name_sibling(event)
+            case RequestDigest():
+                self._name(event)
+            case RequestEntry() if self._sameness is Sameness.CONTENT:
+                self._digest(event)
+            case AppliedCommand(engine, Added() as added, _):
+                stats = self._playback.engines[engine].scheduler.stats()
+                self._observed[engine, added.seq_id].num_waiting = stats.num_queued + stats.num_preempted - 1
+            case DecidedStep():
+                self._step(event)
+        yield from self._sequences.take(event)
 
-    def _arrive(self, entry: Arrival) -> None:
-        sequence = self._open[entry.engine, entry.seq_id]
-        sequence.seed = entry.seed
-        if sequence.sibling_of is None:
+    def _name_sibling(self, entry: Arrival) -> None:
+        sequence = self._sequences.open[entry.engine, entry.seq_id]
+        if sequence.first is None:
             return
-        first = self._open.get((entry.engine, sequence.sibling_of))
-        if first is None:
-            return
-        first.num_siblings += 1
-        sequence.seed = None if first.seed is None else first.seed + first.num_siblings
-        sequence.prompt, sequence.parameters, sequence.segment = first.prompt, first.parameters, first.segment
-        sequence.request_id = None if first.request_id is None else f"{first.request_id}.{first.num_siblings}"
+        first = self._observed.get((entry.engine, sequence.first.added.seq_id))
+        if first is not None:
+            request_id = None if first.request_id is None else f"{first.request_id}.{sequence.index}"
+            self._observed[entry.engine, entry.seq_id] = _Observed(request_id, first.prompt, first.parameters)
 
     def _name(self, entry: RequestDigest) -> None:
-        sequence = self._open[entry.engine, entry.seq_id]
-        sequence.segment = entry.segment
-        sequence.seed = sequence.seed if entry.draws else None
-        sequence.request_id = entry.external_id
+        observed = self._observed[entry.engine, entry.seq_id]
+        observed.request_id = entry.external_id
         if self._sameness is Sameness.DIGESTS:
-            sequence.prompt, sequence.parameters = entry.prompt, entry.parameters
+            observed.prompt, observed.parameters = entry.prompt, entry.parameters
         if self._sameness is not Sameness.CONTENT:
-            self._number(sequence)
+            self._number(observed)
 
     def _digest(self, entry: RequestEntry) -> None:
         request = decode_request(entry.request)
         assert isinstance(request.prompt, tuple), "a recorded prompt is token ids"
-        sequence = self._open[entry.engine, entry.seq_id]
-        sequence.prompt = self._content_digests.prompt(request.prompt)
-        sequence.parameters = self._content_digests.parameters(request)
-        self._number(sequence)
+        observed = self._observed[entry.engine, entry.seq_id]
+        observed.prompt = self._content_digests.prompt(request.prompt)
+        observed.parameters = self._content_digests.parameters(request)
+        self._number(observed)
 
-    def _number(self, sequence: _Sequence) -> None:
+    def _number(self, observed: _Observed) -> None:
         """Give a request the caller's id, or one of its content, with a number from the second equal one on."""
-        name = sequence.request_id or ""
-        if sequence.prompt and (not name or _OF_SERVER.fullmatch(name)):
-            name = f"{sequence.prompt.hex()}{sequence.parameters.hex()}"
+        name = observed.request_id or ""
+        if observed.prompt and (not name or _OF_SERVER.fullmatch(name)):
+            name = f"{observed.prompt.hex()}{observed.parameters.hex()}"
         self._times_asked[name] += 1
         number = self._times_asked[name]
-        sequence.request_id = (name if number == 1 else f"{name}#{number}") if name else None
-
-    def _take(self, event: Event) -> None:
-        match event:
-            case AppliedCommand(engine, Added() as added, _):
-                stats = self._playback.engines[engine].scheduler.stats()
-                waiting = stats.num_queued + stats.num_preempted - 1
-                self._open[engine, added.seq_id].num_waiting = waiting
-            case DecidedStep():
-                self._step(event)
+        observed.request_id = (name if number == 1 else f"{name}#{number}") if name else None
 
     def _step(self, step: DecidedStep) -> None:
         if step.events is None:
             return
-        queued = self._tokens.get(step.engine)
-        rows = queued.popleft() if queued else ()
-        end_us = step.timing.start_us + step.timing.duration_us
         sampling = compress(step.plan.seq_ids, step.plan.samples)
-        for at, (seq_id, num_tokens) in enumerate(zip(sampling, step.events.num_tokens, strict=False)):
-            sequence = self._open.get((step.engine, seq_id))
-            if sequence is None or not num_tokens:
-                continue
-            if sequence.last_us is None:
+        for seq_id, num_tokens in zip(sampling, step.events.num_tokens, strict=False):
+            observed = self._observed.get((step.engine, seq_id))
+            if observed is not None and num_tokens and observed.num_blocks is None:
                 stats = self._playback.engines[step.engine].scheduler.stats()
-                sequence.num_held_blocks, sequence.num_blocks = stats.num_held_blocks, stats.num_blocks
-            else:
-                sequence.gaps_ms.append((end_us - sequence.last_us) / 1e3)
-            sequence.gaps_ms += [0.0] * (num_tokens - 1)
-            sequence.last_us = end_us
-            if at < len(rows):
-                sequence.tokens += rows[at]
+                observed.num_held_blocks, observed.num_blocks = stats.num_held_blocks, stats.num_blocks
 
-    def _observation(self, key: tuple[int, int], outcome: RequestOutcome | None) -> dict[str, Any]:
-        """The observation of a sequence that has ended.
-
-        Args:
-            outcome: None: its times are not known.
-        """
-        engine, sequence = self._engines[key[0]], self._open.pop(key, _Sequence())
-        end = sequence.end
+    def _observation(self, sequence: PlayedSequence, *, has_times: bool = True) -> dict[str, Any]:
+        """The observation of a sequence that has ended."""
+        engine, outcome, seq_id, end = sequence.engine, sequence.outcome, sequence.added.seq_id, sequence.end
+        observed = self._observed.pop((engine.number, seq_id))
+        digest, seed = (sequence.first or sequence).digest, _seed_of(sequence)
         failure = end.reason.value if end is not None and end.reason in _FAILURES else None
         row: dict[str, Any] = {
-            "request_id": sequence.request_id,
-            "index": key[1] if self._trace.header.is_simulated else None,
+            "request_id": observed.request_id,
+            "index": seq_id if self._trace.header.is_simulated else None,
             "model": engine.name,
             "artifact": engine.fingerprint or None,
             "deterministic": engine.environment.get("executor") == "native" or None,
@@ -346,11 +289,11 @@ class _Sequences:
             "backend": BACKEND,
             "replica_id": engine.key,
             "scheduler": engine.config.order,
-            "segment": sequence.segment or None,
-            "prompt_digest": sequence.prompt.hex() or None,
-            "params_digest": sequence.parameters.hex() or None,
-            "seed": None if sequence.seed is None else _signed(sequence.seed),
-            "prompt_tokens": sequence.num_prompt_tokens,
+            "segment": (digest and digest.segment) or None,
+            "prompt_digest": observed.prompt.hex() or None,
+            "params_digest": observed.parameters.hex() or None,
+            "seed": None if seed is None else _signed(seed),
+            "prompt_tokens": outcome.num_prompt_tokens,
             "ok": failure is None,
             "error": failure,
         }
@@ -360,21 +303,36 @@ class _Sequences:
             if self._sameness is Sameness.DIGESTS:
                 row["fingerprint"] = end.output.hex()
             if self._has_tokens and 0 < end.num_tokens == len(sequence.tokens):
-                row["token_ids"] = sequence.tokens
-        if outcome is None:
+                row["token_ids"] = sequence.tokens.tolist()
+        if not has_times:
             self._num_untimed += 1
             return row
         row |= {
             "ts": outcome.arrival_ps / _PS_PER_S,
-            "queue_depth": sequence.num_waiting,
-            "kv_used": sequence.num_held_blocks,
-            "kv_total": sequence.num_blocks,
+            "queue_depth": observed.num_waiting,
+            "kv_used": observed.num_held_blocks,
+            "kv_total": observed.num_blocks,
         }
         if is_whole:
             row |= {"output_tokens": outcome.num_output_tokens, "latency_ms": outcome.in_ps.e2e / PS_PER_MS}
         if is_whole and outcome.first_token_ps >= 0:
-            row |= {"ttft_ms": outcome.in_ps.ttft / PS_PER_MS, "token_latencies_ms": sequence.gaps_ms}
+            row |= {"ttft_ms": outcome.in_ps.ttft / PS_PER_MS, "token_latencies_ms": _gaps_ms(sequence)}
         return row
+
+
+def _seed_of(sequence: PlayedSequence) -> int | None:
+    """The seed with which a sequence draws; None: it draws nothing, or it is not known."""
+    if sequence.first is not None:
+        seed = _seed_of(sequence.first)
+        return None if seed is None else seed + sequence.index
+    draws = sequence.digest is None or sequence.digest.draws
+    return sequence.arrival.seed if sequence.arrival is not None and draws else None
+
+
+def _gaps_ms(sequence: PlayedSequence) -> list[float]:
+    """Time from each token to the next; 0 between tokens of one step."""
+    ends_us = [end_us for end_us, num_tokens in sequence.steps for _ in range(num_tokens)]
+    return [(after - before) / 1e3 for before, after in pairwise(ends_us)]
 
 
 def _environment_of(engine: EngineEntry) -> str:

@@ -27,10 +27,10 @@ from lockstep.executors.base import Blocks
 from lockstep.executors.options import ExecutorOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
-from lockstep.replay.playback import Arrived, Event, Playback
-from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError, apply_to_cache
+from lockstep.replay.playback import Playback
+from lockstep.replay.rerun import AppliedCommand, DecidedStep, apply_to_cache
 from lockstep.replay.trace import Trace
-from lockstep.replay.verify import divergence_facts, divergence_lines
+from lockstep.replay.verdict import DivergedError
 from lockstep.worker.flight.content import decode_request, tokens_of
 from lockstep.worker.flight.entries import (
     Aborted,
@@ -41,7 +41,6 @@ from lockstep.worker.flight.entries import (
     Pinned,
     RequestDigest,
     RequestEntry,
-    Tokens,
 )
 
 Rows = Sequence[tuple[int, ...]]
@@ -138,8 +137,6 @@ class _Engine:
         """By the id of their first sequence, until that is added."""
         self._request_of: dict[int, int] = {}
         """Sequence to request."""
-        self._tokens: deque[Rows] = deque()
-        """Recorded, of steps that were not computed yet."""
         self._named: dict[int, tuple[int, ...]] = {}
         """Contents of the blocks of answers by sequence, until their hashes are known."""
         self._hashes: dict[int, bytes] = {}
@@ -148,12 +145,10 @@ class _Engine:
         """What sessions may come back for."""
         self._step = 0
 
-    def take(self, event: Event) -> None:
+    def take(self, event: RequestEntry | AppliedCommand | DecidedStep) -> None:
         match event:
             case RequestEntry(_, seq_id, data):
                 self._requests[seq_id] = decode_request(data)
-            case Tokens(_, rows):
-                self._tokens.append(rows)
             case AppliedCommand(_, Added() as added):
                 self._add(added)
             case AppliedCommand(_, Aborted() as aborted):
@@ -246,13 +241,13 @@ class _Engine:
             self._differ("the step fails here, and did not then")
         if self._plans[0] != step.plan:
             self._differ("the engine computes another plan than was recorded", step.plan, self._plans[0])
-        recorded = self._tokens.popleft()
-        if tuple(rows) != tuple(recorded):
-            self._differ(_first_difference(step.plan, recorded, rows))
-        self._execution.num_tokens += sum(map(len, recorded))
+        sampling = compress(step.plan.seq_ids, step.plan.samples)
+        for seq_id, tokens in zip(sampling, rows, strict=True):
+            if (recorded := step.tokens.get(seq_id, ())) != tuple(tokens):
+                self._differ(f"sequence {seq_id} got the tokens {list(recorded)}, and gets {list(tokens)} here")
+        self._execution.num_tokens += sum(map(len, step.tokens.values()))
         if (request := self._execution.request) is not None:
-            got = zip(compress(step.plan.seq_ids, step.plan.samples), recorded, strict=True)
-            request.num_tokens += sum(len(tokens) for seq_id, tokens in got if seq_id in request.sequences)
+            request.num_tokens += sum(len(step.tokens.get(seq_id, ())) for seq_id in request.sequences)
             request.open -= {finish.seq_id for finish in step.events.finished}
 
     def _differ(self, what: str, recorded: StepPlan | None = None, computed: StepPlan | None = None) -> NoReturn:
@@ -326,7 +321,8 @@ def describe(execution: Execution) -> Iterator[str]:
     rest = ", every token equal" if diverged is None else f" are equal, but step {diverged.step} is not"
     yield counted + rest
     yield from execution.notes
-    yield from divergence_lines(diverged)
+    if diverged is not None:
+        yield from diverged.lines()
 
 
 def facts(execution: Execution) -> dict[str, Any]:
@@ -339,7 +335,7 @@ def facts(execution: Execution) -> dict[str, Any]:
         "requests": execution.num_requests,
         "steps": execution.num_steps,
         "notes": execution.notes,
-        "parted": divergence_facts(execution.diverged),
+        "parted": None if execution.diverged is None else execution.diverged.facts(),
         **({} if execution.request is None else {"request": _request_facts(execution.request)}),
     }
 
@@ -377,7 +373,7 @@ def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel, request: Req
     computing = _Engine(model, execution)
     try:
         for event in Playback(trace.entries()).play():
-            if not isinstance(event, Arrived) and event.engine == engine.number:
+            if isinstance(event, RequestEntry | AppliedCommand | DecidedStep) and event.engine == engine.number:
                 computing.take(event)
             if request is not None and not request.open:
                 break
@@ -423,10 +419,3 @@ def _load_options(engine: EngineEntry, cache_dir: Path | None, machine: MachineO
         quantize=None if quantize == "none" else quantize,
     )
     return LoadOptions(options, executor, cache_dir)
-
-
-def _first_difference(plan: StepPlan, recorded: Rows, computed: Rows) -> str:
-    for seq_id, then, now in zip(compress(plan.seq_ids, plan.samples), recorded, computed, strict=False):
-        if tuple(then) != tuple(now):
-            return f"sequence {seq_id} got the tokens {list(then)}, and gets {list(now)} here"
-    return f"{len(recorded)} sequences got tokens, and {len(computed)} do here"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from lockstep.cluster.plan_recorder import PLAN_SUFFIX
 from lockstep.cluster.route_recorder import ROUTE_SUFFIX
 from lockstep.errors import TraceError
-from lockstep.replay.trace_integrity import Finding, Kind, are_in_order, is_whole
+from lockstep.replay.trace_integrity import Finding, Kind
 from lockstep.worker.flight.entries import SUFFIX
 from lockstep.worker.flight.folder import (
     DIGEST_BYTES,
@@ -25,20 +24,6 @@ from lockstep.worker.flight.folder import (
 SUFFIXES = (SUFFIX, PLAN_SUFFIX, ROUTE_SUFFIX, TEXT_SUFFIX)
 """Suffixes of the files that a manifest lists; other files in a folder are not ours."""
 _PIECE_BYTES = 1 << 20
-
-
-class FolderVerdict(NamedTuple):
-    """Verdict on a folder that has no recording of a device, as the folder of a gateway."""
-
-    findings: tuple[Finding, ...]
-
-    def is_in_order(self, allows_gaps: bool) -> bool:
-        """True if nothing was changed, added or removed; see `trace_integrity.are_in_order`."""
-        return are_in_order(self.findings, allows_gaps)
-
-    def facts(self) -> dict[str, Any]:
-        """The verdict as an object."""
-        return {"whole": is_whole(self.findings), "findings": [finding.facts() for finding in self.findings]}
 
 
 def folder_findings(path: Path, noted: Sequence[Finding] = (), simulated: Collection[str] = ()) -> tuple[Finding, ...]:

@@ -9,10 +9,8 @@ from typing import NamedTuple
 from lockstep.core.scheduler import Scheduler
 from lockstep.errors import TraceError
 from lockstep.replay.rerun import (
-    TURNS,
     AppliedCommand,
     DecidedStep,
-    DivergedError,
     EngineEvent,
     EngineRerun,
     SchedulerOf,
@@ -20,6 +18,7 @@ from lockstep.replay.rerun import (
 )
 from lockstep.replay.trace import CutFile, Trace
 from lockstep.replay.trace_integrity import FileNumber, Loss
+from lockstep.replay.verdict import TURNS, DivergedError
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.entries import (
     Aborted,
@@ -39,7 +38,6 @@ from lockstep.worker.flight.entries import (
     Pinned,
     Priorities,
     Record,
-    RequestEntry,
     Tokens,
     Turn,
     Unpinned,
@@ -54,7 +52,8 @@ class Arrived(NamedTuple):
     arrival_us: int
 
 
-Event = DecidedStep | AppliedCommand | Arrived | RequestEntry | Tokens
+Event = DecidedStep | AppliedCommand | Arrived | Entry | CutFile
+"""An entry as it is read, or what follows from it."""
 
 
 @dataclass(slots=True)
@@ -111,14 +110,16 @@ class Playback:
         """In the turn that is being read."""
 
     def play(self) -> Iterator[Event]:
-        """Everything that happened, in order: a step follows the commands that came before it, and a request's arrival
-        and content come before the command that adds it takes effect.
+        """Each entry as it is read, and then the steps, commands and arrivals that follow from it: a step follows the
+        commands that came before it, and has its tokens; a request's entries and its arrival come before the command
+        that adds it takes effect.
 
         Raises:
             DivergedError: what is decided again is not what was recorded.
             TraceError: the recording cannot be read on.
         """
         for entry in self._entries:
+            yield entry
             match entry:
                 case Turn():
                     self._turn(entry)
@@ -131,8 +132,8 @@ class Playback:
                     self._engine(entry.engine).command(entry)
                 case Arrival():
                     self._coming.append(entry)
-                case RequestEntry() | Tokens():
-                    yield entry
+                case Tokens():
+                    self._engine(entry.engine).tokens.append(entry.tokens)
                 case End():
                     for closed in entry.engines:
                         yield from self._counted(self._engine(closed.engine).close(closed))

@@ -6,8 +6,7 @@ choice and hop; and several requests, where a client used a name twice.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import compress
 from typing import Any
@@ -24,11 +23,9 @@ from lockstep.worker.flight.entries import (
     Aborted,
     Added,
     EngineEntry,
-    Entry,
     Header,
     OutputDigest,
     RequestDigest,
-    Tokens,
 )
 
 MAX_SHOWN_TOKENS = 64
@@ -112,39 +109,29 @@ class RequestTimeline:
         """Names of requests that have not ended, by engine and sequence."""
         self._open: dict[tuple[int, int], SequenceTimeline] = {}
         self._arrivals_us: dict[tuple[int, int], int] = {}
-        self._tokens: dict[int, deque[tuple[tuple[int, ...], ...]]] = {}
-        """Recorded, of steps that were not decided yet, by engine."""
         self._reasons: dict[int, list[Reason]] = {}
         """Of the step that is being decided, by engine."""
         self._waits: dict[tuple[int, int, Limit], TimelineWait] = {}
 
     # -- what it is told --------------------------------------------------------------------------------------------
 
-    def read(self, entries: Iterable[Entry | CutFile]) -> Iterator[Entry | CutFile]:
-        """The same entries, for the playback; those of the request are noted on the way."""
-        for entry in entries:
-            match entry:
-                case Header():
-                    self._begin_file(entry)
-                case CutFile():
-                    self._file = -1
-                case EngineEntry():
-                    self._names[entry.number] = entry.name
-                case Added() if (entry.engine, entry.request.sibling_of) in self._open:
-                    self._open_sequence(entry.engine, entry.seq_id)
-                case RequestDigest():
-                    self._callers[entry.engine, entry.seq_id] = entry.external_id
-                    if entry.external_id == self.name:
-                        self._open_sequence(entry.engine, entry.seq_id)
-                case OutputDigest():
-                    self._callers.pop((entry.engine, entry.seq_id), None)
-                case Tokens():
-                    self._tokens.setdefault(entry.engine, deque()).append(entry.tokens)
-            yield entry
-
     def take(self, event: Event, playback: Playback) -> None:
         """Note what happened, and have the planner say why the request waits."""
         match event:
+            case Header():
+                self._begin_file(event)
+            case CutFile():
+                self._file = -1
+            case EngineEntry():
+                self._names[event.number] = event.name
+            case Added() if (event.engine, event.request.sibling_of) in self._open:
+                self._open_sequence(event.engine, event.seq_id)
+            case RequestDigest():
+                self._callers[event.engine, event.seq_id] = event.external_id
+                if event.external_id == self.name:
+                    self._open_sequence(event.engine, event.seq_id)
+            case OutputDigest():
+                self._callers.pop((event.engine, event.seq_id), None)
             case Arrived(came, arrival_us) if (came.engine, came.seq_id) in self._open:
                 self._open[came.engine, came.seq_id].queued_ms = came.waited_us / 1e3
                 self._arrivals_us[came.engine, came.seq_id] = arrival_us
@@ -175,7 +162,7 @@ class RequestTimeline:
 
     def _begin_file(self, header: Header) -> None:
         if header.run != self._run or header.file != self._file + 1 or header.gap:
-            for known in (self._open, self._arrivals_us, self._tokens, self._reasons, self._waits, self._callers):
+            for known in (self._open, self._arrivals_us, self._reasons, self._waits, self._callers):
                 known.clear()  # all of them are dicts
         self._run, self._file, self._has_content = header.run, header.file, header.has_content
 
@@ -191,10 +178,7 @@ class RequestTimeline:
         engine, plan = event.engine, event.plan
         reasons = self._reasons.get(engine, [])
         told, reasons[:] = tuple(reasons), ()
-        rows: dict[int, tuple[int, ...]] = {}
-        sampling = list(compress(plan.seq_ids, plan.samples))
-        if event.events is not None and self._tokens.get(engine):
-            rows = dict(zip(sampling, self._tokens[engine].popleft(), strict=False))
+        sampling = compress(plan.seq_ids, plan.samples)
         counts = {} if event.result is None else dict(zip(sampling, event.result.num_tokens, strict=True))
         for row in plan.chunks():
             sequence = self._open.get((engine, row.seq_id))
@@ -208,7 +192,7 @@ class RequestTimeline:
                 sequence.first_token_ms = self._since_arrival_ms(engine, row.seq_id, event)
             sequence.output_tokens += count
             if sequence.tokens is not None:
-                sequence.tokens += rows.get(row.seq_id, ())
+                sequence.tokens += event.tokens.get(row.seq_id, ())
         for seq_id in plan.preempted:
             if (sequence := self._open.get((engine, seq_id))) is not None:
                 sequence.preemptions += 1

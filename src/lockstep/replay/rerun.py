@@ -4,7 +4,7 @@ decisions is compared with the recorded one as it comes."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import compress
 from typing import NamedTuple, NoReturn
@@ -19,6 +19,7 @@ from lockstep.core.sequence import FinishedSequence
 from lockstep.core.state import STATE_VERSION, FingerprintState, SchedulerState
 from lockstep.core.step import Explain, StepEvents, StepPlan, StepResult
 from lockstep.errors import LockstepError, TraceError
+from lockstep.replay.verdict import DivergedError
 from lockstep.worker.flight.entries import (
     Aborted,
     Added,
@@ -39,31 +40,7 @@ CONTENT_BYTES = 16
 
 _REASONS = tuple(FinishReason)
 _FAILED = 2
-TURNS = -1
-"""In the place of an engine's number: the turns of the device."""
 Pair = tuple[int, int]
-
-
-class DivergedError(Exception):
-    """A recording is not what is decided again.
-
-    Args:
-        engine: its number, or `TURNS`.
-        step: of the engine; for turns, the turn.
-        what: a sentence.
-        recorded: the recorded plan, where one can be read.
-        decided: the one that was decided again, where one was.
-    """
-
-    def __init__(
-        self, engine: int, step: int, what: str, recorded: StepPlan | None = None, decided: StepPlan | None = None
-    ) -> None:
-        super().__init__(what)
-        self.engine = engine
-        self.step = step
-        self.what = what
-        self.recorded = recorded
-        self.decided = decided
 
 
 class Timing(NamedTuple):
@@ -85,6 +62,8 @@ class DecidedStep(NamedTuple):
     events: StepEvents | None
     finished: tuple[FinishedSequence, ...]
     timing: Timing
+    tokens: Mapping[int, tuple[int, ...]]
+    """Tokens of each sequence that sampled; none where the recording has no content."""
 
 
 class AppliedCommand(NamedTuple):
@@ -140,6 +119,8 @@ class EngineRerun:
         """Decided again so far."""
         self.timings: deque[Timing] = deque()
         """Of steps whose records are yet to come: a turn is recorded when it ends, a record when it closes."""
+        self.tokens: deque[tuple[tuple[int, ...], ...]] = deque()
+        """Tokens of steps whose records are yet to come: those of each row that sampled."""
         self.explain: Explain | None = None
         """Called with the reason why a step passes sequences over, from the next step on."""
         self._fingerprint = Fingerprint()
@@ -308,7 +289,10 @@ class EngineRerun:
         self.num_steps += 1
         if not self.timings:
             self._diverge("the recording has no turn for this step", plan.step, plan)
-        return DecidedStep(self.number, plan, result, events, self.scheduler.drain_finished(), self.timings.popleft())
+        rows = self.tokens.popleft() if events is not None and self.tokens else ()
+        tokens = dict(zip(compress(plan.seq_ids, plan.samples), rows, strict=False))
+        finished = self.scheduler.drain_finished()
+        return DecidedStep(self.number, plan, result, events, finished, self.timings.popleft(), tokens)
 
     def _apply_due(self, in_step: bool = False) -> Iterator[AppliedCommand]:
         """Give the commands that came before the next step, or while this one is under way."""

@@ -11,8 +11,8 @@ from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState
 from lockstep.core.step import Reason
 from lockstep.replay.divergence import DivergencePoint, StepDecision
-from lockstep.replay.live import Lives
 from lockstep.replay.playback import Playback, played
+from lockstep.replay.played_sequences import PlayedSequences
 from lockstep.replay.rerun import DecidedStep
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.timeline import RequestOutcome
@@ -119,7 +119,7 @@ def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, pla
 
     Sequences that came before the recording have no entry in ``standings``.
     """
-    playback, lives = Playback(trace.entries()), Lives()
+    playback, sequences = Playback(trace.entries()), PlayedSequences()
     standings: dict[int, UnfinishedSequence] = {}
     reasons: list[Reason] = []
     num_seen = num_ended = num_free_host_blocks = 0
@@ -128,11 +128,11 @@ def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, pla
             num_seen, num_ended = num_seen + 1, len(event.finished)
         if num_seen > num_steps:
             break
-        deque(lives.take(event), maxlen=0)
+        deque(sequences.take(event), maxlen=0)
         rerun = playback.engines.get(engine)
         if num_seen == num_steps and rerun is not None:
             rerun.explain = reasons.append
-            here = (life.outcome for (number, _), life in lives.open.items() if number == engine)
+            here = (each.outcome for each in sequences.open.values() if each.engine.number == engine)
             standings = _standings(rerun.scheduler, ((outcome.seq_id, outcome) for outcome in here))
             num_free_host_blocks = rerun.scheduler.stats().num_free_host_blocks
     rerun = playback.engines.get(engine)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,16 +14,20 @@ import zstandard
 from lockstep.errors import ConfigError, TraceError
 from lockstep.replay.folder_integrity import folder_findings
 from lockstep.replay.trace_integrity import Finding, Kind, Part, arranged
-from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader
-from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, EngineEntry, Entry, Header
+from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader, EntryDecoder, EntryT
+from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, End, EngineEntry, Entry, Header
 
 MAX_FRAME_BYTES = 256 << 20
 """Of one frame, decompressed: the checkpoint of a large pool has megabytes."""
 _PIECE_BYTES = 512
 """Compressed bytes taken at a time; a hostile one becomes some 20 MB at most."""
 _READ_BYTES = 1 << 16
+_JSON_HEADER = re.compile(rb'\{"schema":(\d+),"lockstep":"([^"]*)"')
+"""Header of plans and routes before schema 11, which were lines of JSON."""
 _NO_ENTRY = (IndexError, msgspec.MsgspecError, ConfigError)
 """What reading raises where a frame ends within a chunk, or has other bytes."""
+STEPS: EntryDecoder[Entry] = msgspec.msgpack.Decoder(list[Entry])
+"""Decoder of the recording of a device's steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,30 @@ class Trace:
             TraceError: a file is damaged, of a newer version, or no recording.
         """
         for path in self.files:
-            yield from read_entries(path)
+            yield from read_entries(path, STEPS)
+
+
+def files_in(path: Path, suffix: str) -> tuple[Path, ...]:
+    """The files of a suffix in a directory, by name; of a single file, itself where it has the suffix."""
+    if path.is_dir():
+        return tuple(sorted(path.glob(f"*{suffix}")))
+    return (path,) if path.suffix == suffix else ()
+
+
+def read_parts(path: Path, suffix: str, decoder: EntryDecoder[EntryT]) -> tuple[tuple[Part, ...], tuple[Finding, ...]]:
+    """The files of one kind of recording, in recorded order, and the findings about them.
+
+    Args:
+        path: a directory, or one file whatever it is called.
+
+    Raises:
+        TraceError: a file is damaged, of another schema, or no recording of this kind; or nothing was recorded.
+    """
+    found = files_in(path, suffix) if path.is_dir() else (path,)
+    parts, findings = arranged([part_of(each, decoder) for each in found], is_alone=not path.is_dir())
+    if not parts:
+        raise TraceError(f"{path}: it breaks off before anything was recorded")
+    return parts, findings
 
 
 def open_trace(path: str | Path, noted: Sequence[Finding] = ()) -> Trace:
@@ -87,19 +113,16 @@ def open_trace(path: str | Path, noted: Sequence[Finding] = ()) -> Trace:
         TraceError: there is no recording, it is of another version, or it is damaged.
     """
     path = Path(path)
-    found = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-    if not found:
-        missing = "".join(f"; {each}" for each in folder_findings(path)[:1] if path.is_dir())
+    if path.is_dir() and not files_in(path, SUFFIX):
+        missing = "".join(f"; {each}" for each in folder_findings(path)[:1])
         raise TraceError(f"{path}: no recording is there; its files end with {SUFFIX}{missing}")
-    of_files = [part_of(each) for each in found]
-    parts, findings = arranged(of_files, is_alone=not path.is_dir())
-    if not parts:
-        raise TraceError(f"{path}: it breaks off before anything was recorded")
-    simulated = [part.path.name for part in of_files if part.is_simulated or part.is_empty]
+    parts, findings = read_parts(path, SUFFIX, STEPS)
+    simulated = [part.path.name for part in parts if part.is_simulated]
+    simulated += [each.file for each in findings if each.kind is Kind.EMPTY]
     of_folder = folder_findings(path, (*findings, *noted), simulated)
     cut = [each.file for each in of_folder]
     findings = (*(each for each in findings if each.kind is not Kind.OPEN or each.file not in cut), *of_folder)
-    entries = read_entries(parts[0].path)
+    entries = read_entries(parts[0].path, STEPS)
     header = next(entries)
     assert isinstance(header, Header), "a part that is not empty has one"
     engines = {entry.number: entry for entry in entries if isinstance(entry, EngineEntry)}
@@ -121,21 +144,23 @@ class CutFile(NamedTuple):
     """Bytes that there are."""
 
 
-def read_entries(path: Path) -> Iterator[Entry | CutFile]:
+def read_entries(path: Path, decoder: EntryDecoder[EntryT]) -> Iterator[EntryT | CutFile]:
     """The entries of one file, and a `CutFile` where it breaks off.
 
     Raises:
         TraceError: it is damaged, of another schema, or no recording.
     """
-    reader = ChunkReader()
+    reader = ChunkReader(decoder)
     frame: Frame | None = None
-    is_first = True
+    last: EntryT | None = None
     for frame in read_frames(path):
+        if last is None and (header := _JSON_HEADER.match(frame.data)):
+            raise _other_schema(path, int(header[1]), header[2].decode())
         try:
             for entry in reader.read(frame.data):
-                if is_first:
+                if last is None:
                     _check_header(path, entry)
-                    is_first = False
+                last = entry
                 yield entry
         except (ChangedChunkError, *_NO_ENTRY) as error:
             where = f"{path}: the chunk at byte {reader.offset} of the frame at byte {frame.offset}"
@@ -143,53 +168,41 @@ def read_entries(path: Path) -> Iterator[Entry | CutFile]:
                 raise TraceError(f"{where} {error}") from error
             if frame.is_whole:
                 raise TraceError(f"{where} is no entry of a recording: {error}") from error
-    if frame is None or not frame.is_whole or reader.end is None:
+    if frame is None or not frame.is_whole or not isinstance(last, End):
         yield CutFile(path, path.stat().st_size)
 
 
-def part_of(path: Path) -> Part:
-    """The file as a part of its recording: its header and its end are read, and what is between is not understood.
+def part_of(path: Path, decoder: EntryDecoder[EntryT]) -> Part:
+    """The file as a part of its recording, by its header and its end.
 
     Raises:
         TraceError: it is damaged, of another schema, or no recording.
     """
     header: Header | None = None
-    frame: Frame | None = None
-    reader = ChunkReader(is_at_beginning=False)
-    for frame in read_frames(path):
-        header = header or _header_in(path, frame)
-    if frame is not None:
-        with suppress(ChangedChunkError, *_NO_ENTRY):  # who reads all of it learns where
-            deque(reader.read(frame.data), maxlen=0)
+    last: EntryT | CutFile | None = None
+    for last in read_entries(path, decoder):
+        if isinstance(last, Header):
+            header = last
     num_bytes = path.stat().st_size
-    if frame is None or header is None:
+    if header is None:
         return Part(path, "", 0, num_bytes, is_whole=False)
-    end = reader.end
-    is_whole = frame.is_whole and end is not None
-    goes_on = end is not None and end.goes_on
+    is_whole, goes_on = isinstance(last, End), isinstance(last, End) and last.goes_on
     return Part(path, header.run, header.file, num_bytes, header.gap, is_whole, goes_on, header.is_simulated)
 
 
-def _header_in(path: Path, frame: Frame) -> Header | None:
-    """Header of a file; None: the file ends before that does."""
-    try:
-        return _check_header(path, next(ChunkReader(is_at_beginning=False).read(frame.data)))
-    except (StopIteration, *_NO_ENTRY) as error:
-        if frame.is_whole:
-            raise TraceError(f"{path}: byte {frame.offset} is no entry of a recording: {error!r}") from None
-        return None
-
-
-def _check_header(path: Path, entry: Entry) -> Header:
-    """A file's first entry, if it is a header of our schema."""
+def _check_header(path: Path, entry: object) -> None:
+    """Refuse a file whose first entry is no header of our schema."""
     if not isinstance(entry, Header) or entry.file < 1:
         raise TraceError(f"{path}: it does not begin as a recording does")
     if entry.schema != SCHEMA_VERSION:
-        raise TraceError(
-            f"{path}: its schema is {entry.schema}, and this version reads {SCHEMA_VERSION}; "
-            f"it was recorded by lockstep {entry.lockstep}"
-        )
-    return entry
+        raise _other_schema(path, entry.schema, entry.lockstep)
+
+
+def _other_schema(path: Path, schema: int, version: str) -> TraceError:
+    return TraceError(
+        f"{path}: its schema is {schema}, and this version reads {SCHEMA_VERSION}; "
+        f"it was recorded by lockstep {version}"
+    )
 
 
 class Frame(NamedTuple):

@@ -187,9 +187,8 @@ class GenerationBody(RequestBody):
     @property
     def warnings(self) -> list[str]:
         """Warnings, one sentence each, about parameters that have no effect with any model."""
-        stored = (
-            ["store: has no effect, because answers are not stored (use /v1/responses to store them)"] if self.store else []
-        )
+        text = "store: has no effect, because only /v1/responses stores answers"
+        stored = [text] if self.store else []
         return [*stored, *self._warnings]
 
 

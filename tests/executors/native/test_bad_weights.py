@@ -86,9 +86,7 @@ def test_a_quantised_norm_is_refused() -> None:
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     config = replace(config_of(SHAPES["tiny-llama"]), architecture="mamba")
-    with pytest.raises(
-        UnsupportedArtifactError, match="architecture 'mamba'; it supports llama, mistral, qwen2"
-    ):
+    with pytest.raises(UnsupportedArtifactError, match="architecture 'mamba'; it supports llama, mistral, qwen2"):
         load(replace(random_artifact(), config=config))
 
 

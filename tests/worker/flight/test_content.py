@@ -14,7 +14,7 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import TraceError, UsageError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.replay.trace import open_trace, read_frames
+from lockstep.replay.trace import STEPS, open_trace, read_frames
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.chunks import ChangedChunkError, ChunkReader, ChunkWriter
 from lockstep.worker.flight.content import decode_request
@@ -237,7 +237,7 @@ def test_chunks_that_change_places_are_found() -> None:
         chunks.append(writer.take())
 
     def entries(data: bytes) -> list[Entry]:
-        return list(ChunkReader().read(data))
+        return list(ChunkReader(STEPS).read(data))
 
     assert len(entries(header + chunks[0] + chunks[1])) == 3
     for wrong in (header + chunks[1] + chunks[0], header + chunks[1], chunks[0] + chunks[1]):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.engine.options import LoadOptions
-from lockstep.replay.trace import open_trace, read_frames
+from lockstep.replay.trace import STEPS, open_trace, read_frames
 from lockstep.replay.trace_integrity import Kind
 from lockstep.replay.verify import verify
 from lockstep.worker.flight import files
@@ -62,7 +62,7 @@ def test_old_files_go_and_what_is_left_verifies_file_by_file_and_together(
     assert together.findings == (), "the oldest files are gone, and that is normal"
     alone = [verify(open_trace(path)) for path in kept]
     assert all(each.is_identical for each in alone)
-    assert sum(each.tally.num_steps for each in alone) == together.tally.num_steps > 20
+    assert sum(each.counts["steps"] for each in alone) == together.counts["steps"] > 20
 
 
 def test_a_directory_that_cannot_be_written_is_a_warning_and_a_counter(
@@ -112,7 +112,7 @@ with running(trace=options(folder)) as bench:
     gaps, fault = report().num_gaps, report().fault
 found = verify(open_trace(folder))
 kinds = {each.kind.value for each in found.findings}
-print(gaps > 0, found.is_in_order(False), kinds, found.tally.num_steps > 0, found.diverged, fault)
+print(gaps > 0, found.is_in_order(False), kinds, found.counts["steps"] > 0, found.diverged, fault)
 """
 
 
@@ -218,7 +218,7 @@ def test_the_header_of_a_file_has_the_run_and_number_of_its_name(tmp_path: Path)
     record(tmp_path, 6)
     [path] = files_of(tmp_path)
     [frame] = read_frames(path)
-    first = next(ChunkReader().read(frame.data))
+    first = next(ChunkReader(STEPS).read(frame.data))
     assert isinstance(first, Header)
     assert first.schema == 11
     assert path.name == f"{first.run}-{first.file:06}.lstrace"
@@ -246,5 +246,5 @@ def test_what_was_recorded_a_second_ago_survives_a_kill(tmp_path: Path) -> None:
     [path] = files_of(tmp_path)
     [finding] = found.findings
     assert (finding.kind, finding.file, finding.byte) == (Kind.OPEN, path.name, path.stat().st_size)
-    assert found.tally.num_steps > 50
-    assert found.tally.num_unchecked_steps < 40, "only records that were open are missing"
+    assert found.counts["steps"] > 50
+    assert found.counts["unchecked_steps"] < 40, "only records that were open are missing"

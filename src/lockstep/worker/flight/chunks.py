@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from hashlib import blake2b
-from typing import Any
+from typing import Generic, TypeVar
 
 import msgspec
 
-from lockstep.worker.flight.entries import End, Entry, Header
+from lockstep.worker.flight.entries import EntryStruct, Header
+from lockstep.worker.flight.folder import DIGEST_BYTES, chained
+
+EntryT = TypeVar("EntryT", bound=EntryStruct)
+EntryDecoder = msgspec.msgpack.Decoder[list[EntryT]]
+"""Decoder of a chunk, for the entries of one kind of recording."""
 
 _LENGTH = struct.Struct("<I")
 _ARRAY = struct.Struct(">BI")
 _ARRAY_32 = 0xDD
 """Of msgpack: an array with its length in the four bytes that follow, big-endian."""
-CHAIN_BYTES = 16
-"""Of a file's chain, after each chunk: about as many in a second."""
 HEAD_BYTES = _LENGTH.size + _ARRAY.size
 """As many tell a recording."""
 
@@ -46,14 +48,14 @@ class ChunkWriter:
         """Collected so far."""
         return len(self._entries)
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: EntryStruct) -> None:
         self._encode_into(entry, self._entries, -1)
         self._count += 1
 
     def take(self) -> bytes:
         """The chunk; the next one is begun."""
         entries = _ARRAY.pack(_ARRAY_32, self._count) + self._entries
-        self._chain = _chained(self._chain, entries)
+        self._chain = chained(self._chain, entries)
         self.clear()
         return b"".join((_LENGTH.pack(len(entries)), entries, self._chain))
 
@@ -70,22 +72,20 @@ class ChunkWriter:
         self._count = 0
 
 
-class ChunkReader:
+class ChunkReader(Generic[EntryT]):
     """Reads the frames of one file in order.
 
     Args:
-        is_at_beginning: whether the first frame is the file's; the chain is followed from the first chunk that is read.
+        decoder: of the kind of recording.
     """
 
-    def __init__(self, is_at_beginning: bool = True) -> None:
-        self._chain = b"" if is_at_beginning else None
-        self._decode: Any = msgspec.msgpack.Decoder(list[Entry]).decode
+    def __init__(self, decoder: EntryDecoder[EntryT]) -> None:
+        self._chain = b""
+        self._decode = decoder.decode
         self.offset = 0
         """Of the chunk in its frame that is being read."""
-        self.end: End | None = None
-        """The file's last entry, once it was read."""
 
-    def read(self, frame: bytes) -> Iterator[Entry]:
+    def read(self, frame: bytes) -> Iterator[EntryT]:
         """The entries of a frame.
 
         Raises:
@@ -100,18 +100,15 @@ class ChunkReader:
             if begin > len(data):
                 raise IndexError(f"it ends at byte {len(data)}, within the length of a chunk")
             end = begin + _LENGTH.unpack_from(data, self.offset)[0]
-            after = end + CHAIN_BYTES
+            after = end + DIGEST_BYTES
             if after > len(data):
                 raise IndexError(f"a chunk ends at byte {after}, and the frame at byte {len(data)}")
             self._follow(data[begin:end], data[end:after])
-            for entry in self._decode(data[begin:end]):
-                if isinstance(entry, End):
-                    self.end = entry
-                yield entry
+            yield from self._decode(data[begin:end])
             self.offset = after
 
     def _follow(self, entries: memoryview, digest: memoryview) -> None:
-        if self._chain is not None and _chained(self._chain, entries) != digest:
+        if chained(self._chain, entries) != digest:
             raise ChangedChunkError("is not what was recorded there: the digest behind it is of something else")
         self._chain = bytes(digest)
 
@@ -119,7 +116,3 @@ class ChunkReader:
 def begins_recording(head: bytes) -> bool:
     """True for the first bytes of a file of ours, decompressed: a chunk of one entry."""
     return head[_LENGTH.size : HEAD_BYTES] == _ARRAY.pack(_ARRAY_32, 1)
-
-
-def _chained(chain: bytes, entries: bytes | memoryview) -> bytes:
-    return blake2b(entries, digest_size=CHAIN_BYTES, key=chain).digest()

@@ -10,7 +10,10 @@ state of everything, so that it can be understood without those before it.
 - Block hashes and tenants are numbered as they come, and equal numbers mean equal things in all files of one run.
   Neither is ever written. ``runs`` are such numbers: first and length of each run of consecutive ones.
 
-The schema's number grows with every change of what is below; other schemas are refused.
+Recordings of plans and of routes have the same files, with the same `Header` and `End`, and between these entries of
+their own (`lockstep.cluster.plan_recorder`, `lockstep.cluster.route_recorder`).
+
+The schema's number grows with every change of any entry; other schemas are refused.
 """
 
 from __future__ import annotations
@@ -35,14 +38,14 @@ MAX_RUN = 1 << 24
 Runs = tuple[int, ...]
 
 
-class _Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    pass
+class EntryStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all entries, of every kind of recording."""
 
 
 # -- the beginning of a file ------------------------------------------------------------------------------------------
 
 
-class Header(_Entry, frozen=True, tag=1):
+class Header(EntryStruct, frozen=True, tag=1):
     """Head of a file: its run, and its number there. Files of a run are counted from 1 without a hole."""
 
     schema: int
@@ -62,7 +65,7 @@ class Header(_Entry, frozen=True, tag=1):
     """Why what came before could not be written; empty: it was, or nothing did."""
 
 
-class EngineEntry(_Entry, frozen=True, tag=2):
+class EngineEntry(EntryStruct, frozen=True, tag=2):
     """An engine of the device."""
 
     number: int
@@ -83,7 +86,22 @@ class EngineEntry(_Entry, frozen=True, tag=2):
     empty: not kept."""
 
 
-class Checkpoint(_Entry, frozen=True, tag=3):
+class _WithContents:
+    """What entries with block hashes have in common."""
+
+    __slots__ = ()
+    runs: Runs
+
+    def __post_init__(self) -> None:
+        check_runs(self.runs)
+
+    @property
+    def contents(self) -> tuple[int, ...]:
+        """Numbers of the block hashes."""
+        return ids_of(self.runs)
+
+
+class Checkpoint(EntryStruct, _WithContents, frozen=True, tag=3):
     """An engine's state where a file begins; none for an engine without a request so far."""
 
     engine: int
@@ -97,22 +115,15 @@ class Checkpoint(_Entry, frozen=True, tag=3):
     fingerprint: msgspec.Raw
     """A `FingerprintState`."""
 
-    def __post_init__(self) -> None:
-        _check(self.runs)
 
-    @property
-    def contents(self) -> tuple[int, ...]:
-        return ids_of(self.runs)
-
-
-class CreditsEntry(_Entry, frozen=True, tag=4):
+class CreditsEntry(EntryStruct, frozen=True, tag=4):
     """State of the device's turns (`lockstep.worker.device_scheduler`), at the beginning of a file."""
 
     num_turns: int
     credits: list[CreditRow]
 
 
-class Priorities(_Entry, frozen=True, tag=5):
+class Priorities(EntryStruct, frozen=True, tag=5):
     """Replicas that are loaded, and their priority classes."""
 
     classes: tuple[tuple[int, int], ...]
@@ -122,7 +133,7 @@ class Priorities(_Entry, frozen=True, tag=5):
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
-class Added(_Entry, frozen=True, tag=6):
+class Added(EntryStruct, _WithContents, frozen=True, tag=6):
     """A sequence was queued."""
 
     engine: int
@@ -133,9 +144,6 @@ class Added(_Entry, frozen=True, tag=6):
     tenant: int
     runs: Runs
     """Its block hashes."""
-
-    def __post_init__(self) -> None:
-        _check(self.runs)
 
     @classmethod
     def of(cls, engine: int, step: int, seq_id: int, request: Request, tenant: int, contents: Iterable[int]) -> Added:
@@ -151,12 +159,8 @@ class Added(_Entry, frozen=True, tag=6):
         )
         return cls(engine, step, seq_id, bare, tenant, runs_of(contents))
 
-    @property
-    def contents(self) -> tuple[int, ...]:
-        return ids_of(self.runs)
 
-
-class Arrival(_Entry, frozen=True, tag=7):
+class Arrival(EntryStruct, frozen=True, tag=7):
     """Origin of the sequence that was just added: when its request came, and what it draws with."""
 
     engine: int
@@ -169,7 +173,7 @@ class Arrival(_Entry, frozen=True, tag=7):
     queue_deadline_ms: int | None = None
 
 
-class RequestDigest(_Entry, frozen=True, tag=20):
+class RequestDigest(EntryStruct, frozen=True, tag=20):
     """Request of the sequence that was just added, the first of it, without a word of its text."""
 
     engine: int
@@ -185,7 +189,7 @@ class RequestDigest(_Entry, frozen=True, tag=20):
     """Whether its seed decides anything; a greedy request draws nothing."""
 
 
-class OutputDigest(_Entry, frozen=True, tag=21):
+class OutputDigest(EntryStruct, frozen=True, tag=21):
     """End of a sequence, and a digest of its output."""
 
     engine: int
@@ -196,7 +200,7 @@ class OutputDigest(_Entry, frozen=True, tag=21):
     """Keyed digest of its tokens, or of its vector."""
 
 
-class Aborted(_Entry, frozen=True, tag=8):
+class Aborted(EntryStruct, frozen=True, tag=8):
     """A sequence was ended by a command."""
 
     engine: int
@@ -206,7 +210,7 @@ class Aborted(_Entry, frozen=True, tag=8):
     in_step: bool
 
 
-class Named(_Entry, frozen=True, tag=23):
+class Named(EntryStruct, _WithContents, frozen=True, tag=23):
     """The full blocks of an answer were named, so that they can be hit when their sequence has ended."""
 
     engine: int
@@ -216,25 +220,11 @@ class Named(_Entry, frozen=True, tag=23):
     """Hashes of the blocks behind those of the prompt."""
     in_step: bool
 
-    def __post_init__(self) -> None:
-        _check(self.runs)
 
-    @property
-    def contents(self) -> tuple[int, ...]:
-        return ids_of(self.runs)
-
-
-class _Cached(_Entry, frozen=True):
+class _Cached(EntryStruct, _WithContents, frozen=True):
     engine: int
     step: int
     runs: Runs
-
-    def __post_init__(self) -> None:
-        _check(self.runs)
-
-    @property
-    def contents(self) -> tuple[int, ...]:
-        return ids_of(self.runs)
 
 
 class Pinned(_Cached, frozen=True, tag=9):
@@ -252,7 +242,7 @@ class Filled(_Cached, frozen=True, tag=22):
     """Place in the chain from which on contents came."""
 
 
-class CacheReset(_Entry, frozen=True, tag=11):
+class CacheReset(EntryStruct, frozen=True, tag=11):
     """The prefix cache was forgotten."""
 
     engine: int
@@ -262,7 +252,7 @@ class CacheReset(_Entry, frozen=True, tag=11):
 # -- steps and turns --------------------------------------------------------------------------------------------------
 
 
-class Record(_Entry, frozen=True, tag=12):
+class Record(EntryStruct, frozen=True, tag=12):
     """A record of the fingerprint, written when it closes: any time after the turn of its steps."""
 
     engine: int
@@ -271,7 +261,7 @@ class Record(_Entry, frozen=True, tag=12):
     """The first bytes of the chain after it."""
 
 
-class Turn(_Entry, frozen=True, tag=13):
+class Turn(EntryStruct, frozen=True, tag=13):
     """A replica's turn has ended."""
 
     place: int
@@ -283,17 +273,17 @@ class Turn(_Entry, frozen=True, tag=13):
     """Whether a step began."""
 
 
-class WithWork(_Entry, frozen=True, tag=14):
+class WithWork(EntryStruct, frozen=True, tag=14):
     """Places of the replicas that have work in the turns that follow; until there is one, only place 0 has."""
 
     places: tuple[int, ...]
 
 
-class Idle(_Entry, frozen=True, tag=15):
+class Idle(EntryStruct, frozen=True, tag=15):
     """No engine had work, for the first time since a turn or a change of priorities."""
 
 
-class Closed(_Entry, frozen=True, tag=16):
+class Closed(EntryStruct, frozen=True, tag=16):
     """Position of an engine when it is unloaded, or the file ends."""
 
     engine: int
@@ -310,7 +300,7 @@ class Closed(_Entry, frozen=True, tag=16):
         return cls(engine, num_steps, fingerprint.open_record or b"", bytes.fromhex(fingerprint.hexdigest()))
 
 
-class End(_Entry, frozen=True, tag=17):
+class End(EntryStruct, frozen=True, tag=17):
     """The last entry of a file."""
 
     engines: tuple[Closed, ...]
@@ -321,7 +311,7 @@ class End(_Entry, frozen=True, tag=17):
 # -- with content only ------------------------------------------------------------------------------------------------
 
 
-class RequestEntry(_Entry, frozen=True, tag=18):
+class RequestEntry(EntryStruct, frozen=True, tag=18):
     """The whole request, after its first sequence was added."""
 
     engine: int
@@ -330,14 +320,14 @@ class RequestEntry(_Entry, frozen=True, tag=18):
     """As `lockstep.worker.flight.content.decode_request` takes it."""
 
 
-class Tokens(_Entry, frozen=True, tag=19):
+class Tokens(EntryStruct, frozen=True, tag=19):
     """Tokens of each row that sampled in the engine's last step."""
 
     engine: int
     tokens: tuple[tuple[int, ...], ...]
 
 
-class Shown(_Entry, frozen=True, tag=24):
+class Shown(EntryStruct, frozen=True, tag=24):
     """Chunks in which a streamed answer was sent to its client, recorded when it had ended."""
 
     engine: int
@@ -388,7 +378,7 @@ def ids_of(runs: Runs) -> tuple[int, ...]:
     return tuple([number for at in range(0, len(runs), 2) for number in range(runs[at], runs[at] + runs[at + 1])])
 
 
-def _check(runs: Runs) -> None:
+def check_runs(runs: Runs) -> None:
     """Refuse runs that are none, or more than there can be, whatever a file states.
 
     Raises:

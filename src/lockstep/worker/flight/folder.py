@@ -134,7 +134,7 @@ def read_manifest(path: Path) -> Manifest:
     chain = b""
     for number, line in enumerate(lines, 1):
         content = line[_HEX + 1 :]
-        chain = _chained(chain, content)
+        chain = chained(chain, content)
         if line[: _HEX + 1] != b"%s " % chain.hex().encode():
             raise _changed(path, number)
         try:
@@ -144,7 +144,7 @@ def read_manifest(path: Path) -> Manifest:
                 manifest.take(msgspec.json.decode(content, type=Listed))
         except msgspec.MsgspecError as error:
             raise TraceError(f"{path}: line {number} is no line of a folder's manifest: {error}") from None
-    if rest and rest[: _HEX + 1] == b"%s " % _chained(chain, rest[_HEX + 1 : -1]).hex().encode():
+    if rest and rest[: _HEX + 1] == b"%s " % chained(chain, rest[_HEX + 1 : -1]).hex().encode():
         raise _changed(path, len(lines) + 1)  # a whole line, and another byte in the place of its newline
     if manifest is None:
         return Manifest(path, ManifestHeader(MANIFEST_SCHEMA_VERSION, __version__))
@@ -243,7 +243,7 @@ def _write_again(path: Path) -> None:
 def _as_lines(contents: Sequence[bytes], chain: bytes) -> bytes:
     lines = bytearray()
     for content in contents:
-        chain = _chained(chain, content)
+        chain = chained(chain, content)
         lines += b"%s %s\n" % (chain.hex().encode(), content)
     return bytes(lines)
 
@@ -254,7 +254,8 @@ def _write(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _chained(chain: bytes, content: bytes) -> bytes:
+def chained(chain: bytes, content: bytes | memoryview) -> bytes:
+    """The chain behind a line of a manifest, or a chunk of a recording."""
     return blake2b(content, digest_size=DIGEST_BYTES, key=chain).digest()
 
 

@@ -24,6 +24,10 @@ class TraceOptions(msgspec.Struct, frozen=True):
     """Holds the secret of its digests (`lockstep.worker.flight.content`); empty: each recording has its own. A file,
     since anybody may read what a process is started with."""
 
+    def share(self, parts: int) -> TraceOptions:
+        """Options of a recording beside this one: without content, with one part in so many of its bytes."""
+        return msgspec.structs.replace(self, max_bytes=self.max_bytes // parts, has_content=False)
+
     def secret(self) -> bytes:
         """The operator's secret, without white space around it; empty: there is none.
 

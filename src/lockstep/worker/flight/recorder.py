@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import ParamSpec
 
 import msgspec
 
@@ -27,14 +25,11 @@ from lockstep.core.step import StepResult
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel
 from lockstep.errors import UsageError
-from lockstep.executors.machine import machine_name
-from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
-from lockstep.worker.flight.chunks import ChunkWriter
 from lockstep.worker.flight.content import Digests, Numbers, encode_request, text_path, tokens_of, write_text
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
-    SCHEMA_VERSION,
+    SUFFIX,
     Aborted,
     Added,
     Arrival,
@@ -42,11 +37,9 @@ from lockstep.worker.flight.entries import (
     Checkpoint,
     Closed,
     CreditsEntry,
-    End,
     EngineEntry,
     Entry,
     Filled,
-    Header,
     Idle,
     Named,
     OutputDigest,
@@ -62,8 +55,9 @@ from lockstep.worker.flight.entries import (
     WithWork,
     runs_of,
 )
-from lockstep.worker.flight.files import TraceFiles, TraceReport
+from lockstep.worker.flight.files import TraceReport
 from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.flight.writer import RecordingWriter, guarded
 from lockstep.worker.messages import AnswerShown, TokenizerPayload
 
 log = logging.getLogger(__name__)
@@ -75,20 +69,6 @@ MAX_CHUNK_BYTES = 1 << 16
 MAX_CONTENTS = 1 << 18
 """Numbers of block hashes that are remembered; with more, the next file begins, with those that are in use."""
 DEFECT = "a defect of the recorder, which the log shows, ended the recording"
-Arguments = ParamSpec("Arguments")
-
-
-def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """A defect of the recorder ends the recording, and never a request. For methods of what has a ``give_up``."""
-
-    @wraps(method)
-    def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        try:
-            method(*arguments, **named)
-        except Exception:  # whatever it is: the engine goes on
-            arguments[0].give_up()  # type: ignore[attr-defined]  # self
-
-    return call
 
 
 class Recorder:
@@ -103,8 +83,8 @@ class Recorder:
         self.has_content = options.has_content
         self._directory = options.directory
         self.digests = Digests(_secret_of(options))
-        self.chunk = ChunkWriter()
-        """Entries that were not handed over yet."""
+        self._writer = RecordingWriter(options, SUFFIX, self.digests.key_name)
+        self._files, self.chunk = self._writer.files, self._writer.chunk
         self.is_on = False
         """Whether there is a file to write to."""
         self.contents: Numbers[bytes] = Numbers()
@@ -112,7 +92,6 @@ class Recorder:
         self.has_stepped = False
         self._has_given_up = False
         self._lock = threading.Lock()
-        self._files = TraceFiles(options)
         self._turns = turns
         self._engines: dict[str, EngineRecorder] = {}
         """Of the replicas that are there, by key; as the device, replaced and never changed."""
@@ -262,20 +241,12 @@ class Recorder:
         if self.is_on:
             self._end_file(goes_on=True)
         self.is_on = True
-        files = self._files
-        header = Header(
-            SCHEMA_VERSION,
-            __version__,
-            files.run,
-            files.num_files + 1,
-            self.has_content,
-            machine_name(),
-            key_name=self.digests.key_name,
-            gap=files.gap,
-        )
-        beginning = self.chunk.begin_file(header)
         with self._lock:
             self._needs = {name: None for engine in self._engines.values() for name in engine.needs}
+        self._writer.begin(self._put_state, tuple(self._needs))
+        self._flush_s = time.monotonic() + FLUSH_INTERVAL_S
+
+    def _put_state(self) -> None:
         self.contents.forget_others()
         self.tenants.forget_others()
         for engine in self._engines.values():
@@ -284,15 +255,13 @@ class Recorder:
         self.tenants.end_forgetting()
         self.chunk.put(CreditsEntry(*self._turns.credit_rows()))
         self._priorities, self._places = None, (0,)
-        files.begin(beginning + self.chunk.take(), tuple(self._needs))
-        self._flush_s = time.monotonic() + FLUSH_INTERVAL_S
 
     def _end_file(self, goes_on: bool) -> None:
-        self.chunk.put(End(tuple([engine.closed() for engine in self._engines.values() if engine.is_open]), goes_on))
-        self._flush()
+        engines = tuple([engine.closed() for engine in self._engines.values() if engine.is_open])
+        self._writer.end(goes_on=goes_on, engines=engines, needs=tuple(self._needs))
 
     def _flush(self) -> None:
-        self._files.put(self.chunk.take(), tuple(self._needs))
+        self._writer.flush(tuple(self._needs))
         self._flush_s = time.monotonic() + FLUSH_INTERVAL_S
 
     def _stop(self) -> None:

@@ -1,0 +1,85 @@
+"""The writer of a recording: its entries as chunks of files, each between a header and an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+from lockstep.executors.machine import machine_name
+from lockstep.version import __version__
+from lockstep.worker.flight.chunks import ChunkWriter
+from lockstep.worker.flight.entries import SCHEMA_VERSION, Closed, End, Header
+from lockstep.worker.flight.files import TraceFiles
+from lockstep.worker.flight.options import TraceOptions
+
+Arguments = ParamSpec("Arguments")
+
+
+def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """A defect of a recorder ends its recording, and never a request. For methods of classes with a ``give_up``."""
+
+    @wraps(method)
+    def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        try:
+            method(*arguments, **named)
+        except Exception:  # whatever it is: requests go on
+            arguments[0].give_up()  # type: ignore[attr-defined]  # self
+
+    return call
+
+
+class RecordingWriter:
+    """Writes the entries of steps, of plans or of routes. For one thread.
+
+    Args:
+        suffix: of the files.
+        key_name: of the key of its digests; empty: it has none.
+    """
+
+    def __init__(self, options: TraceOptions, suffix: str, key_name: str = "") -> None:
+        self.files = TraceFiles(options, suffix)
+        self.chunk = ChunkWriter()
+        """Entries that were not handed over yet."""
+        self._has_content = options.has_content
+        self._key_name = key_name
+
+    def begin(self, put_state: Callable[[], None], needs: tuple[str, ...] = (), gap: str = "") -> None:
+        """Begin a file; the one before has ended.
+
+        Args:
+            put_state: puts the entries by which the file is understood without those before it.
+            needs: names of files in the folder without which this one cannot be served.
+            gap: reason why what came before is in no file, where that is not known to the files.
+        """
+        files = self.files
+        header = Header(
+            SCHEMA_VERSION,
+            __version__,
+            files.run,
+            files.num_files + 1,
+            self._has_content,
+            machine_name(),
+            key_name=self._key_name,
+            gap=files.gap or gap,
+        )
+        beginning = self.chunk.begin_file(header)
+        put_state()
+        files.begin(beginning + (self.chunk.take() if self.chunk.num_bytes else b""), needs)
+
+    def flush(self, needs: tuple[str, ...] = ()) -> None:
+        """Hand over the entries that were put."""
+        if self.chunk.num_bytes:
+            self.files.put(self.chunk.take(), needs)
+
+    def end(self, *, goes_on: bool, engines: tuple[Closed, ...] = (), needs: tuple[str, ...] = ()) -> None:
+        """End the file, if one is open."""
+        if self.files.is_open:
+            self.chunk.put(End(engines, goes_on))
+            self.flush(needs)
+        self.chunk.clear()
+
+    def close(self) -> None:
+        """End the recording, and write what is left within a bounded time."""
+        self.end(goes_on=False)
+        self.files.close()
