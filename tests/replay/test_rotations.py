@@ -14,8 +14,8 @@ from lockstep.core.state import SchedulerState
 from lockstep.core.step import Explain, StepPlan
 from lockstep.errors import TraceError
 from lockstep.replay.trace import open_trace
-from lockstep.replay.verdict import DivergedError, Verification
 from lockstep.replay.verify import verify
+from lockstep.replay.verify_report import DivergedError, Verification
 from tests.replay.rotations import fly, many_files
 
 NUM_ROTATIONS = 200

@@ -19,8 +19,8 @@ from lockstep.core.step import StepPlan
 from lockstep.replay.playback import Playback
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, EngineRerun, decode_record
 from lockstep.replay.trace import Trace, open_trace
-from lockstep.replay.verdict import side_by_side
 from lockstep.replay.verify import verify
+from lockstep.replay.verify_report import side_by_side
 from lockstep.worker.flight.entries import Entry, Idle, Record, Turn, WithWork
 from tests.core.drive import needs_interpreted
 from tests.replay.live import happenings

@@ -49,7 +49,7 @@ def info(
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
-    """What a model on disk is, and as what it would be loaded; reads no weights."""
+    """Describe a model on disk and how it would be loaded; reads no weights."""
     from lockstep.artifacts.source import open_artifact
 
     with loading_progress(model) as progress:

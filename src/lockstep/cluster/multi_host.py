@@ -104,9 +104,8 @@ class MultiHostBackend:
             self._options_of,
             notify,
             routes,
-            worker.stream_interval_s,
+            worker,
             self._name_of,
-            worker.clock,
         )
         self.replicas: Replicas | None = None
         """Replicas that follow the controller's state; the owner sets them before `start`."""

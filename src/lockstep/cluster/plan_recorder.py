@@ -1,8 +1,8 @@
-"""Recording of the planner's decisions: what it saw and what it decided, each plan by itself.
+"""Recording of plans: the planner's input and its decision, for each plan.
 
-The files are those of a device's recording (`lockstep.worker.flight.entries`), with a `PlanEntry` for each plan between
-header and end. Whoever has the same planner gets the same actions. Replicas have the names that the cluster gives them;
-no prompt and no caller is in it.
+The files have the format of a device's recording (`lockstep.worker.flight.entries`), with a `PlanEntry` for each plan
+between header and end. The same planner makes the same actions of the same input. Replicas have the names that the
+cluster gives them. The files contain no prompt and no caller.
 """
 
 from __future__ import annotations

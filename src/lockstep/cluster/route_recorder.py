@@ -1,11 +1,11 @@
-"""Recording of routes: all inputs of each group's balancer, in order, and its choices.
+"""Recording of routes: the inputs of each group's balancer, in order, and its choices.
 
-The files are those of a device's recording (`lockstep.worker.flight.entries`). Behind the header comes a `Resumed` for
-each group that is there, so that a file can be understood without those before it; then one entry for each call, as its
-class below says.
+The files have the format of a device's recording (`lockstep.worker.flight.entries`). After the header comes a `Resumed`
+entry for each existing group, so that a file can be read without the files before it. Then comes one entry for each
+call; the classes below document them.
 
-Contents are numbered as they come, and no hash is written; a session is a digest under the recording's key
-(worker/flight/content.py), and its name is nowhere. Both mean the same in all files of one run.
+Contents are numbered in the order of their first use, and no hash is written. A session is written as a digest under
+the recording's key (worker/flight/content.py), never by name. Both are the same in all files of one run.
 """
 
 from __future__ import annotations
@@ -179,10 +179,10 @@ class _Group:
 
 
 class RouteRecorder:
-    """Writes every route, in a thread of its files; what cannot be written is reported once, and nothing waits for it.
+    """Records every route. A thread writes the files; a write error is reported once, and requests never wait for it.
 
-    A `lockstep.hosts.group.RouteWatcher`: told by one thread, in order, what each group's balancer was told, and after
-    it. It knows balancers by that alone, so that a file which begins later begins with what the files before it say.
+    Implements `lockstep.hosts.group.RouteWatcher`: one thread calls it, in order, after each call of a balancer. It
+    tracks the balancers from these calls alone, so a later file begins with the state that the earlier files lead to.
     """
 
     def __init__(self, options: TraceOptions) -> None:

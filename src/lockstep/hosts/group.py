@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -95,12 +94,12 @@ class Group:
         on_change: Callable[[Group], None],
         notify: Callable[[Notice], None],
         routes: RouteWatcher | None = None,
-        stream_interval_s: float = 0.0,
+        worker: WorkerOptions | None = None,
         name: Callable[[], str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.key = key
-        self._now_s = clock
+        self._worker = worker or WorkerOptions()
+        self._now_s = self._worker.clock
         self._name = name or (lambda: key)
         self.balancer = balancer
         self.members = tuple(Member(number) for number in range(balancer.num_replicas))
@@ -110,7 +109,6 @@ class Group:
         self._on_change = on_change
         self._notify = notify
         self._routes = routes
-        self._stream_interval_s = stream_interval_s
         self._tasks: set[asyncio.Task[None]] = set()
         if routes is not None:
             routes.opened(key, balancer.num_replicas, balancer.policy, balancer.max_imbalance)
@@ -143,7 +141,7 @@ class Group:
             "network",
             address=WorkerAddress(place.address, place.port, link.secret_file, link.tls_ca, link.allows_plain),
             health=HealthLimits(answer_s=ANSWER_S, silence_s=SILENCE_S, load_s=SILENCE_S),
-            stream_interval_s=self._stream_interval_s,
+            stream_interval_s=self._worker.stream_interval_s,
             clock=self._now_s,
         )
         worker = SupervisedWorker(options, lambda notice: self._on_notice(member, worker, notice))

@@ -7,7 +7,6 @@ when its first replica answers, and unloaded when its connections are closed.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from lockstep.engine.sessions import SessionReport, SweepResult
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.hosts.group import Group, HostedMailbox, RouteWatcher
 from lockstep.hosts.values import SLOTS_PER_REPLICA, GroupOptions, LinkOptions, ReplicaPhase, ReplicaStatus
+from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import Checked, KeptReport, Loaded, SessionsReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
 
@@ -50,6 +50,7 @@ class HostedWorkers:
         notify: called with the workers' notices about sessions, and with groups that were lost.
         options_of: returns the placement and routing options of a group, by key.
         routes: called with each routing decision.
+        worker: gives the stream interval and the clock of connections.
         name_of: returns the name of a group's model by key, for messages.
     """
 
@@ -62,11 +63,11 @@ class HostedWorkers:
         options_of: Callable[[str], GroupOptions],
         notify: Callable[[Notice | GroupLost], None],
         routes: RouteWatcher | None = None,
-        stream_interval_s: float = 0.0,
+        worker: WorkerOptions | None = None,
         name_of: Callable[[str], str] = str,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._now_s = clock
+        self._worker = worker or WorkerOptions()
+        self._now_s = self._worker.clock
         self.groups: dict[str, Group] = {}
         """Groups that are loaded or loading, by key."""
         self.fault = ""
@@ -78,7 +79,6 @@ class HostedWorkers:
         self._options_of = options_of
         self._notify = notify
         self._routes = routes
-        self._stream_interval_s = stream_interval_s
         self._name_of = name_of
         self._places: dict[tuple[str, int], ReplicaStatus] = {}
         self._lost_s: dict[str, float] = {}
@@ -223,9 +223,9 @@ class HostedWorkers:
     def _group_of(self, key: str) -> Group:
         options = self._options_of(key)
         balancer = Balancer(options.num * SLOTS_PER_REPLICA, options.policy, options.max_imbalance)
-        routes, interval_s = self._routes, self._stream_interval_s
         name = partial(self._name_of, key)
-        return Group(key, self.link, balancer, self._on_group_change, self._notify, routes, interval_s, name)
+        notify, routes, worker = self._notify, self._routes, self._worker
+        return Group(key, self.link, balancer, self._on_group_change, notify, routes, worker, name)
 
     async def unload(self, replica: str) -> None:
         """Close the connections to a group's replicas; the controller decides when they are unloaded."""

@@ -137,7 +137,7 @@ _EMPTY_ANSWER = "an empty answer: 0 tokens"
 
 
 def of_errors(evidence: Evidence, mask: Bools) -> Cause:
-    """Whether the failures came in one burst, and what most of them report."""
+    """Describe the failures: whether they came in one burst, and the error that most of them report."""
     pairs = evidence.pairs
     failed = np.flatnonzero(mask & pairs.ok[0] & ~pairs.ok[1])
     if not len(failed):
@@ -230,7 +230,7 @@ def of_output(evidence: Evidence, _: Bools) -> Cause:
 
 
 def of_pressure(evidence: Evidence, mask: Bools) -> Cause:
-    """Whether the candidate's KV pool is smaller, or more of an equal one is in use."""
+    """Compare the KV pools: the candidate's is smaller, or more of an equal one is in use."""
     baseline, candidate = _pools(evidence, mask)
     used = evidence.pairs.metrics["kv_pressure"][1]
     is_full = p95(used[mask]) >= FULL
@@ -245,7 +245,7 @@ def of_pressure(evidence: Evidence, mask: Bools) -> Cause:
 
 
 def of_first_token(evidence: Evidence, mask: Bools) -> Cause:
-    """Whether a first token is late because it was buffered, queued, or computed more slowly."""
+    """Explain a late first token: it was buffered, queued, or computed more slowly."""
     pairs = evidence.pairs
     first, whole = pairs.metrics["ttft_ms"], pairs.metrics["latency_ms"]
     usable = mask & pairs.known("ttft_ms")

@@ -57,7 +57,7 @@ class Content:
 
     @property
     def is_table(self) -> bool:
-        """Whether its columns have names of their own, once for all records."""
+        """True if the columns have names, once for all records."""
         return self.kind in ("csv", "parquet")
 
 

@@ -31,7 +31,7 @@ from lockstep.replay.played_sequences import PlayedSequence, PlayedSequences
 from lockstep.replay.readers import reading as workloads
 from lockstep.replay.rerun import AppliedCommand, DecidedStep
 from lockstep.replay.trace import Trace, open_trace
-from lockstep.replay.verdict import DivergedError
+from lockstep.replay.verify_report import DivergedError
 from lockstep.replay.workload import PS_PER_MS
 from lockstep.worker.flight.content import Digests, decode_request
 from lockstep.worker.flight.entries import Added, Arrival, EngineEntry, OutputDigest, RequestDigest, RequestEntry

@@ -30,7 +30,7 @@ from lockstep.executors.stub import StubOptions
 from lockstep.replay.playback import Playback
 from lockstep.replay.rerun import AppliedCommand, DecidedStep, apply_to_cache
 from lockstep.replay.trace import Trace
-from lockstep.replay.verdict import DivergedError
+from lockstep.replay.verify_report import DivergedError
 from lockstep.worker.flight.content import decode_request, tokens_of
 from lockstep.worker.flight.entries import (
     Aborted,

@@ -12,7 +12,7 @@ from lockstep.cluster.plan_recorder import PLAN_SUFFIX, ActionFields, PlanEntry,
 from lockstep.cluster.planner import Action, Observed, PlanPolicy, plan
 from lockstep.replay.trace import read_entries, read_parts
 from lockstep.replay.trace_integrity import Part
-from lockstep.replay.verdict import Verification, verification_of
+from lockstep.replay.verify_report import Verification, verification_of
 from lockstep.worker.flight.chunks import EntryDecoder
 from lockstep.worker.flight.entries import End, Header
 

@@ -18,7 +18,7 @@ from lockstep.replay.rerun import (
 )
 from lockstep.replay.trace import CutFile, Trace
 from lockstep.replay.trace_integrity import FileNumber, Loss
-from lockstep.replay.verdict import TURNS, DivergedError
+from lockstep.replay.verify_report import TURNS, DivergedError
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.entries import (
     Aborted,

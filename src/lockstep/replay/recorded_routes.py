@@ -25,7 +25,7 @@ from lockstep.errors import ConfigError, TraceError
 from lockstep.hosts.values import MAX_REPLICAS
 from lockstep.replay.trace import CutFile, read_entries, read_parts
 from lockstep.replay.trace_integrity import Part
-from lockstep.replay.verdict import Verification, verification_of
+from lockstep.replay.verify_report import Verification, verification_of
 from lockstep.worker.flight.chunks import EntryDecoder
 from lockstep.worker.flight.entries import End, Header, Runs, check_runs, ids_of
 

@@ -19,7 +19,7 @@ from lockstep.core.sequence import FinishedSequence
 from lockstep.core.state import STATE_VERSION, FingerprintState, SchedulerState
 from lockstep.core.step import Explain, StepEvents, StepPlan, StepResult
 from lockstep.errors import LockstepError, TraceError
-from lockstep.replay.verdict import DivergedError
+from lockstep.replay.verify_report import DivergedError
 from lockstep.worker.flight.entries import (
     Aborted,
     Added,

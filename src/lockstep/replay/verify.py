@@ -18,7 +18,7 @@ from lockstep.replay.request_timeline import RequestTimeline
 from lockstep.replay.rerun import SchedulerOf
 from lockstep.replay.trace import Trace, files_in, open_trace
 from lockstep.replay.trace_integrity import with_losses
-from lockstep.replay.verdict import TURNS, DivergedError, Verification
+from lockstep.replay.verify_report import TURNS, DivergedError, Verification
 from lockstep.worker.flight.entries import SUFFIX
 
 

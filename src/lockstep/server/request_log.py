@@ -239,12 +239,12 @@ async def list_requests(
         limit=limit,
     )
     options, directory = serving_of(request).options, serving_of(request).cluster.recording
-    shown = tuple(told(row, directory, is_operator(tenant, options)) for row in rows)
+    shown = tuple(with_recording(row, directory, is_operator(tenant, options)) for row in rows)
     return Response(msgspec.json.encode(RequestList("list", shown)), media_type=JSON_TYPE)
 
 
-def told(row: RequestRow, directory: str | None, is_operator: bool) -> RequestRow:
-    """A row with what leads to the recording, where there is one."""
+def with_recording(row: RequestRow, directory: str | None, is_operator: bool) -> RequestRow:
+    """Add the place in the recording to a row, if there is a recording."""
     if directory is None:
         return replace(row, replay=())
     words = ("lockstep", "replay", "--verify", directory, f"--request={row.id}")

@@ -1,13 +1,13 @@
-"""Contents of requests in a recording: as keyed digests, which can be compared and never read, or whole.
+"""Contents of requests in a recording: keyed digests, which can be compared but not read, or the whole content.
 
-Two recordings with the same key tell whether their servers were asked the same and answered the same, without a token
-of either. A recording with content also holds enough to compute it again, and not who sent it.
+Two recordings with the same key show whether their servers received equal requests and gave equal answers, without a
+token of either. A recording with content also contains what is needed to compute it again, but not the sender.
 
 - The *secret* is the content of the operator's file (``--trace-key``), without white space around it; without such a
-  file 32 random bytes of this recording, which nobody keeps. The key is BLAKE2b-256 of it. Its name, which is all that
-  is written of it, is the digest of nothing: equal names, comparable digests.
+  file, 32 random bytes of this recording, which are not stored. The key is BLAKE2b-256 of it. Only its name is
+  written, which is the digest of nothing: equal names, comparable digests.
 - A *digest* is BLAKE2b-64 with that key, and as its person what it is of: ``key``, ``prompt``, ``parameters``,
-  ``tokens``, ``vector`` or ``session``. Without the key nobody can guess a prompt and look for its digest. Two things
+  ``tokens``, ``vector`` or ``session``. Without the key a prompt cannot be guessed by its digest. Two things
   that differ have equal digests once in 2**64.
 - Tokens are unsigned numbers of four bytes, vectors floats of four bytes, both little-endian.
 - Parameters are msgpack, keys text and sorted: an array of what the request named of `SamplingParams`, and its pooling

@@ -87,7 +87,7 @@ class EngineEntry(EntryStruct, frozen=True, tag=2):
 
 
 class _WithContents:
-    """What entries with block hashes have in common."""
+    """Common part of entries with block hashes."""
 
     __slots__ = ()
     runs: Runs

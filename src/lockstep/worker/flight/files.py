@@ -1,7 +1,7 @@
-"""The files of a recording: a thread that compresses, writes, lists, starts the next one and deletes the oldest.
+"""Recording files: a thread compresses and writes chunks, lists files, starts new ones and deletes the oldest.
 
-Whoever records hands chunks over and never waits. What cannot be written is lost, counted and said once; then the
-next file begins, and with a checkpoint nothing before it is missed. The folder's manifest lists each file
+Recorders queue chunks and never wait. Chunks that cannot be written are lost, counted and reported once. Then the next
+file begins with a checkpoint, so that it can be read without the lost part. The folder's manifest lists each file
 (`lockstep.worker.flight.folder`).
 """
 
@@ -189,7 +189,7 @@ class TraceFiles:
                 self._take(item)
             except (OSError, zstandard.ZstdError) as error:
                 self._abandon()
-                self._break(_said(error), 0 if os.path.exists(self._path(number)) else number)
+                self._break(_reason_of(error), 0 if os.path.exists(self._path(number)) else number)
             with self._lock:
                 self._num_queued -= len(item.chunk)
 
@@ -297,6 +297,6 @@ class TraceFiles:
             log.warning("the recording in %s has a gap: %s; requests are served all the same", self._folder, why)
 
 
-def _said(error: OSError | zstandard.ZstdError) -> str:
+def _reason_of(error: OSError | zstandard.ZstdError) -> str:
     """Without the path, which callers of the server's health endpoint need not see."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

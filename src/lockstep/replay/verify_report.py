@@ -1,4 +1,4 @@
-"""Verdicts on recordings that are decided again: what was compared, the first difference, and what is not there."""
+"""Report of a verification: decisions compared, the first difference, and missing parts of a recording."""
 
 from __future__ import annotations
 
