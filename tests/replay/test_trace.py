@@ -138,7 +138,7 @@ def test_a_sequence_of_an_unknown_engine_is_refused_by_every_reader(path: Path) 
 
 
 def test_an_unknown_engine_is_rejected_with_the_recorded_ones(path: Path) -> None:
-    with pytest.raises(TraceError, match="no engine 7; it has 0, 1"):
+    with pytest.raises(TraceError, match=r"no engine 7; it has 0 \(beta\), 1 \(alpha\)"):
         workload_of(open_trace(path), 7)
 
 

@@ -10,11 +10,9 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli.replay_options import open_with_notes
 from lockstep.cli.writing import check_outputs, expanded, write_file
-from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.replay.trace import Trace
-    from lockstep.worker.flight.entries import EngineEntry, Header
+    from lockstep.worker.flight.entries import Header
 
 
 def calibrate(
@@ -39,7 +37,7 @@ def calibrate(
 
     check_outputs([(output, "the cost model")], [trace])
     recording = open_with_notes(trace.expanduser())
-    traced = _engine(recording, engine, trace)
+    traced = recording.engine(engine)
     made_on = MadeOn(
         lockstep=recording.header.lockstep,
         machine=_machine(recording.header),
@@ -52,19 +50,6 @@ def calibrate(
     data = to_bytes(file)
     write_file(output, data, "the cost model")
     print(data.decode(), end="") if as_json else show(cost_document(file))
-
-
-def _engine(recording: Trace, number: int | None, trace: Path) -> EngineEntry:
-    """The requested engine, or the only one; UsageError lists those that there are."""
-    engines = {each.number: each for each in recording.engines}
-    if number is None and len(engines) == 1:
-        return recording.engines[0]
-    names = ", ".join(f"{each.number} ({each.name})" for each in recording.engines) or "none"
-    if number is None and engines:
-        raise UsageError(f"{trace} is a recording of several engines: {names}; choose one with --engine")
-    if number is None or number not in engines:
-        raise UsageError(f"{trace} has no engine {number or 0}; it has {names}")
-    return engines[number]
 
 
 def _machine(header: Header) -> str:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from lockstep.core.policy import output_limit
-from lockstep.errors import TraceError
 from lockstep.replay.playback import Playback, played
 from lockstep.replay.played_sequences import PlayedSequence, PlayedSequences
 from lockstep.replay.rerun import DecidedStep, request_of
@@ -90,11 +89,7 @@ def workload_of(trace: Trace, engine: int = 0) -> Workload:
     Raises:
         TraceError: there is no such engine, or the recording cannot be read on.
     """
-    traced = {each.number: each for each in trace.engines}.get(engine)
-    if traced is None:
-        raise TraceError(
-            f"the recording has no engine {engine}; it has {', '.join(str(e.number) for e in trace.engines)}"
-        )
+    traced = trace.engine(engine)
     sequences = PlayedSequences()
     served: list[PlayedSequence] = []
     playback = Playback(trace.entries())

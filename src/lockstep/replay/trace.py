@@ -46,6 +46,20 @@ class Trace:
     num_runs: int = 1
     """That were recorded in the directory."""
 
+    def engine(self, number: int | None) -> EngineEntry:
+        """The engine of a number; None: the only one.
+
+        Raises:
+            TraceError: there is none, or there are several; the message lists them.
+        """
+        names = ", ".join(f"{each.number} ({each.name})" for each in self.engines) or "none"
+        if number is None and len(self.engines) > 1:
+            raise TraceError(f"the recording has several engines: {names}; choose one by its number, with --engine")
+        found = [each for each in self.engines if number in (None, each.number)]
+        if not found:
+            raise TraceError(f"the recording has no engine {number or 0}; it has {names}")
+        return found[0]
+
     def check_as_recorded(self, verb: str) -> None:
         """Refuse a recording of which a file was changed, cut, removed or added.
 

@@ -157,13 +157,7 @@ def _some(requests: Iterable[WorkloadRequest], name: str) -> Iterator[WorkloadRe
 def _read_recording(path: Path, options: ReadOptions) -> Workload:
     """Requests of a live engine, with its config."""
     trace = open_trace(path)
-    number = options.engine
-    if number is None:
-        if len(trace.engines) > 1:
-            names = ", ".join(f"{engine.number} ({engine.name})" for engine in trace.engines)
-            raise UsageError(f"{path.name} is a recording of several engines: {names}; choose one by its number")
-        number = trace.engines[0].number if trace.engines else 0
-    workload = workload_of(trace, number)
+    workload = workload_of(trace, trace.engine(options.engine).number)
     return replace(workload, requests=tuple(_some(shaped(workload.requests, options), path.name)))
 
 
