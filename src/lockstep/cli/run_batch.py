@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -42,6 +41,8 @@ REPORT_S = 10.0
 """Seconds between two reports of progress where standard error is not a terminal."""
 PIPE = "-"
 _PART = ".part"
+_READABLE = 0o666
+"""Mode of the output, less the user's umask."""
 _TEMPORARY = "lockstep-owned-run-batch-"
 """Beginning of the names of temporary folders."""
 OUTPUT = "the output"
@@ -283,24 +284,16 @@ class _Progress:
 
 def _write(job: BatchJob, target: str) -> None:
     """Write all answers in order; a file is there as soon as it is whole."""
-    from lockstep.server.batches import sync_folder, write_results
+    from lockstep.server.batches import durable_file
 
     if target == PIPE:
-        write_results(job, sys.stdout.buffer, sys.stdout.buffer)
+        job.write_results(sys.stdout.buffer, sys.stdout.buffer)
         sys.stdout.buffer.flush()
         return
-    path = Path(target).expanduser()
-    whole = path.with_name(f"{path.name}.whole")
     try:
-        with whole.open("wb") as file:
-            write_results(job, file, file)
-            file.flush()
-            os.fsync(file.fileno())
-        whole.replace(path)
-        sync_folder(path.parent)
+        with durable_file(Path(target).expanduser(), _READABLE) as file:
+            job.write_results(file, file)
     except OSError as error:
-        with suppress(OSError):
-            whole.unlink(missing_ok=True)
         raise UsageError(f"{target}: {OUTPUT} cannot be written there: {error.strerror or error}") from None
 
 

@@ -173,7 +173,7 @@ def server_options(
         enable_debug_endpoints=report.enable_debug_endpoints,
         otlp_traces_endpoint=report.otlp_traces_endpoint,
         responses_db=report.responses_db,
-        batch_dir=None if report.batch_dir is None else str(report.batch_dir),
+        batch_dir=report.batch_dir,
     )
 
 

@@ -144,7 +144,7 @@ class ReportFlags:
     """First part of metric names; vllm makes boards for vLLM work."""
     otlp_traces_endpoint: Annotated[str | None, Flag(metavar="URL")] = None
     """Send a span per request there (OTLP over HTTP)."""
-    responses_db: Annotated[str | None, Flag(metavar="FILE")] = None
+    responses_db: Annotated[Path | None, Flag(metavar="FILE")] = None
     """Keep stored responses in this SQLite file."""
     batch_dir: Annotated[Path | None, Flag(metavar="DIR")] = None
     """Keep uploaded files and batches there, over restarts; None: a temporary folder."""

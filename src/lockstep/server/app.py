@@ -103,7 +103,7 @@ def create_app(
     app.state.request_log = request_log.RequestLog()
     app.state.log_lines = log_lines.LogLines()
     app.state.watchers = Traffic()
-    app.state.response_store = response_store or responses.memory_store(options)
+    app.state.response_store = response_store or responses.ResponseStore(None, options.max_stored_responses)
     app.state.batches = None if batch_store is None else batches.BatchRunner(serving, batch_store, app)
     _install_handlers(app)
     routers = (*ROUTERS, status.debug_router) if options.enable_debug_endpoints else ROUTERS

@@ -1,4 +1,4 @@
-"""SQLite databases of the server: open or create a file, identify it by its header, and run queries on one thread.
+"""SQLite databases of the server: open or create one in a file or in memory, and run queries on one thread.
 
 Disk errors, in particular a full disk, become a `StorageError` that names the folder.
 """
@@ -9,6 +9,7 @@ import asyncio
 import errno
 import os
 import sqlite3
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from lockstep.errors import ConfigError, StorageError, StorageFullError
 
 BUSY_TIMEOUT_S = 5.0
 """Time limit, in seconds, to wait for another process that writes to the file."""
+IN_MEMORY = Path(":memory:")
+"""Path of a database that is kept in memory until it is closed."""
 OWNER_ONLY = 0o600
 """File mode. The files contain texts of users."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -46,7 +49,9 @@ class Schema:
 
 
 class Database:
-    """One database file. `run` executes work with its connection on its thread, one item at a time.
+    """One database. `run` executes work with its connection on its thread, one item at a time.
+
+    Work of a database in memory waits for no disk, so it is executed directly, without a thread.
 
     Raises:
         ConfigError: the file cannot be opened or created, or it has another schema.
@@ -58,8 +63,10 @@ class Database:
         except (OSError, sqlite3.Error) as error:
             why = "another server uses it" if schema.is_exclusive and "locked" in str(error) else str(error)
             raise ConfigError(f"{path}: {schema.kept} cannot be stored there: {why}") from error
+        weakref.finalize(self, self.connection.close)  # an application that is never closed has one in memory
         self._folder, self._kept = path.absolute().parent, schema.kept
-        self._thread = ThreadPoolExecutor(1, f"lockstep-{schema.kept.replace(' ', '-')}")
+        thread_name = f"lockstep-{schema.kept.replace(' ', '-')}"
+        self._thread = None if path == IN_MEMORY else ThreadPoolExecutor(1, thread_name)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run work on the database's thread. It may also access other files in the folder.
@@ -68,6 +75,8 @@ class Database:
             StorageError: the disk is full or failing.
         """
         try:
+            if self._thread is None:
+                return work()
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except (OSError, sqlite3.OperationalError) as error:
             refusal = refusal_of(error, self._folder, self._kept)
@@ -78,10 +87,6 @@ class Database:
     async def rows(self, query: str, *values: Value) -> list[tuple[Any, ...]]:
         """Return all rows of a query."""
         return await self.run(lambda: self.connection.execute(query, values).fetchall())
-
-    async def change(self, statement: str, *values: Value) -> int:
-        """Execute a single statement. Return the number of changed rows."""
-        return await self.run(lambda: self.connection.execute(statement, values).rowcount)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -97,7 +102,8 @@ class Database:
             raise
 
     def close(self) -> None:
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
         self.connection.close()
 
 
@@ -119,8 +125,9 @@ def refusal_of(error: OSError | sqlite3.OperationalError, folder: Path, kept: st
 
 
 def _connect(path: Path, schema: Schema) -> sqlite3.Connection:
-    """Open or create a database file. The connection is for one thread at a time."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY))
+    """Open or create a database. The connection is for one thread at a time."""
+    if path != IN_MEMORY:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY))
     connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
         if schema.is_exclusive:  # lock the file until the connection is closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from lockstep.option_fields import Range
@@ -75,10 +76,10 @@ class ServerOptions:
     enable_debug_endpoints: bool = False
     """Enables ``POST /reset_prefix_cache`` and ``GET /debug/check``."""
     otlp_traces_endpoint: str | None = None
-    responses_db: str | None = None
+    responses_db: Path | None = None
     """SQLite file for stored responses; None: in memory."""
     max_stored_responses: int = 4_096
-    batch_dir: str | None = None
+    batch_dir: Path | None = None
     """Folder for uploaded files and batches; None: a temporary folder."""
     max_batch_requests: Annotated[int, Range(1)] = 4
     """Maximum number of concurrent batch requests.

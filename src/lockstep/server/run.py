@@ -21,11 +21,11 @@ from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, EngineSnapshot
 from lockstep.errors import LockstepError, UnavailableError, UsageError
 from lockstep.server.app import create_app
-from lockstep.server.batches import open_batch_store
+from lockstep.server.batches import BatchStore
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import bounded_protocol
 from lockstep.server.reload import ManifestReload
-from lockstep.server.responses import open_store
+from lockstep.server.responses import ResponseStore
 from lockstep.server.serving import ServerPhase, Serving
 from lockstep.server.tracing import RequestTracer
 from lockstep.shown import size
@@ -72,8 +72,8 @@ def run_server(
     try:
         with (
             bind(options) as listener,
-            contextlib.closing(open_store(options)) as store,
-            contextlib.closing(open_batch_store(options)) as batch_store,
+            contextlib.closing(ResponseStore(options.responses_db, options.max_stored_responses)) as store,
+            contextlib.closing(BatchStore(options.batch_dir)) as batch_store,
             asyncio.Runner(loop_factory=_loop_factory()) as runner,
         ):
             app = create_app(cluster, options, () if tracer is None else (tracer,), store, batch_store)

@@ -20,7 +20,7 @@ from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.responses.answer import ResponseEncoder, ResponseWriter
 from lockstep.server.responses.schema import ResponseBody, response_base
-from lockstep.server.responses.store import SqliteStore, StoreLimits
+from lockstep.server.responses.store import ResponseStore
 from tests.cluster.support import one_model
 from tests.server.making import context
 from tests.server.responses.shapes import check_events, check_response
@@ -103,7 +103,7 @@ def test_a_failed_response_has_the_error_and_an_incomplete_item(status: int, cod
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_an_answer_that_cannot_be_stored_has_failed(tmp_path: Path, is_stream: bool) -> None:
-    store = SqliteStore(tmp_path / "r.db", StoreLimits(9))
+    store = ResponseStore(tmp_path / "r.db", 9)
     store._database.connection.execute("PRAGMA query_only = ON")  # as a disk that has become read-only
     cluster = one_model("stub://alpha", ("alpha",))
     await cluster.start()

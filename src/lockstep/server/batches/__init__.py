@@ -2,11 +2,11 @@
 
 from lockstep.server.batches.answering import InProcessServer, run_job
 from lockstep.server.batches.input_file import CheckedInput, checked_input
-from lockstep.server.batches.job import BatchJob, write_results
-from lockstep.server.batches.journal import Journal, sync_folder
+from lockstep.server.batches.job import BatchJob
+from lockstep.server.batches.journal import Journal, durable_file
 from lockstep.server.batches.routes import router
 from lockstep.server.batches.runner import BatchRunner
-from lockstep.server.batches.store import BatchStore, open_batch_store
+from lockstep.server.batches.store import BatchStore
 
 __all__ = [
     "BatchJob",
@@ -16,9 +16,7 @@ __all__ = [
     "InProcessServer",
     "Journal",
     "checked_input",
-    "open_batch_store",
+    "durable_file",
     "router",
     "run_job",
-    "sync_folder",
-    "write_results",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,33 +80,25 @@ class BatchJob:
         line = {"id": line_id, "custom_id": request.custom_id, "response": response, "error": error}
         return msgspec.json.encode(line)
 
-    def results(self, unanswered: tuple[str, str] | None = None) -> Iterator[tuple[bool, bytes]]:
-        """Yield the result lines in the order of the input, each with True if its request succeeded.
+    def write_results(self, output: IO[bytes], errors: IO[bytes], unanswered: tuple[str, str] | None = None) -> None:
+        """Write the result lines in the order of the input to two files, which may be the same.
 
         Args:
+            output: receives the results of requests that succeeded.
+            errors: receives the results of all other requests.
             unanswered: code and message of the error for requests without a result; None: they have no line.
         """
-        answered = self.journal.lines()
-        following = next(answered, None)
-        for index in range(self.journal.num_requests):
-            if following is not None and following[0] == index:
-                yield following[1:]
-                following = next(answered, None)
+        for index, answered in enumerate(self.journal.lines()):
+            if answered is not None:
+                is_success, line = answered
+                (output if is_success else errors).write(line)
             elif unanswered is not None:
                 error = {"code": unanswered[0], "message": unanswered[1]}
-                yield False, self._line(index, self.request(index), None, error) + b"\n"
+                errors.write(self._line(index, self.request(index), None, error) + b"\n")
 
     def close(self) -> None:
         self._input.close()
         self.journal.close()
-
-
-def write_results(
-    job: BatchJob, output: IO[bytes], errors: IO[bytes], unanswered: tuple[str, str] | None = None
-) -> None:
-    """Write the results to two files, which may be the same; see `BatchJob.results`."""
-    for is_success, line in job.results(unanswered):
-        (output if is_success else errors).write(line)
 
 
 def request_id_of(name: str, index: int) -> str:

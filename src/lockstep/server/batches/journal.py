@@ -10,14 +10,14 @@ import errno
 import os
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from lockstep.errors import ConfigError
 from lockstep.server.database import OWNER_ONLY
 
 _MAGIC = b"lockstep-batch 1 "
-_NONE = 2**64 - 1
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 """Errors of filesystems that do not support syncing a folder and do not need it."""
 
@@ -38,13 +38,11 @@ class Journal:
         self.path = path
         self.num_completed = 0
         self.num_failed = 0
-        self._places = array("Q", [_NONE]) * num_requests
-        """Offset of each request's result line."""
+        self._places = array("Q", [0]) * num_requests
+        """Offset of each request's result line; 0: it has no result."""
         self._end = 0
-        """Offset of the next line. Data beyond it is ignored."""
-        self._is_torn = False
-        """True if the file may have part of a failed write beyond the end."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ONLY)
+        """Offset of the next line. Data beyond it is part of a failed write, and is ignored."""
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY), "r+b", buffering=0)
         try:
             self._read(_MAGIC + digest.encode() + b"\n")
         except BaseException:
@@ -58,8 +56,8 @@ class Journal:
             if not first.endswith(b"\n"):
                 if not header.startswith(first):
                     raise ConfigError(f"{self.path}: this file is not a batch journal; move it away")
-                self._is_torn = True
                 self._write(header)
+                self._end = len(header)
                 sync_folder(self.path.parent)
                 return
             if first != header:
@@ -69,20 +67,19 @@ class Journal:
             self._end = len(first)
             for line in file:
                 if not line.endswith(b"\n"):
-                    self._is_torn = True
                     break
                 self._take(line)
-                self._end += len(line)
 
     def _take(self, line: bytes) -> None:
         index, _, rest = line.partition(b" ")
         known = index.isdigit() and int(index) < len(self._places) and rest[:2] in (b"0 ", b"1 ")
-        if not known or self._places[int(index)] != _NONE:
+        if not known or self.has(int(index)):
             raise ConfigError(f"{self.path}: no result of this batch starts at byte {self._end}; the file was changed")
-        self._count(int(index), self._end, is_success=rest[:1] == b"1")
+        self._count(int(index), len(line), is_success=rest[:1] == b"1")
 
-    def _count(self, index: int, place: int, *, is_success: bool) -> None:
-        self._places[index] = place
+    def _count(self, index: int, num_bytes: int, *, is_success: bool) -> None:
+        self._places[index] = self._end
+        self._end += num_bytes
         self.num_completed += is_success
         self.num_failed += not is_success
 
@@ -96,11 +93,11 @@ class Journal:
         return self.num_completed + self.num_failed == len(self._places)
 
     def has(self, index: int) -> bool:
-        return self._places[index] != _NONE
+        return self._places[index] > 0
 
     def unanswered(self) -> Iterator[int]:
         """Indexes of requests without a result, in order."""
-        return (index for index, place in enumerate(self._places) if place == _NONE)
+        return (index for index, place in enumerate(self._places) if not place)
 
     def append(self, index: int, line: bytes, *, is_success: bool) -> None:
         """Append a result. It is on disk when this method returns.
@@ -112,40 +109,52 @@ class Journal:
             OSError: the result cannot be written. The journal is unchanged, and the call can be repeated.
         """
         assert not self.has(index), "a request has one result"
-        place = self._end
-        self._write(b"%d %d %b\n" % (index, is_success, line))
-        self._count(index, place, is_success=is_success)
+        data = b"%d %d %b\n" % (index, is_success, line)
+        self._write(data)
+        self._count(index, len(data), is_success=is_success)
 
     def _write(self, data: bytes) -> None:
         """Write all of the data durably at the end, or nothing."""
-        if self._is_torn:
-            os.ftruncate(self._descriptor, self._end)
-        self._is_torn = True
+        descriptor = self._file.fileno()
+        os.ftruncate(descriptor, self._end)
         try:
             num_written = 0
             while num_written < len(data):
-                num_written += os.pwrite(self._descriptor, data[num_written:], self._end + num_written)
-            os.fsync(self._descriptor)
+                num_written += os.pwrite(descriptor, data[num_written:], self._end + num_written)
+            os.fsync(descriptor)
         except OSError:
             with suppress(OSError):  # if it fails, the next write retries it
-                os.ftruncate(self._descriptor, self._end)
+                os.ftruncate(descriptor, self._end)
             raise
-        self._is_torn = False
-        self._end += len(data)
 
-    def lines(self) -> Iterator[tuple[int, bool, bytes]]:
-        """Yield results in the order of the requests: index, success, and the line with its line break."""
+    def lines(self) -> Iterator[tuple[bool, bytes] | None]:
+        """Yield for each request, in order, its success and its line with the line break; None: it has no result."""
         with self.path.open("rb") as file:
-            for index, place in enumerate(self._places):
-                if place != _NONE:
-                    file.seek(place)
-                    _, is_success, line = file.readline().split(b" ", 2)
-                    yield index, is_success == b"1", line
+            for place in self._places:
+                if not place:
+                    yield None
+                    continue
+                file.seek(place)
+                _, is_success, line = file.readline().split(b" ", 2)
+                yield is_success == b"1", line
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
+
+
+@contextmanager
+def durable_file(path: Path, mode: int) -> Iterator[IO[bytes]]:
+    """A new file that gets its name once it is complete and on disk. If the block fails, nothing is left of it."""
+    whole = path.with_name(f"{path.name}.whole")
+    try:
+        with os.fdopen(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        whole.replace(path)
+        sync_folder(path.parent)
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

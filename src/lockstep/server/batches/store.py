@@ -6,13 +6,12 @@ A folder is used by one server at a time. Tenants cannot see each other's files 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sqlite3
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -27,13 +26,12 @@ from lockstep.errors import (
     StorageError,
     StoredFileNotFoundError,
 )
-from lockstep.owned_folders import claim_folder
+from lockstep.owned_folders import OwnedFolder, claim_folder
 from lockstep.server.batches.input_file import MAX_FILE_BYTES
-from lockstep.server.batches.job import BatchJob, write_results
-from lockstep.server.batches.journal import Journal, sync_folder
+from lockstep.server.batches.job import BatchJob
+from lockstep.server.batches.journal import Journal, durable_file
 from lockstep.server.batches.schema import ENDED, Batch, StoredFile, derived_id
 from lockstep.server.database import OWNER_ONLY, Database, Schema
-from lockstep.server.options import ServerOptions
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +70,6 @@ _PROBE_BYTES = 64 << 10
 """Number of bytes that must be writable for the disk to count as recovered."""
 _FOLDER_MODE = 0o700
 _COPY_BYTES = 1 << 20
-_ANY = ""
-"""Purpose filter that matches every file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +100,12 @@ class BatchStore:
         self.limits = limits or StoreLimits()
         self.fault: StorageError | None = None
         """The last write error of the disk; None once a write succeeds again."""
+        self._temporary: OwnedFolder | None = None
+        self._folder = (folder or Path(tempfile.gettempdir())).expanduser().absolute()
         try:
-            self._temporary = None if folder else claim_folder(Path(tempfile.gettempdir()), _TEMPORARY)
-        except OSError as error:
-            raise ConfigError(f"{tempfile.gettempdir()}: batches cannot be stored there: {error}") from error
-        self._folder = self._temporary.path if self._temporary else Path(folder or "").expanduser().absolute()
-        try:
+            if folder is None:
+                self._temporary = claim_folder(self._folder, _TEMPORARY)
+                self._folder = self._temporary.path
             for each in (self._folder, self._folder / "files", self._folder / "journals"):
                 each.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         except OSError as error:
@@ -140,12 +136,10 @@ class BatchStore:
         """Test whether the disk can be written again, and clear `fault` if it can."""
 
         def write() -> None:
-            path = self._folder / "files" / "probe.part"
+            path = self.path_of("probe")
             try:
-                with path.open("wb") as file:
+                with durable_file(path, OWNER_ONLY) as file:
                     file.write(bytes(_PROBE_BYTES))
-                    file.flush()
-                    os.fsync(file.fileno())
             finally:
                 path.unlink(missing_ok=True)
 
@@ -189,27 +183,12 @@ class BatchStore:
                     f"{num_bytes} bytes of files are stored, and the limit is {limits.max_bytes}; delete some files",
                     param="file",
                 )
-            with self._written(file.id) as target:
+            with durable_file(self.path_of(file.id), OWNER_ONLY) as target:
                 shutil.copyfileobj(content, target, _COPY_BYTES)
             with self.database.transaction() as connection:
                 _insert_file(connection, tenant, file)
 
         await self.run(put)
-
-    @contextmanager
-    def _written(self, file_id: str) -> Iterator[IO[bytes]]:
-        """A new file that gets its final name once it is complete and on disk."""
-        path = self.path_of(file_id)
-        part = path.with_name(f"{file_id}.part")
-        try:
-            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, OWNER_ONLY), "wb") as target:
-                yield target
-                target.flush()
-                os.fsync(target.fileno())
-            part.replace(path)
-            sync_folder(path.parent)
-        finally:
-            part.unlink(missing_ok=True)
 
     async def file(self, file_id: str, tenant: str, now_s: float, *, param: str = "file_id") -> StoredFile:
         """Return a tenant's file. Raises StoredFileNotFoundError with ``param`` if there is none."""
@@ -224,7 +203,7 @@ class BatchStore:
     ) -> list[StoredFile]:
         """Return a page of files, ordered by creation."""
         await self._forget_expired(now_s)
-        rows = await self._page("files", tenant, after, limit, is_descending=is_descending, purpose=purpose or _ANY)
+        rows = await self._page("files", tenant, after, limit, is_descending=is_descending, purpose=purpose)
         return [msgspec.json.decode(payload, type=StoredFile) for payload in rows]
 
     async def delete_file(self, file_id: str, tenant: str, now_s: float) -> None:
@@ -258,7 +237,7 @@ class BatchStore:
             self.path_of(file_id).unlink(missing_ok=True)
 
     async def _page(
-        self, table: str, tenant: str, after: str | None, limit: int, *, is_descending: bool, purpose: str = _ANY
+        self, table: str, tenant: str, after: str | None, limit: int, *, is_descending: bool, purpose: str | None = None
     ) -> list[bytes]:
         query, values = f"SELECT payload FROM {table} WHERE tenant = ?", [tenant]
         if purpose:
@@ -331,16 +310,17 @@ class BatchStore:
 
         Args:
             batch: the batch in its final state.
-            unanswered: as in `Job.results`.
+            unanswered: as in `BatchJob.write_results`.
         """
-        kinds = {"output": derived_id("file-", batch.id, "output"), "error": derived_id("file-", batch.id, "error")}
-        with self._written(kinds["output"]) as output, self._written(kinds["error"]) as errors:
-            write_results(job, output, errors, unanswered)
+        ids = {kind: derived_id("file-", batch.id, kind) for kind in ("output", "error")}
+        paths = {kind: self.path_of(file_id) for kind, file_id in ids.items()}
+        with durable_file(paths["output"], OWNER_ONLY) as output, durable_file(paths["error"], OWNER_ONLY) as errors:
+            job.write_results(output, errors, unanswered)
         made: dict[str, StoredFile] = {}
-        for kind, file_id in kinds.items():
-            size = self.path_of(file_id).stat().st_size
+        for kind, file_id in ids.items():
+            size = paths[kind].stat().st_size
             if size == 0:
-                self.path_of(file_id).unlink()
+                paths[kind].unlink()
                 continue
             expires_at = None if batch.output_expiry_s is None else int(now_s) + batch.output_expiry_s
             name = f"{batch.id}_{kind}.jsonl"
@@ -355,15 +335,6 @@ class BatchStore:
         with suppress(OSError):  # the next server start removes it
             job.journal.path.unlink(missing_ok=True)
         return ended
-
-
-def open_batch_store(options: ServerOptions) -> BatchStore:
-    """Open the batch store of a server. The caller closes it.
-
-    Raises:
-        ConfigError: the folder ``batch_dir`` cannot be used.
-    """
-    return BatchStore(None if options.batch_dir is None else Path(options.batch_dir))
 
 
 def _insert_file(connection: sqlite3.Connection, tenant: str, file: StoredFile) -> None:

@@ -24,7 +24,7 @@ from lockstep.server.fields import Shape
 from lockstep.server.request_context import context_of
 from lockstep.server.responses.answer import ResponseEncoder, ResponseObject, ResponseWriter, documented_events
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
-from lockstep.server.responses.store import ResponseStore, StoredResponse, chain_to, get_stored
+from lockstep.server.responses.store import ResponseStore, StoredResponse
 from lockstep.server.responses.tools import shown_tools, tool_warnings
 from lockstep.server.responses.translation import PARAM_NAMES, JsonObject, chat_body, items_of, messages_of
 from lockstep.server.serving import serving_of, translated
@@ -66,7 +66,8 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     serving, context, store = serving_of(request), context_of(request), store_of(request)
     cluster, tenant = serving.cluster, context.tenant
     context.model = cluster.card(body.model).name
-    earlier = () if body.previous_response_id is None else await chain_to(store, body.previous_response_id, tenant)
+    previous_id, param = body.previous_response_id, "previous_response_id"
+    earlier = () if previous_id is None else await store.chain(previous_id, tenant, param)
     tokenizer = cluster.tokenizer(body.model)
     tools = shown_tools(body.tools or ())
     param_names = PARAM_NAMES.with_tools([shown.place for shown in tools])
@@ -137,7 +138,7 @@ async def list_input_items(
 ) -> Response:
     """Input items of a stored response: the preceding conversation and the response's own input."""
     _only(request, "after", "limit", "order")
-    chain = await chain_to(store_of(request), response_id, context_of(request).tenant, param="response_id")
+    chain = await store_of(request).chain(response_id, context_of(request).tenant)
     items = [*_items_of_chain(chain[:-1]), *chain[-1].input_items]
     return JSONResponse(item_list(items, after=after, limit=limit, is_descending=order == "desc"))
 
@@ -148,7 +149,7 @@ def _items_of_chain(chain: Sequence[StoredResponse]) -> list[JsonObject]:
 
 
 async def _stored(request: Request, response_id: str) -> StoredResponse:
-    return await get_stored(store_of(request), response_id, context_of(request).tenant, "response_id")
+    return await store_of(request).get(response_id, context_of(request).tenant)
 
 
 def _only(request: Request, *known: str) -> None:
