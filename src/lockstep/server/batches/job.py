@@ -67,7 +67,9 @@ class BatchJob:
         return found
 
     def answer(self, index: int, request: BatchRequest, reply: Reply) -> None:
-        """Write a result durably."""
+        """Write a result durably, unless a call that was cancelled meanwhile has already written it."""
+        if self.journal.has(index):
+            return
         response = {
             "status_code": reply.status,
             "request_id": reply.request_id,

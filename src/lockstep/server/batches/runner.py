@@ -313,7 +313,8 @@ class BatchRunner:
         async with owner.keeping:
             while owner.answers:
                 each = owner.answers[0]
-                await self.store.run(partial(_keep, owner.job, each))
+                assert owner.job is not None, "a batch with results has a job"
+                await self.store.run(partial(owner.job.answer, *each))
                 del owner.answers[0]
                 owner.aborts.pop(each.number, None)
                 self.counts.num_completed += each.reply.is_success
@@ -463,13 +464,6 @@ class BatchRunner:
 def has_expired(batch: Batch, now_s: float) -> bool:
     """True if the completion window of a batch is over before all of its requests are finished."""
     return now_s >= batch.expires_at and batch.status in ("validating", "in_progress")
-
-
-def _keep(job: BatchJob | None, each: _Answer) -> None:
-    """Write a result, unless a cancelled task has already written it. Runs on the store's thread."""
-    assert job is not None, "a batch with results has a job"
-    if not job.journal.has(each.number):
-        job.answer(*each)
 
 
 def _counted(batch: Batch, job: BatchJob | None, *, counts_unanswered: bool = False) -> Batch:
