@@ -1,8 +1,9 @@
-"""Flight recordings as observations: each sequence that `lockstep serve --trace` recorded is one request of its side.
+"""Reader of flight recordings: turns each sequence that `lockstep serve --trace` recorded into an observation.
 
-A recording is decided again while it is read, so that its figures are those of steps that this version stands for.
-Answers of two recordings compare by their keyed digests if both have a key of one name, and by their tokens if both
-hold contents; otherwise they are evidence of latency only.
+While a recording is read, this version of the scheduler repeats its decisions, so that times and queue positions are
+only taken from steps that this version reproduces. Answers of two recordings are compared by their keyed digests if
+both used a key with the same name, and by their tokens if both contain content. Otherwise the recordings are evidence
+of latency only.
 """
 
 from __future__ import annotations
@@ -49,44 +50,47 @@ from lockstep.worker.flight.entries import (
 FORMAT = "lockstep recording"
 BACKEND = "lockstep"
 _WEIGHTS = ("artifact", "model")
-"""Entries of an environment that name the weights: those are compared by themselves."""
+"""Entries of an environment that identify the weights, which are compared separately."""
 _PRECISION = ("quantize", "kv_cache_precision")
-"""Entries of an environment that say what is computed with the weights: chosen, as the weights are, and not found."""
+"""Entries of an environment with the configured precision, which is compared separately."""
 _OF_SERVER = re.compile(r"req-[0-9a-f]{32}")
-"""Ids that a server gave because the caller gave none: no other server has them."""
+"""Ids that a server generated because the caller sent none. They match nothing on another server."""
 _CONTENT_KEY = b"lockstep gate"
-"""For digests of contents that are recorded anyway."""
+"""Key for digests of recorded content. It need not be secret, since the recording has the content itself."""
 _PS_PER_S = 1000 * PS_PER_MS
 _FAILURES = (FinishReason.ERROR, FinishReason.DEADLINE)
 
 
 class Sameness(Enum):
-    """Means by which the answers of two recordings compare."""
+    """Means of comparing the answers of two recordings."""
 
     DIGESTS = "digests"
-    """Both have digests under a key of one name."""
+    """Both recordings have digests under a key with the same name."""
     CONTENT = "content"
-    """Both hold prompts and answers."""
+    """Both recordings contain prompts and answers."""
     NONE = "none"
+    """Answers cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recordings:
-    """Sides that are recordings, by side, and what is to be reported of them."""
+    """Both sides after they were read, at least one of them from a recording."""
 
     traces: Mapping[Side, Trace]
+    """Recordings by side."""
     sources: tuple[Source, ...]
     notes: tuple[str, ...]
+    """Remarks on the recordings, for the verdict."""
 
     def decisions(self) -> dict[str, Any] | None:
-        """The differences of what both sides decided; None: only one is a recording."""
+        """Differences between the scheduler decisions of both sides; None: only one side is a recording."""
         if len(self.traces) < len(SIDES):
             return None
         return decisions_of(*(self.traces[side] for side in SIDES))
 
 
 def is_recording(path: Path) -> bool:
-    """True for a folder, or a file that begins as recordings do."""
+    """True for a folder, and for a file that begins like a recording."""
     try:
         return workloads.is_recording(path)
     except LockstepError:
@@ -94,13 +98,13 @@ def is_recording(path: Path) -> bool:
 
 
 def read_recordings(store: Store, paths: Sequence[Path]) -> Recordings:
-    """Read both sides, one of which is a recording at least, as the views of a store.
+    """Read both sides, at least one of which is a recording, and create the views of a store.
 
     Args:
-        paths: of baseline and candidate.
+        paths: paths of baseline and candidate.
 
     Raises:
-        EvidenceError: a recording is damaged, of several runs or empty, or the other file cannot be read.
+        EvidenceError: a recording is damaged, contains several runs or is empty, or the other file cannot be read.
     """
     traces = {side: _opened(path) for side, path in zip(SIDES, paths, strict=True) if is_recording(path)}
     sameness, notes = sameness_of(traces)
@@ -118,14 +122,14 @@ def read_recordings(store: Store, paths: Sequence[Path]) -> Recordings:
         except TraceError as error:
             raise EvidenceError(f"{path}: {error}") from error
         if not num_rows:
-            raise EvidenceError(f"{path}: no sequence came and ended in this recording")
+            raise EvidenceError(f"{path}: no sequence both began and ended within this recording")
         sources.append(replace(read(store, rows, side)[0], path=path, format=FORMAT))
         notes += [f"the {side}: {each}" for each in (*map(str, trace.findings), *sequences.notes())]
     return Recordings(traces, tuple(sources), tuple(notes))
 
 
 def sameness_of(traces: Mapping[Side, Trace]) -> tuple[Sameness, list[str]]:
-    """Means by which the answers compare, and what has to be reported of it."""
+    """Means of comparing the answers, and notes on why they cannot be compared."""
     headers = [trace.header for trace in traces.values()]
     names = [header.key_name for header in headers]
     if len(headers) == len(SIDES) and names[0] and names[0] == names[1]:
@@ -150,38 +154,39 @@ def _opened(path: Path) -> Trace:
         raise EvidenceError(str(error)) from error
     if trace.num_runs > 1:
         raise EvidenceError(
-            f"{path}: {trace.num_runs} runs were recorded there; name the files of one, or a folder of it"
+            f"{path}: contains {trace.num_runs} runs; pass the files of one run, or a folder with one run"
         )
     return trace
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One recorded sequence: its request, its times and tokens, its end."""
+    """Recorded sequence: its request, times, tokens and end."""
 
     sibling_of: int | None = None
     num_prompt_tokens: int | None = None
     request_id: str | None = None
     seed: int | None = None
-    """None: it draws nothing, or it is not known."""
+    """Seed of the sampling; None: the sequence does not sample randomly, or the seed was not recorded."""
     prompt: bytes = b""
     parameters: bytes = b""
     segment: str = ""
     num_siblings: int = 0
     num_waiting: int = 0
-    """Others that waited when it came."""
+    """Number of other sequences that waited when this one arrived."""
     num_held_blocks: int | None = None
-    """By all, after the step of its first token; likewise the next."""
+    """Blocks that all sequences together held after the step of this one's first token."""
     num_blocks: int | None = None
+    """Size of the KV pool in blocks after the step of the first token."""
     last_us: int | None = None
-    """End of the step of its last token."""
+    """End of the step of the latest token, in microseconds."""
     gaps_ms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     end: OutputDigest | None = None
 
 
 class _Sequences:
-    """The sequences of one recording, while it is played."""
+    """Sequences of one recording during its playback."""
 
     def __init__(self, trace: Trace, sameness: Sameness, has_tokens: bool) -> None:
         self._trace = trace
@@ -195,16 +200,17 @@ class _Sequences:
         self._lives = Lives()
         self._engines: dict[int, EngineEntry] = {}
         self._open: dict[tuple[int, int], _Sequence] = {}
-        """By engine and sequence: those of which there is no observation yet."""
+        """Sequences without an observation so far, by engine and sequence id."""
         self._tokens: dict[int, deque[tuple[tuple[int, ...], ...]]] = {}
-        """Of steps that are not decided again yet, by engine."""
-        self._times_asked: Counter[str] = Counter()
+        """Tokens of steps that were not played back yet, by engine."""
+        self._num_of_name: Counter[str] = Counter()
+        """Number of requests so far, by id or content."""
 
     def observations(self) -> Iterator[dict[str, Any]]:
-        """One for each sequence that came and ended.
+        """One observation for each sequence that began and ended within the recording.
 
         Raises:
-            TraceError: the recording cannot be read on.
+            TraceError: the rest of the recording cannot be read.
         """
         try:
             for event in self._playback.play():
@@ -216,7 +222,7 @@ class _Sequences:
             yield from self._without_times()
 
     def _without_times(self) -> Iterator[dict[str, Any]]:
-        """Sequences that ended where this version decides otherwise: their answers are evidence all the same."""
+        """Observations of sequences that ended after the playback diverged. Their answers are still evidence."""
         for key in [key for key, each in self._open.items() if each.end is not None]:
             yield self._observation(key, None)
         for entry in self._entries:
@@ -224,7 +230,7 @@ class _Sequences:
                 yield self._observation((entry.engine, entry.seq_id), None)
 
     def notes(self) -> Iterator[str]:
-        """Remarks on what is not among the observations, once they are read."""
+        """Remarks on missing times and sequences. Complete only after all observations were read."""
         if self._diverged is not None:
             yield (
                 f"this version decides otherwise than was recorded from step {self._diverged.step} of engine "
@@ -234,7 +240,7 @@ class _Sequences:
             yield f"{len(self._lives.open):,} sequences were under way when the recording ended, and are left out"
 
     def _tapped(self) -> Iterator[Entry | CutFile]:
-        """The recording's entries; what decides nothing, and so is no event of a playback, is kept here."""
+        """Entries of the recording. Entries that are not events of a playback are stored in passing."""
         for entry in self._trace.entries():
             match entry:
                 case Header() | CutFile():
@@ -242,8 +248,8 @@ class _Sequences:
                 case EngineEntry():
                     self._engines[entry.number] = entry
                 case Added():
-                    asked = entry.request
-                    self._open[entry.engine, entry.seq_id] = _Sequence(asked.sibling_of, asked.num_prompt_tokens)
+                    request = entry.request
+                    self._open[entry.engine, entry.seq_id] = _Sequence(request.sibling_of, request.num_prompt_tokens)
                 case Arrival():
                     self._arrive(entry)
                 case RequestDigest():
@@ -288,12 +294,12 @@ class _Sequences:
         self._number(sequence)
 
     def _number(self, sequence: _Sequence) -> None:
-        """Give a request the caller's id, or one of its content, with a number from the second equal one on."""
+        """Set a request's id: the caller's, or else a digest of its content. Repeated ids get a number, from 2 on."""
         name = sequence.request_id or ""
         if sequence.prompt and (not name or _OF_SERVER.fullmatch(name)):
             name = f"{sequence.prompt.hex()}{sequence.parameters.hex()}"
-        self._times_asked[name] += 1
-        number = self._times_asked[name]
+        self._num_of_name[name] += 1
+        number = self._num_of_name[name]
         sequence.request_id = (name if number == 1 else f"{name}#{number}") if name else None
 
     def _take(self, event: Event) -> None:
@@ -327,10 +333,10 @@ class _Sequences:
                 sequence.tokens += rows[at]
 
     def _observation(self, key: tuple[int, int], outcome: RequestOutcome | None) -> dict[str, Any]:
-        """The observation of a sequence that has ended.
+        """Observation of a sequence that has ended.
 
         Args:
-            outcome: None: its times are not known.
+            outcome: times of the request; None: unknown.
         """
         engine, sequence = self._engines[key[0]], self._open.pop(key, _Sequence())
         end = sequence.end
@@ -355,7 +361,7 @@ class _Sequences:
             "error": failure,
         }
         is_whole = end is None or end.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if end is not None and is_whole:  # an answer that its client cut short has no material, no length and no times
+        if end is not None and is_whole:  # an answer that its client aborted has no output, length or times
             row["output_tokens"] = end.num_tokens
             if self._sameness is Sameness.DIGESTS:
                 row["fingerprint"] = end.output.hex()
@@ -378,16 +384,16 @@ class _Sequences:
 
 
 def _environment_of(engine: EngineEntry) -> str:
-    """Digest of the software that the bits of an answer depend on, which are the same on every machine."""
+    """Digest of the software versions that determine the bits of an answer. It is the same on every machine."""
     chosen = (*_WEIGHTS, *_PRECISION)
     return environment_digest({name: value for name, value in engine.environment.items() if name not in chosen})
 
 
 def _precision_of(engine: EngineEntry) -> str | None:
-    """The precision that was chosen, in words; None: the engine has none."""
+    """Configured precision in words; None: the engine has no precision settings."""
     return ", ".join(f"{name} {engine.environment[name]}" for name in _PRECISION if name in engine.environment) or None
 
 
 def _signed(seed: int) -> int:
-    """The seed as 64 bits with a sign, which is how a column holds it."""
+    """Seed as a signed 64-bit number, the type of its column."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
