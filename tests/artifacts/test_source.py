@@ -90,7 +90,7 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     [
         ("hf://name", ArtifactNotFoundError, "the name of a model on the hub is hf://org/name"),
         ("stub://router", ArtifactNotFoundError, "a stub is a fake model"),
-        ("pocket://other", ArtifactNotFoundError, "the embedded model is named pocket://"),
+        ("pocket://other", ArtifactNotFoundError, "the embedded model is called pocket://"),
         ("s3://bucket/key", ArtifactNotFoundError, "unknown scheme 's3'"),
         ("", ArtifactNotFoundError, "no config.json"),
         ("a\0b", ArtifactNotFoundError, "a model is"),

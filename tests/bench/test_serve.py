@@ -41,7 +41,7 @@ def test_a_run_counts_what_the_server_served(standin: Start, capsys: pytest.Capt
     assert result["total_input_tokens"] == 8 * (20 + 3)  # the stand-in's template adds three
     assert (result["model_id"], result["backend"], result["request_rate"]) == (MODEL, "openai-chat", "inf")
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
-    assert result["mean_itl_ms"] >= 2.0
+    assert result["mean_itl_ms"] > 0  # chunks that wait together have no time between them
     assert result["client_cpu_us_per_token"] > 0
     assert all(body["ignore_eos"] and body["temperature"] == 0.0 for body in behaviour.measured())
 
