@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.release.memory import TimesTrack, beside, track_times
+from lockstep.release.memory import TimesTrack, track_times, without_changing
 from lockstep.release.policy import Policy
 from lockstep.release.series import RATIOS, TIMES, Series
 from lockstep.release.statistics import (
@@ -122,7 +122,7 @@ def _times_of(
         if each.signal == "latency":
             latency[each.segment] = line
         elif each.signal == "latency-tail" and each.segment in latency:
-            line = beside(line, latency[each.segment])
+            line = without_changing(line, latency[each.segment])
         found.append(line)
     return tuple(found)
 
