@@ -11,7 +11,7 @@ import pytest
 from lockstep.errors import EvidenceError
 from lockstep.option_fields import field_docs, option_types
 from lockstep.release.judging import PolicySources
-from lockstep.release.policy import FIELD_NAMES, Layer, Policy, digest_of, policy_of, with_settings
+from lockstep.release.policy import FIELD_NAMES, Layer, Policy, digest_of, parsed_settings, policy_of
 
 
 def test_every_field_has_a_sentence_that_stands_alone() -> None:
@@ -71,7 +71,9 @@ def test_a_policy_that_is_no_object_is_refused() -> None:
 
 
 def test_settings_are_read_as_yaml() -> None:
-    found = with_settings(["min_pairs=5", "outputs = agreement(a.b)", "max_ttft_p95_ratio=null", "owners={errors: me}"])
+    found = parsed_settings(
+        ["min_pairs=5", "outputs = agreement(a.b)", "max_ttft_p95_ratio=null", "owners={errors: me}"]
+    )
     assert found == {
         "min_pairs": 5,
         "outputs": "agreement(a.b)",
@@ -84,7 +86,7 @@ def test_settings_are_read_as_yaml() -> None:
 @pytest.mark.parametrize("text", ["min_pairs", "owners=[1"])
 def test_settings_that_are_none_are_refused_as_they_were_given(text: str) -> None:
     with pytest.raises(EvidenceError, match=re.escape(repr(text))):
-        with_settings([text])
+        parsed_settings([text])
 
 
 @pytest.mark.parametrize(

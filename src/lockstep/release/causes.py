@@ -154,7 +154,9 @@ def of_errors(evidence: Evidence, mask: Bools) -> Cause:
     most_frequent = f'; most say "{texts[0][0][:80]}"' if texts else ""
     span = int(failed[-1] - failed[0]) + 1
     if len(failed) >= MIN_BURST and span <= BURST * len(pairs):
-        words = f"all within {span:,} of {len(pairs):,} pairs in a row, from the {int(failed[0]) + 1:,}. on{most_frequent}"
+        words = (
+            f"all within {span:,} of {len(pairs):,} pairs in a row, from the {int(failed[0]) + 1:,}. on{most_frequent}"
+        )
         return Cause("burst", words, "read the candidate's log of the time from the first of them to the last")
     if len(failed) < MIN_BURST:
         return Cause("", most_frequent.removeprefix("; "))

@@ -55,7 +55,9 @@ FIELDS: tuple[Field, ...] = (
         "VARCHAR",
         "Precision of weights and KV cache; a different precision is treated like different weights.",
     ),
-    Field("deterministic", "BOOLEAN", "Whether the engine guarantees tokens that are independent of batch composition."),
+    Field(
+        "deterministic", "BOOLEAN", "Whether the engine guarantees tokens that are independent of batch composition."
+    ),
     Field("backend", "VARCHAR", "Engine: vllm, sglang, lockstep, ..."),
     Field("accelerator", "VARCHAR", "Device that computed the answer."),
     Field("route_id", "VARCHAR", "Route of the request; part of the provenance."),
