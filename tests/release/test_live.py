@@ -151,7 +151,7 @@ def test_a_line_that_cannot_be_read_takes_the_verdict_back_and_is_judged_once(tm
         file.write('{"request_id": \n')
     gate.check()
     assert (gate.state.decision, gate.state.verdict) == ("hold", None)
-    assert "not JSON" in gate.state.reason
+    assert "truncated JSON" in gate.state.reason
     assert not gate.check()
 
 
@@ -167,14 +167,14 @@ def test_of_two_files_neither_is_judged_alone(tmp_path: Path) -> None:
     paths[0].unlink()
     gate.check()
     assert (gate.state.decision, gate.state.verdict) == ("hold", None)
-    assert "gone" in gate.state.reason
+    assert "deleted" in gate.state.reason
     written(paths[0], side)
     gate.check()
     assert gate.state.decision == "promote"
 
 
 def test_only_files_are_followed(tmp_path: Path) -> None:
-    with pytest.raises(EvidenceError, match="not a file"):
+    with pytest.raises(EvidenceError, match="not a regular file"):
         Follower(tmp_path, tmp_path / "copy")
 
 

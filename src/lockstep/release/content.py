@@ -97,7 +97,7 @@ def _magic(path: Path, given: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():
             raise EvidenceError(
-                f"{given}: not a regular file (pipe, device or folder); write the content to a file: it is read twice"
+                f"{given}: not a regular file (pipe, device or folder); write its content to a file; it is read twice"
             )
         with path.open("rb") as file:
             magic = file.read(8)

@@ -115,10 +115,11 @@ _DIGESTED = (
 
 
 def compute_facts(store: Store, side: Side) -> None:
-    """Make the view ``facts_`` of a side, its table ``labels_`` and its view ``observed_`` with what events mean.
+    """Create the view ``facts_`` of a side, its table ``labels_``, and its view ``observed_`` with the tokens and times
+    of stream events.
 
     Raises:
-        EvidenceError: a number is none, less than nothing, or of another unit than its neighbours.
+        EvidenceError: a number is not finite, is negative, or has another unit than related fields.
     """
     has_events = store.rows(f"SELECT 1 FROM {side} WHERE stream_events IS NOT NULL LIMIT 1")
     store.run((_WITH_EVENTS if has_events else _WITHOUT_EVENTS).format(side=side))

@@ -1,7 +1,7 @@
 """Writer of gate inputs: writes the paired observations of any input files to one file that gives the same verdict.
 
-A pair is written as a pair only if the reader joins it again by the same key. Pairs that were joined only by prompt, and
-unpaired observations, are written individually.
+A pair is written as a pair only if the reader joins it again by the same key. Pairs that were joined only by prompt,
+and unpaired observations, are written individually.
 """
 
 from __future__ import annotations

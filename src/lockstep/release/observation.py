@@ -1,7 +1,7 @@
 """Observations: defines the fields of one request as answered by one side, to which all inputs are mapped.
 
-A side is a table of observations in DuckDB. Fields that an input lacks are NULL and are never guessed. A request without
-output is evidence of latency only, and the verdict reports that.
+A side is a table of observations in DuckDB. Fields that an input lacks are NULL and are never guessed. A request
+without output is evidence of latency only, and the verdict reports that.
 """
 
 from __future__ import annotations
