@@ -275,7 +275,7 @@ def test_a_copy_is_named_as_the_file_that_it_is_of(tmp_path: Path) -> None:
             "unknown field 'latency' of an observation; did you mean 'latency_ms'",
         ),
         ([PAIR], "baseline", "contains both sides; pass it as the only file"),
-        ([{"policy": 3}, PAIR], None, "its policy is no object"),
+        ([{"policy": 3}, PAIR], None, "policy must be a JSON object"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, records: list[Any], side: Any, message: str) -> None:

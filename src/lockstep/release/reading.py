@@ -147,11 +147,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _read_lists(store: Store, content: Content, document: Members) -> tuple[str, ...]:
-    """Read a document with a list of observations for each side. A missing list counts as empty.
-
-    Returns:
-        Names of ignored members, as in `Source.unread`.
-    """
+    """Read a document with a list of observations for each side, and return `Source.unread`. A missing list is empty."""
     names: set[str] = set()
     for side in SIDES:
         items = items_of(document[side], side) if side in document else []
@@ -164,11 +160,8 @@ def _read_lists(store: Store, content: Content, document: Members) -> tuple[str,
 
 
 def _read_pairs(store: Store, content: Content, first: Members) -> tuple[str, ...]:
-    """Read pairs of observations, as one document or one pair per line. Members of a pair apply to both of its sides.
-
-    Returns:
-        Names of ignored members, as in `Source.unread`.
-    """
+    """Read pairs of observations, as one document or one pair per line, and return `Source.unread`. Members of a pair
+    apply to both of its sides."""
     path = content.path
     if content.kind != "lines":
         value = content.path.read_bytes() if content.kind == "list" else first.get("pairs")
@@ -338,11 +331,7 @@ def _unread(content: Content, found: Iterable[str]) -> tuple[str, ...]:
 
 
 def _keep(store: Store, records: _Records, name: str, fields: Mapping[str, str], found: Format = OWN) -> str:
-    """Write the fields of records into a column-oriented file that later queries can read repeatedly.
-
-    Returns:
-        SQL of the file's table.
-    """
+    """Write the fields of records to a column-oriented file for later queries, and return the SQL of its table."""
     try:
         return store.save(_query(records, fields, found), name)
     except EvidenceError as error:
