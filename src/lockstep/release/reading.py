@@ -147,7 +147,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _read_lists(store: Store, content: Content, document: Members) -> tuple[str, ...]:
-    """Read a document with a list of observations for each side, and return `Source.unread`. A missing list is empty."""
+    """Read a document with a list of observations for each side, and return `Source.unread`. A missing one is empty."""
     names: set[str] = set()
     for side in SIDES:
         items = items_of(document[side], side) if side in document else []
