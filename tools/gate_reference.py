@@ -34,7 +34,7 @@ def _fields() -> Iterator[str]:
 def _formats() -> Iterator[str]:
     yield from ("| format | written by | identified by its members |", "|---|---|---|")
     for each in FORMATS:
-        yield f"| {each.name} | {each.tool} | {', '.join(f'`{name}`' for name in each.tells)} |"
+        yield f"| {each.name} | {each.tool} | {', '.join(f'`{name}`' for name in each.markers)} |"
 
 
 def _policy() -> Iterator[str]:

@@ -55,7 +55,7 @@ def test_a_line_that_cannot_be_read_is_reported_by_the_users_path_and_its_number
         with httpx2.Client(base_url=found.group()) as client:
             for address in ("/v1/verdict", "/argo"):
                 reason = client.get(address).json()["reason"]
-                assert reason.startswith(f"{path}:3: the baseline's latency_ms has to be a number")
+                assert reason.startswith(f"{path}:3: the baseline's latency_ms must be a number")
                 assert str(temporary) not in reason
             path.write_text(line(0) + line(1))
             until(lambda: client.get("/argo").json()["pairs"] == 2)
@@ -69,7 +69,7 @@ def test_a_line_that_cannot_be_read_is_reported_by_the_users_path_and_its_number
 def test_a_recording_is_not_followed_and_named_as_it_was_given(tmp_path: Path) -> None:
     """A folder is what every recording may be; a copy of one would be judged by a path of ours."""
     given = [Path("baseline.lstrace"), Path("candidate.lstrace")]
-    with pytest.raises(EvidenceError, match=r"^baseline\.lstrace: a recording, which cannot be followed"):
+    with pytest.raises(EvidenceError, match=r"^baseline\.lstrace: recordings cannot be followed"):
         judge_files([tmp_path, tmp_path], names=given)
 
 

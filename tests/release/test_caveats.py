@@ -55,7 +55,7 @@ def test_a_field_that_is_unknown_in_any_record_is_a_warning(tmp_path: Path, layo
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_misspelt_field_in_any_record_is_refused(tmp_path: Path, layout: str) -> None:
-    with pytest.raises(EvidenceError, match="'healthy', which is unknown; did you mean 'health'"):
+    with pytest.raises(EvidenceError, match="'healthy' of an observation; did you mean 'health'"):
         verdict_of(*layouts(tmp_path, {"healthy": False})[layout])
 
 

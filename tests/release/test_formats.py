@@ -180,7 +180,7 @@ def test_all_ways_to_call_sglang_are_one_engine(tmp_path: Path, backend: str) ->
 
 def test_arrays_of_unlike_lengths_are_refused(tmp_path: Path) -> None:
     run = {**VLLM_RUN, **BENCH_ARRAYS, "ttfts": [0.1]}
-    with pytest.raises(EvidenceError, match=r"run\.json: its arrays differ in length: .*ttfts 1"):
+    with pytest.raises(EvidenceError, match=r"run\.json: the arrays differ in length: .*ttfts 1"):
         observations(write_json(tmp_path / "run.json", run))
 
 

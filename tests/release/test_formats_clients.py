@@ -351,9 +351,9 @@ UNKNOWN = [
     ({"timestamp": "t", "event": "request.finished", "rid": "r"}, "--log-requests .* has no obj"),
     ({"resourceSpans": [{"instrumentationLibrarySpans": []}]}, "OTLP-JSON.* has no resourceSpans.scopeSpans.spans"),
     ({"metadata": {"x_request_id": "a"}, "metrics": {}}, "AIPerf.* has no metadata.request_start_ns"),
-    ({"request": "a", "duration": 3}, "of no known format; its first record has request and duration"),
+    ({"request": "a", "duration": 3}, "unknown format; the first record has request and duration"),
     ({"latency": 3, "id": "a"}, "did you mean 'latency_ms'"),
-    ({"request_id": "a", "latency_s": 3}, "has the field 'latency_s', which is unknown; did you mean 'latency_ms'"),
+    ({"request_id": "a", "latency_s": 3}, "unknown field 'latency_s' of an observation; did you mean 'latency_ms'"),
 ]
 
 
@@ -373,13 +373,13 @@ def test_an_unknown_version_is_refused_by_the_name_of_a_field(
 def test_several_runs_in_one_file_are_refused(tmp_path: Path) -> None:
     """SGLang's bench appends to its file; which run is the baseline's partner, nobody can tell."""
     path = write_lines(tmp_path / "runs.jsonl", [{**SGLANG_RUN, **BENCH_ARRAYS}] * 2)
-    with pytest.raises(EvidenceError, match=r"runs\.jsonl: several runs of sglang\.bench_serving"):
+    with pytest.raises(EvidenceError, match=r"runs\.jsonl: contains several runs of sglang\.bench_serving"):
         observations(path)
 
 
 def test_a_file_of_a_tool_holds_one_side(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "export.jsonl", [aiperf(0), aiperf(1)])
-    with open_store() as store, pytest.raises(EvidenceError, match=r"AIPerf.*holds one side only; give two files"):
+    with open_store() as store, pytest.raises(EvidenceError, match=r"AIPerf.*has one side only; pass two files"):
         read(store, path, None)
 
 

@@ -51,12 +51,12 @@ def check(gate: LiveGate, path: Path, policy: tuple[str, ...] = THRESHOLD) -> No
     text = path.read_text() if path.exists() else ""
     complete = text[: text.rfind("\n") + 1]
     if not complete:
-        assert (gate.standing.verdict, gate.standing.decision) == (None, "hold")
+        assert (gate.state.verdict, gate.state.decision) == (None, "hold")
         return
     whole = path.with_name("whole.jsonl")
     whole.write_text(complete)
-    assert gate.standing.verdict is not None
-    assert to_json(gate.standing.verdict) == to_json(judged([whole], policy))
+    assert gate.state.verdict is not None
+    assert to_json(gate.state.verdict) == to_json(judged([whole], policy))
 
 
 Change = tuple[Any, ...]
@@ -88,7 +88,7 @@ def check_history(history: list[Change]) -> None:
         gate = gate_on(path, Path(name))
         for change in history:
             make_change(path, change)
-            gate.look()
+            gate.check()
             check(gate, path)
 
 
@@ -115,7 +115,7 @@ def test_another_file_that_ends_alike_is_read_anew_also_after_a_while_without_on
     for history in ([("replace", [False, False]), ("replace", [True, False])], [("delete",), ("replace", [False] * 2)]):
         for change in history:
             make_change(path, change)
-            gate.look()
+            gate.check()
             check(gate, path)
 
 
@@ -125,9 +125,9 @@ def test_the_live_gate_agrees_with_the_gate_in_sequential_mode(tmp_path: Path) -
     decisions = []
     for num_pairs in (50, 130, 131, 400):
         path.write_text("".join(line(index) for index in range(num_pairs)))
-        gate.look()
+        gate.check()
         check(gate, path, SEQUENTIAL)
-        decisions.append(gate.standing.decision.value)
+        decisions.append(gate.state.decision.value)
     assert decisions[0] == "hold"
     assert decisions[-1] == "promote"
 
@@ -135,24 +135,24 @@ def test_the_live_gate_agrees_with_the_gate_in_sequential_mode(tmp_path: Path) -
 def test_without_growth_nothing_is_judged_again(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     gate = gate_on(path, tmp_path)
-    assert not gate.look(), "the file may come later"
+    assert not gate.check(), "the file may come later"
     path.write_text(line(0))
-    assert gate.look()
-    assert not gate.look()
+    assert gate.check()
+    assert not gate.check()
 
 
 def test_a_line_that_cannot_be_read_takes_the_verdict_back_and_is_judged_once(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(line(index) for index in range(4)))
     gate = gate_on(path, tmp_path)
-    gate.look()
-    assert gate.standing.decision == "promote"
+    gate.check()
+    assert gate.state.decision == "promote"
     with path.open("a") as file:
         file.write('{"request_id": \n')
-    gate.look()
-    assert (gate.standing.decision, gate.standing.verdict) == ("hold", None)
-    assert "not JSON" in gate.standing.reason
-    assert not gate.look()
+    gate.check()
+    assert (gate.state.decision, gate.state.verdict) == ("hold", None)
+    assert "truncated JSON" in gate.state.reason
+    assert not gate.check()
 
 
 def test_of_two_files_neither_is_judged_alone(tmp_path: Path) -> None:
@@ -160,21 +160,21 @@ def test_of_two_files_neither_is_judged_alone(tmp_path: Path) -> None:
     paths = [tmp_path / "baseline.jsonl", tmp_path / "candidate.jsonl"]
     gate = LiveGate([Follower(path, path.with_suffix(".copy")) for path in paths], judged)
     for path in paths:
-        assert gate.standing.verdict is None
+        assert gate.state.verdict is None
         written(path, side)
-        gate.look()
-    assert gate.standing.decision == "promote"
+        gate.check()
+    assert gate.state.decision == "promote"
     paths[0].unlink()
-    gate.look()
-    assert (gate.standing.decision, gate.standing.verdict) == ("hold", None)
-    assert "gone" in gate.standing.reason
+    gate.check()
+    assert (gate.state.decision, gate.state.verdict) == ("hold", None)
+    assert "deleted" in gate.state.reason
     written(paths[0], side)
-    gate.look()
-    assert gate.standing.decision == "promote"
+    gate.check()
+    assert gate.state.decision == "promote"
 
 
 def test_only_files_are_followed(tmp_path: Path) -> None:
-    with pytest.raises(EvidenceError, match="not a file"):
+    with pytest.raises(EvidenceError, match="not a regular file"):
         Follower(tmp_path, tmp_path / "copy")
 
 
@@ -190,9 +190,9 @@ async def test_a_judge_that_fails_leaves_no_verdict_standing(
     gate = LiveGate([Follower(path, tmp_path / "copy")], failing)
     path.write_text(line(0))
     following = asyncio.create_task(gate.run())
-    await eventually(lambda: "judging failed" in gate.standing.reason)
+    await eventually(lambda: "judging failed" in gate.state.reason)
     following.cancel()
-    assert gate.standing.decision == "hold"
+    assert gate.state.decision == "hold"
     assert "MemoryError" in caplog.text
 
 
@@ -218,7 +218,7 @@ async def test_argo_and_flagger_get_their_answers(
         assert (await client.get("/health/ready")).status_code == 503
         assert [(await client.post(f"/flagger/{hook}", json={})).status_code for hook in hooks] == [412, 412, 200]
         path.write_text("".join(line(index, differs=differs) for index in range(4)))
-        gate.look()
+        gate.check()
         argo = (await client.get("/argo")).json()
         assert (argo["decision"], argo["pairs"]) == (decision, 4)
         assert tuple([(await client.post(f"/flagger/{hook}", json={})).status_code for hook in hooks]) == statuses

@@ -275,9 +275,9 @@ def test_rules_are_of_the_candidates_backend_and_accelerator(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("bound", [-1.0, math.nan, math.inf])
 def test_a_tolerance_is_finite_and_not_below_0(bound: float) -> None:
-    with pytest.raises(ValueError, match="finite and not below 0"):
+    with pytest.raises(ValueError, match="must be finite and at least 0"):
         Tolerance(absolute=bound)
-    with pytest.raises(ValueError, match="finite and not below 0"):
+    with pytest.raises(ValueError, match="must be finite and at least 0"):
         Tolerance(relative=bound)
 
 

@@ -136,8 +136,8 @@ async def answers(path: Path, address: str, method: str = "GET") -> dict[str, ht
         path.write_text("".join(pair_line(index, differs=decision == "rollback") for index in range(count)))
         copy = path.with_suffix(f".{decision}")
         gate = LiveGate([Follower(path, copy)], lambda copies: judge_files(copies, POLICY).verdict)
-        gate.look()
-        assert gate.standing.decision == decision
+        gate.check()
+        assert gate.state.decision == decision
         transport = httpx2.ASGITransport(app=app_of(gate, HOST))
         async with httpx2.AsyncClient(transport=transport, base_url=f"http://{HOST}") as client:
             found[decision] = await client.request(method, address)

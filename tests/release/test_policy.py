@@ -11,7 +11,7 @@ import pytest
 from lockstep.errors import EvidenceError
 from lockstep.option_fields import field_docs, option_types
 from lockstep.release.judging import PolicySources
-from lockstep.release.policy import FIELD_NAMES, Layer, Policy, digest_of, policy_of, with_settings
+from lockstep.release.policy import FIELD_NAMES, Layer, Policy, digest_of, parsed_settings, policy_of
 
 
 def test_every_field_has_a_sentence_that_stands_alone() -> None:
@@ -44,13 +44,13 @@ def test_rules_for_vectors_are_read() -> None:
     ("fields", "message"),
     [
         ({"min_pair": 5}, "there: the policy has no field 'min_pair'; did you mean 'min_pairs'?"),
-        ({"zzz": 5}, "there: the policy has no field 'zzz'; there are mode, outputs"),
+        ({"zzz": 5}, "there: the policy has no field 'zzz'; the fields are mode, outputs"),
         ({"min_pairs": "many"}, "there: min_pairs is 'many'; it must be a whole number, 1 to 1,000,000,000"),
         ({"mode": "both"}, "there: mode is 'both'; it must be threshold or sequential"),
         ({"alpha": 0.7}, "there: alpha is 0.7; it must be a number, 1e-06 to 0.5"),
         ({"alpha": float("nan")}, "there: alpha is nan"),
         ({"margin": 0.01}, "policy: tolerance 0.02 is above margin 0.01"),
-        ({"outputs": "same"}, "policy: outputs is 'same'; it is exact, numeric, agreement(FIELD) or ignore"),
+        ({"outputs": "same"}, "policy: outputs is 'same'; it must be exact, numeric, agreement(FIELD) or ignore"),
         ({"outputs": "agreement()"}, "policy: outputs is 'agreement()'"),
         ({"max_latency_p95_ratio": -1}, "there: max_latency_p95_ratio is -1"),
         (
@@ -66,12 +66,14 @@ def test_an_invalid_policy_is_rejected_with_the_name_of_the_field(fields: dict[s
 
 def test_a_policy_that_is_no_object_is_refused() -> None:
     fields: Any = [1]
-    with pytest.raises(EvidenceError, match="no object of fields"):
+    with pytest.raises(EvidenceError, match="must be a mapping of fields"):
         policy_of(Layer("there", fields))
 
 
 def test_settings_are_read_as_yaml() -> None:
-    found = with_settings(["min_pairs=5", "outputs = agreement(a.b)", "max_ttft_p95_ratio=null", "owners={errors: me}"])
+    found = parsed_settings(
+        ["min_pairs=5", "outputs = agreement(a.b)", "max_ttft_p95_ratio=null", "owners={errors: me}"]
+    )
     assert found == {
         "min_pairs": 5,
         "outputs": "agreement(a.b)",
@@ -84,7 +86,7 @@ def test_settings_are_read_as_yaml() -> None:
 @pytest.mark.parametrize("text", ["min_pairs", "owners=[1"])
 def test_settings_that_are_none_are_refused_as_they_were_given(text: str) -> None:
     with pytest.raises(EvidenceError, match=re.escape(repr(text))):
-        with_settings([text])
+        parsed_settings([text])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_a_file_of_a_policy_is_a_map_in_yaml_or_empty(tmp_path: Path) -> None:
     path.write_text("")
     assert PolicySources(path).policy() == Policy()
     for text, fault in (
-        ("[1]", "no object of fields"),
+        ("[1]", "must be a mapping of fields"),
         ("a: b: c", "line 1: it is not YAML"),
         ("x: !!python/name:os ", "tag"),
     ):

@@ -187,10 +187,10 @@ def refused(path: Path, message: str, side: Any = "baseline") -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("latency_ms", "120 ms", "latency_ms .*(has to be a number|DOUBLE)"),
-        ("turn", "third", "turn .*(has to be a whole number|BIGINT)"),
-        ("ok", "perhaps", "ok .*(has to be a truth value|BOOLEAN)"),
-        ("token_ids", "seven", r"token_ids .*(has to be a list of whole numbers|BIGINT\[\])"),
+        ("latency_ms", "120 ms", "latency_ms .*(must be a number|DOUBLE)"),
+        ("turn", "third", "turn .*(must be a whole number|BIGINT)"),
+        ("ok", "perhaps", "ok .*(must be a truth value|BOOLEAN)"),
+        ("token_ids", "seven", r"token_ids .*(must be a list of whole numbers|BIGINT\[\])"),
     ],
 )
 def test_a_value_of_another_kind_is_refused_by_the_name_of_its_field(
@@ -204,7 +204,7 @@ def test_a_value_of_another_kind_is_refused_by_the_name_of_its_field(
 
 def test_a_wrong_value_in_a_pair_is_refused_by_its_side_and_field(tmp_path: Path) -> None:
     wrong = {"baseline": SPARSE, "candidate": {**SPARSE, "ttft_ms": [3]}}
-    refused(write_lines(tmp_path / "input", [PAIR, wrong]), "the candidate's ttft_ms has to be a number", None)
+    refused(write_lines(tmp_path / "input", [PAIR, wrong]), "the candidate's ttft_ms must be a number", None)
 
 
 def line_of(number: int) -> dict[str, Any]:
@@ -224,18 +224,18 @@ def test_a_line_that_cannot_be_read_is_refused_by_its_number(tmp_path: Path, num
         if place:  # a first line that is no record is taken for the head of a log
             refused(path, rf"^{path}:{place + 2}: ")
         elif wrong.startswith('{"latency_ms"'):
-            refused(path, rf"^{path}:1: latency_ms has to be a number")
+            refused(path, rf"^{path}:1: latency_ms must be a number")
 
 
 def test_a_line_is_named_by_its_number_in_what_was_compressed_in_logs_and_in_tables(tmp_path: Path) -> None:
     good, wrong = json.dumps(line_of(0)), '{"request_id": "r1", "latency_ms": "slow"}'
     packed, log, table = tmp_path / "packed.gz", tmp_path / "log", tmp_path / "table.csv"
     packed.write_bytes(gzip.compress(f"{good}\n{good}\n{wrong}\n".encode()))
-    refused(packed, rf"^{packed}:3: latency_ms has to be a number")
+    refused(packed, rf"^{packed}:3: latency_ms must be a number")
     table.write_text("request_id,latency_ms\na,1\nb,slow\n")
-    refused(table, rf"^{table}:3: latency_ms has to be a number")
+    refused(table, rf"^{table}:3: latency_ms must be a number")
     document = write_json(tmp_path / "document", {"baseline": [line_of(0), json.loads(wrong)], "candidate": []})
-    refused(document, rf"^{document}: record 2: latency_ms has to be a number", None)
+    refused(document, rf"^{document}: record 2: latency_ms must be a number", None)
     log.write_text(f"{json.dumps({**line_of(0), 'side': 'baseline'})}\n\n{good}\n")
     refused(log, rf"^{log}:3: 1 observations have no side", None)
 
@@ -258,16 +258,24 @@ def test_a_copy_is_named_as_the_file_that_it_is_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "side", "message"),
     [
-        ([{**SPARSE, "side": "candidate"}], "baseline", "1 observations say of their side 'candidate'; it is given as"),
-        ([{**SPARSE, "side": "canary"}], None, "1 observations say of their side 'canary'; baseline or candidate"),
+        (
+            [{**SPARSE, "side": "candidate"}],
+            "baseline",
+            "1 observations have the side 'candidate'; the file was passed as",
+        ),
+        (
+            [{**SPARSE, "side": "canary"}],
+            None,
+            "1 observations have the side 'canary'; the side must be baseline or candidate",
+        ),
         ([{**SPARSE, "side": "baseline"}, SPARSE], None, "1 observations have no side"),
         (
             [{**SPARSE, "latency": 5}],
             "baseline",
-            "has the field 'latency', which is unknown; did you mean 'latency_ms'",
+            "unknown field 'latency' of an observation; did you mean 'latency_ms'",
         ),
-        ([PAIR], "baseline", "holds both sides; give it alone"),
-        ([{"policy": 3}, PAIR], None, "its policy is no object"),
+        ([PAIR], "baseline", "contains both sides; pass it as the only file"),
+        ([{"policy": 3}, PAIR], None, "policy must be a JSON object"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, records: list[Any], side: Any, message: str) -> None:
@@ -279,15 +287,15 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, records: list[Any], side: 
     [
         ("request_id,latency_ms\na,1\nb\n", "Expected Number of Columns: 2"),
         ('request_id,latency_ms\na,"1\n', "not whole|unterminated|quote"),
-        ("name,size\na,1\n", "begins with 'name,size', which as a CSV's head names no field"),
-        ("request_id,latency_ms\n", "no observation in it"),
-        ('{"baseline": [], "candidate": []}', "no observation in it"),
-        ('{"pairs": []}', "no observation in it"),
-        ('{"pairs": 5}', "pairs is no list"),
+        ("name,size\na,1\n", "begins with 'name,size', which is not a CSV header"),
+        ("request_id,latency_ms\n", "contains no observations"),
+        ('{"baseline": [], "candidate": []}', "contains no observations"),
+        ('{"pairs": []}', "contains no observations"),
+        ('{"pairs": 5}', "pairs is not a list"),
         ('{"baseline": [5]}', "Expected OBJECT"),
-        ('{"request_id": "a"}\n{"request_id": "b"', "not JSON, or not whole"),
-        ('{"request_id": "a"}\nplain text\n', "not JSON, or not whole"),
-        ('{"request_id": "a", x}\n{"request_id": "b"}\n', "not JSON, or not whole"),
+        ('{"request_id": "a"}\n{"request_id": "b"', "invalid or truncated JSON"),
+        ('{"request_id": "a"}\nplain text\n', "invalid or truncated JSON"),
+        ('{"request_id": "a", x}\n{"request_id": "b"}\n', "invalid or truncated JSON"),
         ('{"request_id": "a"}\n5\n', "Expected OBJECT"),
     ],
 )
@@ -315,7 +323,7 @@ def test_a_cut_parquet_file_is_refused(tmp_path: Path, part: float) -> None:
     data = to_parquet(tmp_path / "whole", [FULL, SPARSE]).read_bytes()
     path = tmp_path / "input"
     path.write_bytes(data[: int(len(data) * part)])
-    refused(path, "not whole, or damaged")
+    refused(path, "incomplete or damaged")
 
 
 class Trap:
@@ -330,5 +338,5 @@ def test_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "requests.pkl"
     path.write_bytes(pickle.dumps(Trap(), protocol=protocol))
-    refused(path, "a pickle|CSV|neither JSON")
+    refused(path, "pickles are|CSV|not JSON")
     assert not Path("opened").exists()

@@ -362,7 +362,7 @@ def test_a_folder_of_two_runs_is_refused(settings: tuple[Path, Path], tmp_path: 
     for recording in settings:
         path = file_of(recording)
         shutil.copy(path, tmp_path)
-    with open_store() as store, pytest.raises(EvidenceError, match="2 runs were recorded there; name the files of one"):
+    with open_store() as store, pytest.raises(EvidenceError, match="contains 2 runs; pass the files of one"):
         read_recordings(store, [settings[0], tmp_path])
 
 
@@ -408,4 +408,4 @@ def test_the_command_wants_a_recording_of_each_side(
     settings: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["gate", str(settings[0])]) == 3
-    assert "a folder or recording is one side; give two: BASELINE CANDIDATE" in capsys.readouterr().err
+    assert "a folder or recording has one side only; pass two: BASELINE CANDIDATE" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_a_file_of_owners_is_read_as_code_owners_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a b\nerrors\n", "line 2: 'errors' has no owner"), (None, "cannot be read")]
+    ("text", "message"), [("a b\nerrors\n", "line 2: 'errors' has no owner"), (None, "cannot read the owners file")]
 )
 def test_a_file_that_is_none_of_owners_is_refused_by_its_line(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "OWNERS"

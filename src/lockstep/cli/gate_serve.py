@@ -55,7 +55,7 @@ def gate_serve(
         followers = [Follower(path, folder / f"{number}-{path.name}") for number, path in enumerate(paths)]
         live = LiveGate(followers, lambda copies: judge_files(copies, policy.sources(), names=paths).verdict)
         listener = bind(options)
-        live.look()  # so that the first request gets the verdict of the files as they are
+        live.check()  # so that the first request gets the verdict of the files as they are
         listen(listener, options)
         print(f"gate: {url_of(listener)}/v1/verdict follows {', '.join(map(str, paths))}", flush=True)
         config = uvicorn.Config(app_of(live, host, keys), log_level="warning", lifespan="on")

@@ -1,10 +1,10 @@
-"""Agreement where answers may differ: a field that has to be the same, where tokens part, how far probabilities are
-apart.
+"""Agreement of answers that may differ: compares one field, the first differing tokens, and log-probabilities.
 
-For the field, a text is JSON as a whole, or has it between fences (```` ```json ````) or in `<tool_call>` blocks, as
-models write it where only the prompt demands JSON, without a grammar. A field is a path of names and places with dots
-(``result.total``, ``0.name``); where a name on the way holds JSON in a string, as the arguments of tool calls do, it is
-read. ``tool_call`` is every call of the answer, its name and its arguments. Values are compared as canonical JSON.
+To find the field, a text is read as JSON. The JSON is the whole text, or is inside a fence (```` ```json ````) or
+`<tool_call>` blocks, which models write when only the prompt demands JSON, without a grammar. A field is a path of
+names and list indexes with dots (``result.total``, ``0.name``). A string on the path is parsed as JSON, because
+arguments of tool calls are JSON in a string. The field ``tool_call`` stands for all calls of the answer with their
+names and arguments. Values are compared as canonical JSON.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from lockstep.release.verdict import with_fractions
 
 TOOL_CALL = "tool_call"
 NO_FIELD = "no such field in either"
-"""Reason for which two answers are not compared: the field is not theirs."""
+"""Reason for not comparing two answers: neither has the field."""
 MAX_TEXT = 1 << 20
-"""Longer answers have no field."""
+"""Maximum number of characters of an answer that is parsed; longer answers count as answers without the field."""
 MAX_DIVERGING = 10_000
-"""Pairs of unlike tokens that are looked at for where they part."""
+"""Maximum number of differing pairs that are searched for their first differing token."""
 _FENCED = re.compile(r"```[a-zA-Z]*[ \t]*\n(.*?)```", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class _NothingThereError(Exception):
-    """No JSON, or no such field in it."""
+    """The text is not JSON, or does not have the field."""
 
 
 def field_of(text: str, path: str) -> str | None:
-    """Canonical JSON of a field of an answer; None: it has none.
+    """Canonical JSON of a field of an answer; None if the answer does not have the field.
 
     Args:
-        path: names and places with dots, or ``tool_call``.
+        path: names and list indexes with dots, or ``tool_call``.
     """
     if len(text) > MAX_TEXT:
         return None
@@ -55,7 +55,7 @@ def field_of(text: str, path: str) -> str | None:
 
 
 def _document(text: str) -> Any:
-    """The JSON of an answer: of one tool call, it alone; of several, the list of them."""
+    """JSON of an answer. Several tool calls become a list; one tool call is returned without a list."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError):
@@ -90,7 +90,7 @@ def _at(value: Any, path: str) -> Any:
 
 
 def _calls(value: Any) -> list[tuple[str, Any]]:
-    """Names and arguments of tool calls, in their order."""
+    """Names and arguments of tool calls, in order."""
     if isinstance(value, Mapping) and "tool_calls" in value:
         value = value["tool_calls"]
     calls = value if isinstance(value, list) else [value]
@@ -105,28 +105,28 @@ def _calls(value: Any) -> list[tuple[str, Any]]:
 
 
 def _whole(number: float) -> float | int:
-    """1 for 1.0."""
+    """The number as an integer if it is one, so that 1.0 equals 1."""
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 # -- pairs ------------------------------------------------------------------------------------------------------------
 
 _OF_REQUESTS = ("prompt", "parameters", "seed")
-"""What makes two answers incomparable; not their environment, which such a candidate changes."""
+"""Differences that make two answers incomparable. A different environment does not: the candidate changes it."""
 _COMMON = (
     "coalesce(nullif(list_position(list_transform(list_zip(x.tokens, y.tokens),"
     " lambda t: t[1] IS NOT DISTINCT FROM t[2]), false), 0) - 1, len(x.tokens))"
 )
-"""Tokens before the first one that differs."""
+"""SQL: number of tokens before the first one that differs."""
 
 
 def compare_field(store: Store, field: str) -> tuple[NDArray[np.int8], dict[str, int]]:
-    """Compare the answers of all pairs in one field.
+    """Compare one field of the answers of all pairs.
 
-    A field that only one of them has is a difference; one that neither has shows nothing.
+    If only one answer has the field, the answers differ. If neither has it, they are incomparable.
 
     Returns:
-        The outputs in the order of pairs, and the incomparable ones by reason.
+        `Output` of each pair, in order, and the number of incomparable pairs by reason.
     """
     store.connection.create_function("answer_field", lambda text: field_of(text, field) or "", ["VARCHAR"], "VARCHAR")
     store.run(
@@ -153,7 +153,7 @@ def compare_field(store: Store, field: str) -> tuple[NDArray[np.int8], dict[str,
 
 
 class DivergencePoints(NamedTuple):
-    """Places of first differing tokens, over pairs whose tokens differ."""
+    """Positions of the first differing token, over pairs whose tokens differ."""
 
     num_pairs: int
     median: int | None
@@ -161,7 +161,7 @@ class DivergencePoints(NamedTuple):
 
 
 def divergence(store: Store) -> DivergencePoints:
-    """First differing places of differing answers, of the first `MAX_DIVERGING` in the order of time."""
+    """Positions of the first differing token in the first `MAX_DIVERGING` differing pairs, in the order of time."""
     differing = (
         f"SELECT o.place FROM {BOTH_SIDES} WHERE b.ok AND c.ok AND b.tokens_hash <> c.tokens_hash"
         f" AND NOT ({is_unlike(_OF_REQUESTS)}) ORDER BY o.place LIMIT {MAX_DIVERGING}"
@@ -171,9 +171,9 @@ def divergence(store: Store) -> DivergencePoints:
 
 
 def logprob_gaps(store: Store, output: NDArray[np.int8]) -> NDArray[np.float64]:
-    """Mean difference of log-probabilities of the same tokens, a number per pair; NaN where not both sides give them.
+    """Mean absolute difference of the log-probabilities of the same tokens, per pair; NaN without values on both sides.
 
-    Tokens are the same before the first one that differs; where no tokens are given, in answers that are the same.
+    Only tokens before the first differing one are compared. Without tokens, only equal answers are compared.
     """
     gaps = np.full(len(output), math.nan)
     if not all(store.number(f"SELECT count(logprobs) FROM {side}") for side in SIDES):
@@ -193,14 +193,15 @@ def logprob_gaps(store: Store, output: NDArray[np.int8]) -> NDArray[np.float64]:
 def excess_mismatches(
     store: Store, output: NDArray[np.int8], second: Store, second_output: NDArray[np.int8]
 ) -> NDArray[np.float64]:
-    """Mismatches of the candidate less those of a second baseline, a number from -1 to 1 per pair.
+    """Mismatch of the candidate minus mismatch of a second baseline, per pair: -1, 0 or 1.
 
     Args:
-        output: of the pairs of the baseline and the candidate.
-        second, second_output: of the pairs of the same baseline and the second one.
+        output: `Output` of the pairs of baseline and candidate.
+        second: store with the pairs of the same baseline and the second one.
+        second_output: `Output` of these pairs.
 
     Returns:
-        NaN for requests that not all three answered comparably.
+        One number per pair; NaN for requests without comparable answers of all three.
     """
     excess = np.full(len(output), math.nan)
     mine, theirs = np.flatnonzero(np.isin(output, COMPARED)), np.flatnonzero(np.isin(second_output, COMPARED))
@@ -212,7 +213,8 @@ def excess_mismatches(
 
 
 def _requests(store: Store) -> NDArray[np.uint64]:
-    """Digests of the baseline's requests in the order of pairs, the same in every pairing of one baseline."""
+    """Digests of the baseline's requests in the order of pairs. They are equal in every comparison with this
+    baseline."""
     rows = store.columns(
         "SELECT hash(coalesce(x.request_id, key)) AS request FROM ordered o JOIN baseline x ON o.b = x.row"
         " ORDER BY place"

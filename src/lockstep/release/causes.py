@@ -1,8 +1,8 @@
-"""Causes: the most likely origin of a signal, derived from all figures together.
+"""Causes of signals: derives the most likely cause of a signal from all figures together.
 
-A late answer is a symptom. It waited for its first token or for the others; it waited in a queue or for its prefill; it
-was longer; or the pool was smaller. Where answers differ, their tokens show whether they were cut off, lost tokens, had
-tokens twice, came from another prompt, or were sampled otherwise.
+A late answer is a symptom. The delay may be before the first token or after it, and may come from a queue, a slow
+prefill, a longer answer or a smaller KV pool. If answers differ, their tokens show whether they were truncated, lost
+tokens, repeated tokens, answered another prompt, or were sampled differently.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from lockstep.release.statistics import nearest_rank
 from lockstep.release.store import floats
 
 MAX_ANSWERS = 200
-"""Differing pairs whose tokens are looked at, the first in order."""
+"""Maximum number of differing pairs, the first in order, whose tokens are compared."""
 MOST = 0.5
-"""Part of these that have to differ in one way, for it to be the cause."""
+"""Fraction of these pairs that must differ in the same way, so that this way is the cause."""
 LONGER = 1.1
-"""From this ratio on, answers are longer."""
+"""Minimum ratio of lengths from which answers count as longer."""
 SMALLER = 0.98
-"""Below this ratio, a pool is smaller."""
+"""Ratio of pool sizes below which the candidate's pool counts as smaller."""
 BURST = 0.25
-"""Failures within this part of all pairs are a burst, where there are at least `MIN_BURST`."""
+"""Failures within this fraction of all pairs are a burst, if there are at least `MIN_BURST`."""
 MIN_BURST = 3
+"""Minimum number of failures of a burst."""
 FULL = 0.9
-"""From this part of a pool in use on, requests wait for it."""
+"""Fraction of the pool in use from which requests wait for blocks."""
 QUEUED = 0.5
-"""Requests that waited on average beyond the baseline's: from so many on, there is a queue."""
+"""Increase of the mean number of waiting requests from which there is a queue."""
 MIN_IDLE = 5
-"""Pairs that found an idle candidate, for their first tokens to say what a prefill takes."""
+"""Minimum number of pairs that arrived at an idle candidate, to measure prefill times by their first tokens."""
 IDLE = 0.1
-"""Part of these that are taken at their word: requests that come at one moment do not find each other in any figure."""
+"""Quantile of these pairs' delays that is used. Simultaneous requests are not visible in any figure, so not all of
+these pairs really found an idle candidate."""
 SMALLER_POOL = "smaller-pool"
 
 
@@ -47,17 +49,18 @@ class Cause(NamedTuple):
     """Cause of a signal."""
 
     name: str
-    """Empty: the cause is unknown."""
+    """Name of the cause; empty: unknown."""
     words: str
+    """Evidence of the cause, as part of a sentence."""
     action: str = ""
-    """Instead of the signal's."""
+    """Next step of the investigation; empty: that of the signal."""
 
 
 UNKNOWN = Cause("", "")
 
 
 def of_mismatch(evidence: Evidence, mask: Bools) -> Cause:
-    """The way in which most of the differing answers differ."""
+    """Way in which most of the differing answers differ."""
     places = np.flatnonzero(mask & (evidence.pairs.output == Output.DIFFERS))[:MAX_ANSWERS]
     if not len(places):
         return UNKNOWN
@@ -108,7 +111,7 @@ _MISMATCHES: Mapping[str, tuple[str, str]] = {
 
 
 def kind_of_difference(baseline: Sequence[Any], candidate: Sequence[Any]) -> str:
-    """Kind of change from one answer to another: cut off, going on, with parts doubled or left out, or otherwise."""
+    """Kind of difference between two answers: truncated, longer, with repeated or dropped tokens, or diverging."""
     common = first_unlike(baseline, candidate)
     if common == len(candidate):
         return "truncated"
@@ -123,7 +126,7 @@ def kind_of_difference(baseline: Sequence[Any], candidate: Sequence[Any]) -> str
 
 
 def _is_doubled(baseline: Sequence[Any], candidate: Sequence[Any]) -> bool:
-    """True if the candidate is the baseline, or a beginning of it, with some tokens repeated."""
+    """True if the candidate is the baseline, or a prefix of it, with some tokens repeated."""
     at = 0
     for place, token in enumerate(candidate):
         if at < len(baseline) and token == baseline[at]:
@@ -148,18 +151,20 @@ def of_errors(evidence: Evidence, mask: Bools) -> Cause:
         f" FROM ordered o JOIN candidate y ON o.c = y.row WHERE place IN ({wanted}) AND fault_text IS NOT NULL"
         " GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
     )
-    said = f'; most say "{texts[0][0][:80]}"' if texts else ""
+    most_frequent = f'; most say "{texts[0][0][:80]}"' if texts else ""
     span = int(failed[-1] - failed[0]) + 1
     if len(failed) >= MIN_BURST and span <= BURST * len(pairs):
-        words = f"all within {span:,} of {len(pairs):,} pairs in a row, from the {int(failed[0]) + 1:,}. on{said}"
+        words = (
+            f"all within {span:,} of {len(pairs):,} pairs in a row, from the {int(failed[0]) + 1:,}. on{most_frequent}"
+        )
         return Cause("burst", words, "read the candidate's log of the time from the first of them to the last")
     if len(failed) < MIN_BURST:
-        return Cause("", said.removeprefix("; "))
-    return Cause("spread", f"spread over {span:,} of {len(pairs):,} pairs{said}")
+        return Cause("", most_frequent.removeprefix("; "))
+    return Cause("spread", f"spread over {span:,} of {len(pairs):,} pairs{most_frequent}")
 
 
 def of_join(evidence: Evidence, _: Bools) -> Cause:
-    """The way in which records lost their partners: shared ids, no ids, requests of one side only, or unlike ids."""
+    """Reason why records have no partners: shared ids, no ids, requests of one side only, or different ids."""
     joining = evidence.joining
     lost = {side: Counter[LeftOutReason]() for side in ("baseline", "candidate")}
     for each in joining.unjoined:
@@ -188,7 +193,7 @@ def of_join(evidence: Evidence, _: Bools) -> Cause:
 
 
 def of_provenance(evidence: Evidence, mask: Bools) -> Cause:
-    """Fields of provenance that no answer names, or the number of answers without them."""
+    """Provenance fields that all answers lack, or the number of answers that lack some."""
     fields = {"route": "route_id", "scheduler": "scheduler"}
     lacking = [name for name, field in fields.items() if not evidence.names[field][1]]
     if not lacking:
@@ -209,7 +214,7 @@ def of_streaming(evidence: Evidence, _: Bools) -> Cause:
 
 
 def of_comparable(evidence: Evidence, mask: Bools) -> Cause:
-    """The most frequent reason for which answers were not compared."""
+    """Most frequent reason why answers were not compared."""
     nothing = int((mask & (evidence.pairs.output == Output.NO_MATERIAL)).sum())
     reasons = dict(evidence.incomparable)
     reason = min(reasons, key=lambda each: (-reasons[each], each), default="")
@@ -278,7 +283,7 @@ def of_first_token(evidence: Evidence, mask: Bools) -> Cause:
 
 
 def of_latency(evidence: Evidence, mask: Bools) -> Cause:
-    """The part of the time that grew more; longer answers, where each token takes no longer."""
+    """Part of the time that grew more, or longer answers if the time per token did not grow."""
     pairs = evidence.pairs
     first, whole = pairs.metrics["ttft_ms"], pairs.metrics["latency_ms"]
     tokens = [side[mask & pairs.known(OUTPUT_TOKENS)] for side in pairs.metrics[OUTPUT_TOKENS]]
@@ -307,7 +312,7 @@ def _longer(ratio: float) -> str:
 
 
 def _pools(evidence: Evidence, mask: Bools) -> tuple[Floats, Floats]:
-    """Sizes of the KV pools of both sides, of the pairs that have both."""
+    """KV pool sizes of both sides, in the pairs that have both."""
     columns = evidence.store.columns(
         "SELECT b.kv_total AS b, c.kv_total AS c FROM ordered o JOIN baseline b ON o.b = b.row"
         " JOIN candidate c ON o.c = c.row ORDER BY place"
@@ -318,6 +323,6 @@ def _pools(evidence: Evidence, mask: Bools) -> tuple[Floats, Floats]:
 
 
 def of_drift(evidence: Evidence, _: Bools) -> Cause:
-    """The largest difference of two numbers."""
+    """Largest difference between two numbers of a pair of vectors."""
     largest = evidence.max_drift
     return Cause("drift", "" if math.isnan(largest) else f"numbers differ by {largest:.3g} at most")

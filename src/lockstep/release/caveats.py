@@ -1,7 +1,7 @@
-"""Warnings of a verdict: facts that do not decide, and that a person should see before a promotion.
+"""Warnings of a verdict: reports facts that do not decide, but that a person should see before a promotion.
 
-What a policy bounds is a signal (`lockstep.release.signals`). Warnings are about evidence that was not read, was not
-paired or has no partner, and about differences that figures of all pairs hide.
+Figures that a policy bounds are signals (`lockstep.release.signals`). Warnings are about evidence that was not read,
+was not paired or has no partner, and about differences that are not visible in the figures of all pairs.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ WARNINGS: Mapping[str, str] = {
     "slower-segment": "a segment is slower by more than the bound, and segments do not decide",
     "segment-outside": "a segment is outside policy in another way, and segments do not decide",
 }
-"""What each warning means, by its name."""
+"""Meaning of each warning, by name."""
 MIN_LOST = 0.01
-"""Part of the pairs that lack a number, or have a short answer, from which there is a warning."""
+"""Fraction of the pairs above which a missing number, or short answers, cause a warning."""
 MIN_SLOWER_PAIRS = 10
-"""Pairs of a segment from which its mean is looked at."""
+"""Minimum number of pairs of a segment whose mean is checked."""
 MIN_Z = 3.5
-"""Standard errors that the mean of a slower segment is above its bound's logarithm of 1."""
+"""Minimum mean of the log-ratios of a slower segment, in standard errors."""
 MAX_SEGMENTS = 10
-"""Segments that are named in warnings of one kind, the largest first."""
+"""Maximum number of segments that warnings of one kind name, the largest first."""
 
 
 def warnings_of(
@@ -50,8 +50,8 @@ def warnings_of(
     """All warnings, in the order of `WARNINGS`.
 
     Args:
-        sources: files that the evidence is from.
-        found: the verdict's signals; what they hold is not repeated.
+        sources: input files of the evidence.
+        found: signals of the verdict. Warnings do not repeat them.
     """
     yield from _unread(sources)
     yield from _partners(evidence)
@@ -62,13 +62,13 @@ def warnings_of(
 
 
 def of_segments_only(policy: Policy, signals: Sequence[Signal], found: Sequence[Signal]) -> Iterator[Caveat]:
-    """Warnings in place of signals of segments that do not decide.
+    """Warnings that replace the signals of segments if segments do not decide.
 
     Args:
-        signals: of segments.
-        found: signals that decide; what one of them is of all pairs is not repeated.
+        signals: signals of segments.
+        found: signals that decide. Signals of the same name are not repeated as warnings.
     """
-    names = {each.name for each in found} | set(RATIOS)  # slower segments are told from chance elsewhere
+    names = {each.name for each in found} | set(RATIOS)  # `_slower_segments` reports slower segments
     for each in [each for each in signals if each.name not in names and policy.segments == "report"][:MAX_SEGMENTS]:
         sentence = f"{each.sentence}; segments: enforce lets segments decide"
         yield Caveat(name="segment-outside", segment=each.segment, sentence=sentence, examples=each.examples)
@@ -88,7 +88,7 @@ _REASONS: Mapping[LeftOutReason, str] = {
     LeftOutReason.NO_PARTNER: "have no partner on the other side",
     LeftOutReason.DUPLICATE: "share their id with another record of their side",
 }
-"""Reasons for which records are in no pair, in words."""
+"""Text of each reason why records are in no pair."""
 
 
 def _partners(evidence: Evidence) -> Iterator[Caveat]:
@@ -101,7 +101,8 @@ def _partners(evidence: Evidence) -> Iterator[Caveat]:
 
 
 def _values(policy: Policy, evidence: Evidence) -> Iterator[Caveat]:
-    """Numbers that one side lacks in some pairs, or the baseline in all, and gaps that are no evidence."""
+    """Warnings about metrics that one side lacks in some pairs or the baseline lacks in all, and about token gaps that
+    are too small to be evidence."""
     pairs = evidence.pairs
     for metric, baseline, candidate, rate, is_lacking in known_metrics(policy, evidence):
         words = metric.words
@@ -124,7 +125,8 @@ def _values(policy: Policy, evidence: Evidence) -> Iterator[Caveat]:
 
 
 def _short_answers(evidence: Evidence) -> Iterator[Caveat]:
-    """Answers less than half as long as their partners, where the candidate has clearly more of them."""
+    """Warning if clearly more answers of the candidate than of the baseline have less than half of their partner's
+    length."""
     baseline, candidate = evidence.pairs.metrics[OUTPUT_TOKENS]
     healthy = evidence.pairs.healthy
     short, long = healthy & (2 * candidate < baseline), healthy & (2 * baseline < candidate)
@@ -139,7 +141,7 @@ def _short_answers(evidence: Evidence) -> Iterator[Caveat]:
 
 
 def _slower_segments(policy: Policy, evidence: Evidence, found: set[str]) -> Iterator[Caveat]:
-    """Segments whose times grew by more than the bound in the mean of pairs, beyond chance."""
+    """Warnings about segments whose times grew by more than the bound in the mean of pairs, beyond chance."""
     pairs = evidence.pairs
     for signal, metric in RATIOS.items():
         bound = policy.margin if policy.mode == "sequential" else _allowed(policy, signal)
@@ -163,13 +165,13 @@ def _slower_segments(policy: Policy, evidence: Evidence, found: set[str]) -> Ite
 
 
 def _allowed(policy: Policy, signal: str) -> float | None:
-    """Growth, as a part, that the threshold of a signal allows; None: there is no such bound."""
+    """Growth that the threshold of a signal allows, as a fraction; None: there is no such bound."""
     ratio: float | None = getattr(policy, f"max_{signal}_p95_ratio")
     return None if ratio is None else max(0.0, ratio - 1)
 
 
 def _growth(numbers: tuple[Floats, Floats], mask: Bools) -> float:
-    """Mean logarithm of the ratios of some pairs; 0: there are too few, or chance explains it."""
+    """Mean logarithm of the ratios of some pairs; 0 if there are too few pairs or chance explains the mean."""
     if mask.sum() < MIN_SLOWER_PAIRS:
         return 0.0
     ratios = np.log(numbers[1][mask] / numbers[0][mask])

@@ -1,6 +1,6 @@
-"""Content of an input file, detected from its bytes and never from its name: lines, a document, CSV or Parquet.
+"""Content of an input file: detects JSON lines, a JSON document, CSV or Parquet by its bytes, never by its name.
 
-Compressed files are unpacked and checked to their end. Pickles are never opened.
+Compressed files are decompressed and checked to their end. Pickles are never loaded.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from lockstep.release.observation import NAMES
 from lockstep.replay.readers.source import unpacked
 
 Members = Mapping[str, Any]
-"""Of a JSON object; those of a document are `msgspec.Raw`."""
+"""Members of a JSON object by name. The values of a document are `msgspec.Raw`."""
 
 MAX_LINE_BYTES = 16 << 20
 MAX_DOCUMENT_BYTES = 256 << 20
-"""Of a file that is one JSON document, unpacked."""
+"""Maximum size of a file that is one JSON document, after decompression."""
 MAX_UNPACKED_BYTES = 64 << 30
-"""Of a compressed file."""
+"""Maximum size of a compressed file after decompression."""
 MAX_PACKING = 200
-"""Times that a file may be larger when it is unpacked, if it is larger than a document: records are not so alike."""
+"""Maximum compression ratio of a file that is larger than `MAX_DOCUMENT_BYTES` after decompression. Real records do not
+compress better."""
 MAX_LOOKED_AT = 1000
-"""Lines in which the first record is looked for, of `MAX_LINE_BYTES` together: logs begin with other lines."""
+"""Maximum number of lines, of `MAX_LINE_BYTES` together, that are searched for the first record, since logs may begin
+with other lines."""
 MAX_SHOWN_BYTES = 60
-"""Of a first line that nothing can be made of."""
+"""Maximum number of bytes of an unknown first line in an error message."""
 _CHUNK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _PARQUET, _GZIP, _ZSTD, _ZIP = b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"
@@ -43,17 +45,17 @@ _PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Kind, packing and first bytes of a file, as found in it."""
+    """Kind and first records of an input file."""
 
     given: Path
-    """Its name in messages."""
+    """Path of the file in messages."""
     path: Path
-    """A name without anything that DuckDB takes for a pattern; what was compressed is unpacked there."""
+    """Path without characters that DuckDB reads as a pattern: a link to the file, or its decompressed copy."""
     kind: Literal["lines", "document", "list", "csv", "parquet"]
     records: tuple[Members, ...]
-    """The first records of lines, the first one of a list, the members of a document, or the columns of a CSV."""
+    """First records of JSON lines, first record of a list, members of a document, or columns of a CSV file."""
     fault: str = ""
-    """Why its first line is no record: it may be a log."""
+    """Reason why the first line is not a record, in which case the file may be a log; empty: it is a record."""
 
     @property
     def is_table(self) -> bool:
@@ -62,14 +64,14 @@ class Content:
 
 
 def content_of(path: Path, plain: Path, given: Path | None = None) -> Content:
-    """Look into a file.
+    """Detect the content of a file.
 
     Args:
-        plain: a name that is free, for the file or for what is unpacked of it.
-        given: the file's name in messages, if it is a copy of another.
+        plain: unused path, for a link to the file or its decompressed copy.
+        given: path of the original file, for messages, if `path` is a copy.
 
     Raises:
-        EvidenceError: it cannot be read, is not whole, or nothing that the gate reads.
+        EvidenceError: the file cannot be read, is incomplete, or has an unsupported kind.
     """
     source, path = path, given or path
     magic = _magic(source, path)
@@ -79,9 +81,9 @@ def content_of(path: Path, plain: Path, given: Path | None = None) -> Content:
     else:
         plain.symlink_to(source.absolute())
     if magic.startswith(_PICKLES):
-        raise EvidenceError(f"{path}: a pickle, which can run code when it is opened and never is; export JSON lines")
+        raise EvidenceError(f"{path}: pickles are not supported, since loading one can run code; export JSON lines")
     if magic.startswith(_ZIP):
-        raise EvidenceError(f"{path}: a zip archive; unpack it, gz and zst are read as they are")
+        raise EvidenceError(f"{path}: zip archives are not supported; unpack it, or compress the file with gz or zst")
     if magic.startswith(_PARQUET):
         return Content(path, plain, "parquet", ())
     try:
@@ -95,7 +97,7 @@ def _magic(path: Path, given: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():
             raise EvidenceError(
-                f"{given}: a pipe, device or folder; write what it holds to a file, which is read twice"
+                f"{given}: not a regular file (pipe, device or folder); write its content to a file; it is read twice"
             )
         with path.open("rb") as file:
             magic = file.read(8)
@@ -114,12 +116,12 @@ def _unpack(source: Path, plain: Path, magic: bytes, path: Path) -> None:
             for chunk in _content_bytes(packed, magic):
                 num_bytes += len(chunk)
                 if num_bytes > most:
-                    raise EvidenceError(f"{path}: more than {most >> 20:,} MiB when it is unpacked; unpack it yourself")
+                    raise EvidenceError(f"{path}: more than {most >> 20:,} MiB when decompressed; decompress it first")
                 target.write(chunk)
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-        raise EvidenceError(f"{path}: not whole, or damaged: {error}") from None
+        raise EvidenceError(f"{path}: incomplete or damaged: {error}") from None
     except OSError as error:
-        raise EvidenceError(f"{path}: cannot be unpacked: {error.strerror}") from None
+        raise EvidenceError(f"{path}: cannot be decompressed: {error.strerror}") from None
 
 
 def _content_bytes(source: IO[bytes], magic: bytes) -> Iterator[bytes]:
@@ -139,10 +141,10 @@ def _content_bytes(source: IO[bytes], magic: bytes) -> Iterator[bytes]:
 def _content_of_text(file: IO[bytes], path: Path, plain: Path) -> Content:
     lines = _first_lines(file)
     if not lines:
-        raise EvidenceError(f"{path}: nothing but blanks")
+        raise EvidenceError(f"{path}: the file contains only whitespace")
     first, *others = lines
     begins_as_json = first.lstrip()[:1] in (b"{", b"[")
-    fault = "its first line is no JSON"
+    fault = "the first line is not JSON"
     if begins_as_json:
         if others and isinstance(_decoded(first), dict):
             return Content(path, plain, "lines", _objects(lines))
@@ -161,7 +163,7 @@ def _content_of_text(file: IO[bytes], path: Path, plain: Path) -> Content:
 
 
 def _first_lines(file: IO[bytes]) -> list[bytes]:
-    """Lines that are not blank; of one that is too long its beginning."""
+    """First lines that are not blank. Long lines are truncated to `MAX_LINE_BYTES`."""
     found: list[bytes] = []
     num_bytes = 0
     while len(found) < MAX_LOOKED_AT and num_bytes < MAX_LINE_BYTES and (line := file.readline(MAX_LINE_BYTES)):
@@ -175,7 +177,7 @@ def _objects(lines: Iterable[bytes]) -> tuple[dict[str, Any], ...]:
 
 
 def _decoded(text: bytes) -> Any:
-    """The JSON value; None where it is none."""
+    """Value of a JSON text; None if it is not JSON."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -183,11 +185,11 @@ def _decoded(text: bytes) -> Any:
 
 
 def _document(text: bytes) -> tuple[dict[str, msgspec.Raw] | list[msgspec.Raw] | None, str]:
-    """The members of a document, or a list of objects; or else what is wrong."""
+    """Members of a document, or a list of objects, or else the fault."""
     if len(text) > MAX_DOCUMENT_BYTES:
         return None, (
-            f"one JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB; write an observation a line (JSONL), or "
-            "Parquet, which have no limit"
+            f"JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB; write one observation per line (JSONL), or "
+            "Parquet, which have no size limit"
         )
     try:
         found = msgspec.json.decode(text, type=dict[str, msgspec.Raw] | list[msgspec.Raw])
@@ -198,30 +200,30 @@ def _document(text: bytes) -> tuple[dict[str, msgspec.Raw] | list[msgspec.Raw] |
     return None, _NO_OBJECTS
 
 
-_NO_OBJECTS = "JSON, but neither an object nor a list of them"
+_NO_OBJECTS = "JSON, but neither an object nor a list of objects"
 
 
 def _fault_of(text: bytes) -> str:
-    """The fault of a text that is no JSON."""
+    """Fault of a text that is not an object or a list of objects in JSON."""
     try:
         value = json.loads(text, parse_constant=_Constant)
     except RecursionError:
         return "JSON that is nested too deeply"
     except ValueError as error:
-        return f"not JSON, or not whole: {error}"
-    if place := _place_of_constant(value):
-        return f"{place}, which is no number of JSON; leave the field out"
+        return f"invalid or truncated JSON: {error}"
+    if found := _first_constant(value):
+        return f"{found}, which is not a JSON number; omit the field"
     return _NO_OBJECTS
 
 
 class _Constant(str):
-    """NaN or an infinity, as Python's JSON writes them and JSON does not know them."""
+    """NaN or an infinity, which Python writes although JSON does not have them."""
 
     __slots__ = ()
 
 
-def _place_of_constant(value: Any) -> str:
-    """Names of the members that lead to the first constant, and what it is; empty: there is none."""
+def _first_constant(value: Any) -> str:
+    """Path and value of the first constant, as text; empty if there is none."""
     if isinstance(value, Mapping):
         children: Iterable[tuple[str, Any]] = value.items()
     elif isinstance(value, list):
@@ -231,7 +233,7 @@ def _place_of_constant(value: Any) -> str:
     for name, each in children:
         if isinstance(each, _Constant):
             return f"{name} is {each}"
-        if found := _place_of_constant(each):
+        if found := _first_constant(each):
             return f"{name}.{found}"
     return ""
 
@@ -246,7 +248,7 @@ def _csv_columns(line: bytes, path: Path) -> dict[str, str]:
         names = []
     if not set(names) & set(NAMES):
         begins = line[:MAX_SHOWN_BYTES].decode("ascii", "replace").strip()
-        found = f", and begins with {begins!r}, which as a CSV's head names no field of an observation"
-        told = found if begins.isprintable() else ""
-        raise EvidenceError(f"{path}: neither JSON, CSV nor Parquet, nor gz or zst of one of them{told}")
+        found = f"; it begins with {begins!r}, which is not a CSV header with fields of an observation"
+        detail = found if begins.isprintable() else ""
+        raise EvidenceError(f"{path}: not JSON, CSV or Parquet, plain or compressed with gz or zst{detail}")
     return dict.fromkeys(names, "VARCHAR")

@@ -1,4 +1,4 @@
-"""Coverage: how much of the evidence is there, and the signals where a promotion would have too little of it."""
+"""Coverage of the evidence: measures its completeness and reports signals if it is insufficient for a promotion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.release.verdict import SegmentSummary, Signal, hold
 
 
 def coverage_of(evidence: Evidence) -> dict[str, float | None]:
-    """Parts, 0 to 1, by name: joined records, comparable pairs, answers with output, route and token times."""
+    """Rates from 0 to 1, by name: joined records, comparable pairs, and answers with output, route and token times."""
     pairs = evidence.pairs
 
     def rate(number: float, of: float) -> float | None:
@@ -37,17 +37,17 @@ def coverage_of(evidence: Evidence) -> dict[str, float | None]:
         "output_rate": rate((total := sum(num_answers)) - sum(num_bare), total),
     }
     for number, side in enumerate(SIDES):
-        answered = pairs.ok[number]  # a failure has no tokens to give times of, and is counted as what it is
+        answered = pairs.ok[number]  # a failure has no token times, and is counted as a failure elsewhere
         num = int(answered.sum())
         found[f"{side}_routing_provenance_rate"] = rate(int((pairs.routed[number] & answered).sum()), num)
         found[f"{side}_streaming_trace_rate"] = rate(int((pairs.streamed[number] & answered).sum()), num)
     return dict(sorted(found.items()))
 
 
-def lacking(
+def insufficient(
     policy: Policy, evidence: Evidence, summary: SegmentSummary, coverage: Mapping[str, float | None]
 ) -> Iterator[Signal]:
-    """Evidence that there is too little of."""
+    """Signals for evidence that is insufficient for a promotion."""
     if summary.pairs < policy.min_pairs or not summary.healthy:
         words = f"{summary.pairs:,} matched pairs, and the policy needs {policy.min_pairs:,}"
         if summary.pairs >= policy.min_pairs:
@@ -67,7 +67,7 @@ def lacking(
 def _few_outputs(
     policy: Policy, evidence: Evidence, summary: SegmentSummary, coverage: Mapping[str, float | None]
 ) -> Iterator[Signal]:
-    """Too few answers that carry output, or that could be compared."""
+    """Signals if too few answers contain output, or too few could be compared."""
     num = int(np.isin(evidence.pairs.output, COMPARED).sum())
     wanted = min(policy.min_pairs, summary.healthy)
     if num < wanted:
@@ -92,31 +92,33 @@ def _few_outputs(
 
 
 def agreement_lower(policy: Policy, evidence: Evidence) -> float:
-    """Lower confidence bound, at alpha and at any look, of the part of the compared answers that agree."""
+    """Lower confidence bound of the fraction of compared answers that agree, at alpha, valid at every look."""
     output = evidence.pairs.output
     differs = np.isin(output[np.isin(output, COMPARED)], DIFFERENT)
     return 1 - bet_upper(differs.astype(float), policy.alpha, BLOCKS_PER_BURST * policy.burst_pairs)
 
 
 class Known(NamedTuple):
-    """Pairs of a metric by the sides that have it."""
+    """Pairs in which a metric is known."""
 
     metric: Metric
     baseline: Bools
+    """Pairs in which the baseline has a value."""
     candidate: Bools
+    """Pairs in which the candidate has a value."""
     rate: float
-    """Pairs in which both have it, as a part of those in which one does; 1: none does."""
+    """Fraction of the pairs with at least one value that have both values; 1 if no pair has a value."""
     is_lacking: bool
-    """Whether the rate is outside policy."""
+    """True if the rate is below the policy's minimum."""
 
     @property
     def both(self) -> Bools:
-        """Pairs in which both sides have it."""
+        """Pairs in which both sides have a value."""
         return self.baseline & self.candidate
 
 
 def known_metrics(policy: Policy, evidence: Evidence) -> Iterator[Known]:
-    """Each metric that the policy can bound, over pairs that both sides answered."""
+    """Known pairs of each metric that the policy can bound, among the pairs that both sides answered."""
     pairs = evidence.pairs
     bounded = {rule.metric for rule in RULES if getattr(policy, rule.bound) is not None}
     for metric in (each for each in METRICS if each.signal):
@@ -129,7 +131,7 @@ def known_metrics(policy: Policy, evidence: Evidence) -> Iterator[Known]:
 
 
 def _few_metrics(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
-    """Numbers that one side has and the other lacks, and series that a sequential promotion needs: one signal."""
+    """One signal for metrics that only one side has in too many pairs, and for missing required series."""
     pairs = evidence.pairs
     few = [each for each in known_metrics(policy, evidence) if each.is_lacking]
     words = [
@@ -149,7 +151,7 @@ def _few_metrics(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
 
 
 def _low(policy: Policy, coverage: Mapping[str, float | None], name: str, rate: str, words: str) -> Iterator[Signal]:
-    """A rate of `coverage` that is below the policy's."""
+    """Signal if a rate of the coverage is below the policy's minimum."""
     bound, value = getattr(policy, f"min_{rate}"), coverage[rate]
     if bound and (value is None or value < bound):
         sentence = f"{100 * (value or 0.0):.4g} % {words}, and the policy needs {100 * bound:.4g} %"

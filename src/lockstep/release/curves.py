@@ -1,4 +1,4 @@
-"""Curves of a verdict's page: how both sides' figures are distributed, and how the evidence grew."""
+"""Plots of a verdict's page: shows the distributions of both sides' figures, and the evidence over time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.report.document import Level, Line, Plot, Plots
 from lockstep.shown import signed_percent
 
 NUM_QUANTILES = 200
-"""Points of a distribution's line."""
+"""Maximum number of points of a distribution's line."""
 DISTRIBUTIONS: Mapping[str, str] = {
     "latency_ms": "Latency",
     "ttft_ms": "Time to the first token",
@@ -23,10 +23,10 @@ DISTRIBUTIONS: Mapping[str, str] = {
 
 
 def plots_of(policy: Policy, evidence: Evidence, series: Sequence[SeriesSummary]) -> tuple[Plots, ...]:
-    """Plots of distributions, and of the evidence as it grew.
+    """Plots of the distributions, and of the evidence over time.
 
     Args:
-        series: as the sequential gate followed them; none in threshold mode.
+        series: series of the sequential gate; empty in threshold mode.
     """
     growths = [_growth(policy, each) for each in series]
     found = [
@@ -49,13 +49,13 @@ def _distributions(pairs: Pairs) -> Iterator[Plot]:
 
 
 def _quantiles(values: Floats) -> list[tuple[float, float]]:
-    """Percentages against the values that they are at."""
+    """Points of a cumulative distribution: values with their percentages."""
     shares = np.linspace(0.0, 1.0, min(NUM_QUANTILES, len(values)))
     return list(zip(np.quantile(values, shares).tolist(), (100.0 * shares).tolist(), strict=True))
 
 
 def _growth(policy: Policy, series: SeriesSummary) -> Plot | None:
-    """A mean over the pairs with its confidence sequence, against its bound."""
+    """Plot of a series: its mean over the number of pairs, with the confidence sequence and the bound."""
     is_ratio = series.unit == "ratio"
 
     def shown(value: float) -> float:

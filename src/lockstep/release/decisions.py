@@ -1,8 +1,9 @@
-"""Decisions of two recordings: the first step that differs, and the baseline's load on the candidate's settings.
+"""Comparison of scheduler decisions: finds the first differing step of two recordings and predicts the effect.
 
-Steps are priced by a fit to the baseline's recording (`lockstep.replay.calibrate`). The same load is replayed on the
-baseline's own settings too; its distance from the measurement is the error of the prediction. The prediction is
-evidence before any traffic was mirrored; it informs, and decides nothing.
+For the prediction, the baseline's load is replayed with the candidate's settings. A cost model that was fitted to the
+baseline's recording (`lockstep.replay.calibrate`) gives the durations of steps. The load is also replayed with the
+baseline's own settings; the difference from the measurement is the error of the prediction. The prediction needs no
+mirrored traffic. It is informational and does not affect the decision.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from lockstep.worker.flight.entries import EngineEntry
 
 SIGNAL = "decisions"
 MAX_ENGINES = 32
-"""Engines of one device that are compared; what a device holds is fewer."""
+"""Maximum number of compared engines. A device holds fewer."""
 MAX_STEPS = 50_000
-"""Of one engine, the first ones, that are compared and replayed: minutes of a busy server."""
+"""Maximum number of an engine's first steps that are compared and replayed, equal to minutes of a busy server."""
 MAX_ERROR = 0.25
-"""A figure of which the replay on known settings is off by more is not predicted on others."""
+"""Maximum error of a figure in the replay with the baseline's settings. Figures with larger errors are not
+predicted."""
 ARRIVALS = "requests arrive as they did at the baseline, also where clients that wait for answers would send later"
 FIGURES: Mapping[str, str] = {
     "ttft_p50_ms": "median first token",
@@ -49,13 +51,13 @@ FIGURES: Mapping[str, str] = {
     "latency_p95_ms": "p95 latency",
     "output_tokens_per_s": "output tokens/s",
 }
-"""Predicted figures, and words for them."""
+"""Names of the predicted figures for people, by key."""
 
 
 def decisions_of(baseline: Trace, candidate: Trace) -> dict[str, Any]:
-    """The differences of two recordings, engine by engine, and the predicted effect of the candidate's settings.
+    """Differences between two recordings by engine, with the predicted effect of the candidate's settings.
 
-    Engines are those of the same number on both sides.
+    Engines with the same number are compared.
 
     Raises:
         TraceError: a recording is damaged.
@@ -83,7 +85,7 @@ def decisions_of(baseline: Trace, candidate: Trace) -> dict[str, Any]:
 
 
 def _difference(baseline: Trace, candidate: Trace, number: int) -> dict[str, Any]:
-    """The first step that is decided differently, or the reason why it is unknown."""
+    """First step with a different decision, or the reason why it is unknown."""
     try:
         [found] = diff_traces(baseline, candidate, number, MAX_STEPS)
     except TraceError as error:
@@ -98,7 +100,7 @@ def _difference(baseline: Trace, candidate: Trace, number: int) -> dict[str, Any
 
 
 def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is_alone: bool) -> dict[str, Any]:
-    """Figures of the baseline's load, measured, and replayed on both settings; a sentence where there are none."""
+    """Figures of the baseline's load: measured, and replayed with both settings; or the reason why there are none."""
     try:
         steps, served, notes = _course(trace, engine.number)
         workload = workload_of_sequences(engine.name, engine, served)
@@ -132,7 +134,7 @@ def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is
 
 
 def _course(trace: Trace, number: int) -> tuple[list[LiveStep], list[PlayedSequence], list[str]]:
-    """Steps of an engine, the sequences that ended with them, and what is left out; in one pass."""
+    """Steps of an engine, the sequences that ended within them, and notes on omitted steps, in one pass."""
     steps: list[LiveStep] = []
     served: list[PlayedSequence] = []
     sequences = PlayedSequences()
@@ -158,7 +160,7 @@ def _replayed(workload: Workload, config: SchedulerConfig, cost: CostFile) -> tu
 
 
 def figures_of(outcomes: Sequence[RequestOutcome]) -> dict[str, float]:
-    """Figures of requests, by the names of `FIGURES`; those that no request has are left out."""
+    """Figures of requests by the keys of `FIGURES`, without figures that no request has."""
     if not outcomes:
         return {}
     found: dict[str, float] = {}
@@ -174,7 +176,13 @@ def figures_of(outcomes: Sequence[RequestOutcome]) -> dict[str, float]:
 
 
 def figure_of(measured: float | None, own: float, predicted: float) -> dict[str, float | None]:
-    """One figure: measured, replayed, the error of that, and, if it is small, what the candidate's settings predict."""
+    """Figure as measured and as replayed, the error of the replay, and the prediction if the error is small.
+
+    Args:
+        measured: value in the baseline's recording; None: unknown.
+        own: value of the replay with the baseline's settings.
+        predicted: value of the replay with the candidate's settings.
+    """
     error = own / measured - 1 if measured else None
     is_stated = error is not None and abs(error) <= MAX_ERROR
     return {
@@ -187,7 +195,7 @@ def figure_of(measured: float | None, own: float, predicted: float) -> dict[str,
 
 
 def _trust(figures: Mapping[str, Mapping[str, float | None]], cost: CostFile) -> str:
-    """Sentence on how far a replay of the baseline on its own settings is off, and what that leaves unsaid."""
+    """Sentence on the error of the replay with the baseline's settings, and on the figures that are not predicted."""
     errors = {name: abs(each["error"]) for name, each in figures.items() if each["error"] is not None}
     if not errors:
         return "nothing was measured that a replay could be compared with, so nothing is predicted"
@@ -209,7 +217,7 @@ def _trust(figures: Mapping[str, Mapping[str, float | None]], cost: CostFile) ->
 
 
 def with_decisions(verdict: Verdict, decisions: dict[str, Any] | None, notes: Iterable[str] = ()) -> Verdict:
-    """The verdict with what two recordings decide, as an item of triage where users would feel it."""
+    """Verdict with the comparison of two recordings. Predicted losses become triage items."""
     items = () if decisions is None else tuple(_items(decisions, float(verdict.policy["margin"])))
     return msgspec.structs.replace(
         verdict, decisions=decisions, triage=verdict.triage + items, notes=(*verdict.notes, *notes)
@@ -217,7 +225,7 @@ def with_decisions(verdict: Verdict, decisions: dict[str, Any] | None, notes: It
 
 
 def _items(decisions: Mapping[str, Any], margin: float) -> Iterator[Triage]:
-    """One item for each engine for which a replay predicts a loss that counts."""
+    """One triage item for each engine with a significant predicted loss."""
     for engine in decisions["engines"]:
         figures = engine["prediction"].get("figures", {})
         worse = {name: each for name, each in figures.items() if is_worse(name, each, margin)}
@@ -239,7 +247,7 @@ def _items(decisions: Mapping[str, Any], margin: float) -> Iterator[Triage]:
 
 
 def is_worse(name: str, figure: Mapping[str, float | None], margin: float) -> bool:
-    """True if a figure is predicted to worsen by more than the margin, and by more than the replay itself is off."""
+    """True if a figure is predicted to worsen by more than the margin and by more than the replay's error."""
     change = figure["change"]
     if change is None:
         return False

@@ -1,6 +1,6 @@
-"""Documents as lines: a file that is one JSON value, cut into a record a line, which DuckDB reads in bounded memory.
+"""Conversion of JSON documents to JSON lines: writes one record per line, which DuckDB reads in bounded memory.
 
-Records are copied as they stand; only what holds them together is understood.
+Records are copied without being parsed; only the enclosing lists and objects are.
 """
 
 from __future__ import annotations
@@ -15,31 +15,35 @@ from lockstep.release.formats import Format
 
 Raw = msgspec.Raw
 OUTCOMES = ("successful", "errored", "incomplete")
-"""Lists of requests in a benchmark of guidellm."""
+"""Names of the lists of requests in a benchmark of guidellm."""
 _CHUNK_BYTES = 1 << 20
 
 
 class DocumentError(Exception):
-    """Reason for which records cannot be cut out of a document."""
+    """Records cannot be extracted from a document."""
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> int:
-    """Write records, a line each; returns how many."""
+    """Write one record per line.
+
+    Returns:
+        Number of records.
+    """
     with path.open("wb") as file:
         return sum(bool(file.write(line + b"\n")) for line in lines)
 
 
 def first_bad_line(path: Path, part: Path, is_bad: Callable[[], bool]) -> int | None:
-    """Number, from 1, of the first line of a file that fails a check.
+    """Number, from 1, of the first line of a file that fails a check, found by bisection.
 
-    The file is halved again and again, so about as many bytes as it has are checked.
+    In total, about as many bytes are checked as the file has.
 
     Args:
-        part: a file that is overwritten; each check is of its lines. At the end it holds the line that was found.
-        is_bad: the check.
+        part: file to which the lines of each check are written. At the end it contains the line that was found.
+        is_bad: function that checks `part`.
 
     Returns:
-        None: no line fails by itself.
+        Line number; None if no single line fails.
     """
     begin, end = 0, path.stat().st_size
     with path.open("rb") as file:
@@ -57,7 +61,7 @@ def first_bad_line(path: Path, part: Path, is_bad: Callable[[], bool]) -> int | 
 
 
 def _line_between(file: IO[bytes], begin: int, end: int) -> int:
-    """Start of a line that is near the middle of a part of a file; `begin`: the part is one line."""
+    """Offset of a line start near the middle of a part of a file; `begin` if the part is one line."""
     file.seek((begin + end) // 2)
     file.readline()
     if file.tell() < end:
@@ -77,27 +81,27 @@ def _copy(file: IO[bytes], begin: int, end: int, part: Path) -> None:
 
 
 def items_of(value: Raw | bytes, name: str) -> list[Raw]:
-    """The entries of a list.
+    """Entries of a list.
 
     Raises:
-        DocumentError: it is none.
+        DocumentError: the value is not a list.
     """
     try:
         return msgspec.json.decode(value, type=list[Raw])
     except msgspec.MsgspecError:
-        raise DocumentError(f"{name} is no list") from None
+        raise DocumentError(f"{name} is not a list") from None
 
 
 def one_line(value: Raw | bytes) -> bytes:
-    """A JSON value without line ends, which it can only have between its parts."""
+    """JSON value without line breaks. They can only occur between tokens, so they are replaced by spaces."""
     return bytes(value).replace(b"\r", b" ").replace(b"\n", b" ")
 
 
 def lines_of(document: Mapping[str, Raw], found: Format) -> Iterator[bytes]:
-    """The records of a format's document.
+    """Records of a document in this format.
 
     Raises:
-        DocumentError: its arrays are not aligned, or no arrays.
+        DocumentError: its arrays are missing or have different lengths.
     """
     if found.layout == "arrays":
         return _lines_of_arrays(document, found)
@@ -110,8 +114,8 @@ def _lines_of_arrays(document: Mapping[str, Raw], found: Format) -> Iterator[byt
     arrays = {column: items_of(document[name], name) for column, name in found.arrays.items() if name in document}
     lengths = {found.arrays[column]: len(array) for column, array in arrays.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise DocumentError(f"its arrays differ in length: {told}")
+        found_lengths = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise DocumentError(f"the arrays differ in length: {found_lengths}")
     shared = {name: document[name] for name in found.columns if name in document and name not in arrays}
     head = b"".join(b'"%s":%s,' % (name.encode(), one_line(value)) for name, value in shared.items())
     for place, values in enumerate(zip(*arrays.values(), strict=True)):

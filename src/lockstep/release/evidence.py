@@ -1,7 +1,8 @@
-"""Evidence of a release: what pairs of answers show, as columns of numbers in the order of time.
+"""Evidence of a release: pairs the observations of both sides as columns of numbers, in the order of time.
 
-Facts of each observation are computed by DuckDB, a scalar per request, however long its answer is; the columns of pairs
-are NumPy's. Order, sums and percentiles depend on times and keys alone, never on the order of rows.
+DuckDB computes the facts of each observation: scalars whose size does not depend on the length of the answer. The
+columns of pairs are NumPy arrays. Order, sums and percentiles depend only on times and keys, never on the order of
+rows.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ SEGMENT_FIELDS: Mapping[str, str] = {
     "accelerator": "coalesce(c.accelerator, b.accelerator)",
     "label": "coalesce(b.segment, c.segment)",
 }
-"""What cuts traffic into segments, and how a pair has it."""
+"""Fields that divide the traffic into segments, with the SQL of a pair's value."""
 MAX_SEGMENTS = 200
-"""Those with the most pairs have figures of their own."""
+"""Maximum number of segments with figures; the segments with the most pairs are chosen."""
 UNITS_APART = 200.0
-"""Times by which numbers differ that are seconds on one side and milliseconds on the other, at least."""
+"""Minimum ratio of times that are in seconds on one side and in milliseconds on the other."""
 MIN_PAIRS_OF_UNITS = 5
+"""Minimum number of pairs for the check of units."""
 OUTPUT_TOKENS = "num_tokens"
-"""The number of an answer's tokens, beside its `METRICS`."""
+"""Name of the number of output tokens, which is not one of the `METRICS`."""
 _NUMBERS = (*(each.name for each in METRICS), OUTPUT_TOKENS)
 BUFFERED = 0.9
-"""From this part of the whole time on, a first token came with the others."""
+"""Fraction of the total time from which a first token counts as buffered with the others."""
 
 
 class TrafficSegment(NamedTuple):
-    """Traffic of one kind."""
+    """Segment of the traffic: requests with the same model, backends, accelerator and label."""
 
     model: str | None
     baseline_backend: str | None
@@ -60,7 +62,7 @@ class TrafficSegment(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Words for it: model, backends, accelerator, label."""
+        """Name of the segment: model, backends, accelerator, label."""
         backends = f"{self.baseline_backend or '?'} -> {self.candidate_backend or '?'}"
         parts = (self.model, backends if self.baseline_backend or self.candidate_backend else None)
         return ", ".join(part for part in (*parts, self.accelerator, self.label) if part) or ALL
@@ -68,38 +70,39 @@ class TrafficSegment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Columns of all pairs, ordered by time, then key. NaN: a side does not say."""
+    """Columns of all pairs, ordered by time, then key. NaN: the value is unknown."""
 
     ts: Floats
     is_timed: bool
-    """Whether all of them have a time."""
+    """True if all pairs have a time."""
     ok: tuple[Bools, Bools]
+    """Whether each side answered."""
     metrics: Mapping[str, tuple[Floats, Floats]]
-    """Of `METRICS` and `OUTPUT_TOKENS`, of both sides."""
+    """Values of `METRICS` and `OUTPUT_TOKENS` of both sides, by name."""
     output: NDArray[np.int8]
-    """Of `Output`."""
+    """Values of `Output`."""
     segment: NDArray[np.int32]
-    """Places in ``segments``; -1: one of the many that have no figures of their own."""
+    """Indexes in ``segments``; -1: a segment without figures."""
     segments: tuple[TrafficSegment, ...]
     routed: tuple[Bools, Bools]
-    """Whether route and scheduler are known."""
+    """Whether route and scheduler of each side are known."""
     streamed: tuple[Bools, Bools]
-    """Whether times of tokens are known."""
+    """Whether token times of each side are known."""
     missing_at: NDArray[np.int64]
-    """For each record without a partner, in the order of time: pairs before it."""
+    """Number of pairs before each record without a partner, in the order of time."""
     missing: Floats
-    """1: the candidate lacks it; -1: the baseline does."""
+    """Side that lacks each of these records: 1 for the candidate, -1 for the baseline."""
 
     def __len__(self) -> int:
         return len(self.ts)
 
     @property
     def healthy(self) -> Bools:
-        """Both sides answered."""
+        """Mask of the pairs that both sides answered."""
         return self.ok[0] & self.ok[1]
 
     def known(self, metric: str) -> Bools:
-        """Both sides answered, and have the number."""
+        """Mask of the pairs that both sides answered and in which both have a value of the metric."""
         baseline, candidate = self.metrics[metric]
         known: Bools = self.healthy & ~np.isnan(baseline) & ~np.isnan(candidate)
         return known
@@ -107,36 +110,36 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything that a gate judges by."""
+    """Evidence that the gate judges."""
 
     joining: Joining
     notes: tuple[str, ...]
-    """Sentences on how records were joined."""
+    """Remarks on how records were joined."""
     pairs: Pairs
     decode_p95: Mapping[int, tuple[float, float]]
-    """Of all gaps between tokens of both sides, by segment; -1: of all of them."""
+    """95th percentile of all gaps between tokens of each side, by index of the segment; -1: all pairs."""
     names: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
-    """Values of `NAMED` of both sides' pairs, sorted."""
+    """Values of the labels `NAMED` in both sides' pairs, sorted."""
     is_deterministic: tuple[bool, bool]
-    """Whether each side's engine promises equal answers in any batch."""
+    """Whether each side's engine guarantees equal answers in any batch."""
     faults: tuple[tuple[Side, LeftOutReason, int], ...]
-    """Parts of records that were left out."""
+    """Parts of records that were left out: the side, the reason, and the number of records."""
     digests: tuple[str, str]
-    """Of each side's records, in whatever order they stand."""
+    """Digest of each side's records, independent of their order."""
     incomparable: Mapping[str, int]
-    """Pairs whose answers were not compared, by reason."""
+    """Number of pairs whose answers were not compared, by reason."""
     max_drift: float
-    """Largest difference of two numbers of a pair of vectors; NaN: there are none under a rule."""
+    """Largest difference of two numbers of a pair of vectors; NaN: no rule applies to any pair."""
     store: Store
     without_output: tuple[NDArray[np.intp], NDArray[np.intp]]
-    """Places of pairs whose answer of a side, which succeeded, carries no output material."""
+    """Places of pairs in which a side's answer succeeded but its record contains no output."""
     num_empty: tuple[int, int]
-    """Records of each side that would be successful answers if they were not empty."""
+    """Number of each side's answers that failed only because they are empty."""
     traces: tuple[int, int] = (0, 0)
-    """Pairs with traces of tokens on both sides: those whose are equal, and those whose are not."""
+    """Number of pairs whose token traces are equal, and number of pairs whose token traces differ."""
 
     def mask_of(self, segment: str) -> Bools:
-        """Pairs of the segment of that name; all of them where none has it."""
+        """Mask of the pairs of a segment; all pairs if no segment has this name."""
         numbers = [number for number, each in enumerate(self.pairs.segments) if each.name == segment]
         mask: Bools = np.isin(self.pairs.segment, numbers) if numbers else np.ones(len(self.pairs), np.bool_)
         return mask
@@ -152,16 +155,17 @@ class Evidence:
 NAMED = tuple(each for each in LABELS if each not in ("segment", "deterministic"))
 """Labels whose values a verdict lists."""
 MAX_NAMES = 100
+"""Maximum number of values of a label in a verdict."""
 
 
 def gather(store: Store, policy: Policy | None = None) -> Evidence:
     """Pair the observations of a store and compare the answers.
 
     Args:
-        policy: the sameness of answers is taken from it: its field, its rules for vectors, and what decides.
+        policy: policy that defines how answers are compared: the field, the rules for vectors, and their precedence.
 
     Raises:
-        EvidenceError: a number is none, or less than nothing.
+        EvidenceError: a number is invalid or negative, or the sides use different units.
     """
     policy = policy or Policy()
     for side in SIDES:
@@ -217,9 +221,9 @@ def gather(store: Store, policy: Policy | None = None) -> Evidence:
 
 
 def _check_units(store: Store, pairs: Pairs) -> None:
-    """Refuse times of unlike units: no change of a server makes most answers so many times as late.
+    """Reject times with different units. No change of a server slows most answers down by such a factor.
 
-    Tokens that came at once, out of a buffer, have gaps of any size.
+    Gaps between tokens of buffered answers are ignored, because they can have any size.
     """
     buffered = np.zeros(len(pairs), np.bool_)
     for first, whole in zip(pairs.metrics["ttft_ms"], pairs.metrics["latency_ms"], strict=True):
@@ -233,8 +237,8 @@ def _check_units(store: Store, pairs: Pairs) -> None:
             if not 1 / UNITS_APART < ratio < UNITS_APART:
                 names = " and ".join(dict.fromkeys(map(str, store.paths.values()))) or "input"
                 field = "mean of token_latencies_ms" if name == "decode_ms" else name
-                told = f"the candidate's {field} is {ratio:.3g} times the baseline's in the median pair"
-                raise EvidenceError(f"{names}: {told}; both have to be milliseconds")
+                message = f"the candidate's {field} is {ratio:.3g} times the baseline's in the median pair"
+                raise EvidenceError(f"{names}: {message}; both must be in milliseconds")
 
 
 def _in_order(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +264,7 @@ FROM {BOTH_SIDES} {IN_SEGMENT}
 
 
 def _segments(store: Store) -> tuple[TrafficSegment, ...]:
-    """Number the segments, in the order of their names; leaves a table ``in_segment``."""
+    """Number the segments in the order of their names, and create the table ``in_segment``."""
     values = ", ".join(f"{text} AS {name}" for name, text in SEGMENT_FIELDS.items())
     names = ", ".join(SEGMENT_FIELDS)
     same = " AND ".join(f"kinds.{name} IS NOT DISTINCT FROM segments.{name}" for name in SEGMENT_FIELDS)
@@ -277,14 +281,14 @@ def _segments(store: Store) -> tuple[TrafficSegment, ...]:
 
 
 def _traces(store: Store) -> tuple[int, int]:
-    """Pairs whose traces of tokens are equal, and those whose are not."""
+    """Number of pairs whose token traces are equal, and number of pairs whose token traces differ."""
     equal = f"count(*) FILTER ({TRACE})"
     [(same, differing)] = store.rows(f"SELECT {equal}, count(*) FILTER (NOT ({TRACE})) FROM {BOTH_SIDES}")
     return int(same), int(differing)
 
 
 def _missing(store: Store, ts: Floats) -> tuple[NDArray[np.int64], Floats]:
-    """Records without a partner between the pairs, in the order of time."""
+    """Records without a partner, in the order of time, as in `Pairs.missing_at` and `Pairs.missing`."""
     found = store.columns(
         "SELECT ts, sign FROM (SELECT ts, 1 AS sign FROM keys_baseline UNION ALL SELECT ts, -1 AS sign FROM"
         " keys_candidate) WHERE ts IS NOT NULL ORDER BY ts, sign"
@@ -293,5 +297,5 @@ def _missing(store: Store, ts: Floats) -> tuple[NDArray[np.int64], Floats]:
 
 
 def p95(values: Floats) -> float:
-    """95th percentile by nearest rank of the numbers that there are."""
+    """95th percentile by nearest rank of the values that are not NaN."""
     return nearest_rank(values[~np.isnan(values)], P95)

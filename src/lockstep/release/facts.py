@@ -1,7 +1,7 @@
-"""Facts of observations: a few scalars each, however long its answer is, computed by DuckDB in one pass over a side.
+"""Facts of observations: computes a few scalars per observation with DuckDB, in one pass over a side.
 
-Lists are read once: later stages need only their length, their mean and their hash. Facts are stored by column in a
-file, and labels, which many observations share, in a table of their own.
+Lists are read only once, since later stages need only their length, mean and hash. Facts are stored in a
+column-oriented file. Labels, which many observations share, are stored in a separate table.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ LABELS = (
     "deterministic",
 )
 """Fields of the table ``labels_`` of a side, whose key is ``label``."""
-_FINITE = "has to be a finite number, 0 or above"
+_FINITE = "must be a finite number, 0 or above"
 _RULES: tuple[tuple[str, str, str], ...] = (
     *(
         (name, f"{name} < 0 OR NOT isfinite({name})", _FINITE)
         for name in ("latency_ms", "queue_depth", "ttft_ms", "kv_used", "kv_total")
     ),
-    ("ts", "NOT isfinite(ts)", "has to be a finite number"),
+    ("ts", "NOT isfinite(ts)", "must be a finite number"),
     (
         "token_latencies_ms",
         "list_min(token_latencies_ms) < 0 OR NOT isfinite(list_avg(token_latencies_ms))",
-        "has to be finite numbers, 0 or above",
+        "must be finite numbers, 0 or above",
     ),
     (
         "stream_events",
         "len(list_filter(stream_events, lambda e: e.elapsed_ms < 0 OR NOT isfinite(e.elapsed_ms))) > 0",
-        "has an elapsed_ms that is below 0 or no finite number",
+        "has an elapsed_ms that is negative or not finite",
     ),
-    ("vector", "NOT (isfinite(list_max(vector)) AND isfinite(list_min(vector)))", "has to be finite numbers"),
-    ("logprobs", "NOT (isfinite(list_max(logprobs)) AND isfinite(list_min(logprobs)))", "has to be finite numbers"),
-    ("health", "health NOT IN ('ready', 'degraded', 'down')", "is ready, degraded or down"),
-    ("kv_total", "kv_used > kv_total", "is less than kv_used; both have to be of one unit"),
-    ("ttft_ms", "ttft_ms > 10 * latency_ms", "is more than ten times its latency_ms; both are milliseconds"),
+    ("vector", "NOT (isfinite(list_max(vector)) AND isfinite(list_min(vector)))", "must be finite numbers"),
+    ("logprobs", "NOT (isfinite(list_max(logprobs)) AND isfinite(list_min(logprobs)))", "must be finite numbers"),
+    ("health", "health NOT IN ('ready', 'degraded', 'down')", "must be ready, degraded or down"),
+    ("kv_total", "kv_used > kv_total", "is less than kv_used; both must have the same unit"),
+    ("ttft_ms", "ttft_ms > 10 * latency_ms", "is more than ten times latency_ms; both must be in milliseconds"),
 )
-"""Fields, conditions that no observation meets, and what is right."""
+"""Rules for valid observations: the field, the SQL condition of a violation, and the message."""
 _FAULTS = " + ".join(
     f"CASE WHEN {condition} THEN {1 << place} ELSE 0 END" for place, (_, condition, _) in enumerate(_RULES)
 )
@@ -57,7 +57,7 @@ _ANY_TOKENS = "output_tokens IS DISTINCT FROM 0"
 
 
 def _hash(*fields: str, as_: str = "") -> str:
-    """SQL of a hash of fields; of a single one that is NULL it is NULL."""
+    """SQL of a hash of fields. The hash of a single field is NULL if the field is NULL."""
     if len(fields) > 1:
         return f"hash({', '.join(fields)})"
     [name] = fields
@@ -65,7 +65,7 @@ def _hash(*fields: str, as_: str = "") -> str:
 
 
 NUM_DRAWN = 30_000
-"""Observations, drawn by their numbers, whose gaps stand beside their facts, too."""
+"""Approximate number of sampled observations whose gaps are stored with their facts."""
 _WITH_EVENTS = f"""
 CREATE VIEW timed_{{side}} AS
   SELECT *, {_EVENTS} AS events,
@@ -89,7 +89,7 @@ CREATE VIEW observed_{side} AS
   SELECT *, token_ids AS tokens, token_latencies_ms AS gaps, ttft_ms AS first_ms, false AS doubled, false AS falling
   FROM {side}
 """
-"""Lists are copied where one may stand for another."""
+"""SQL of the view ``observed_`` of a side. Without stream events it needs no copies of lists."""
 _LABELLED = (
     f"CREATE TABLE labels_{{side}} AS SELECT DISTINCT {_hash(*LABELS)} AS label, {', '.join(LABELS)} FROM {{side}}"
 )
@@ -115,10 +115,11 @@ _DIGESTED = (
 
 
 def compute_facts(store: Store, side: Side) -> None:
-    """Make the view ``facts_`` of a side, its table ``labels_`` and its view ``observed_`` with what events mean.
+    """Create the view ``facts_`` of a side, its table ``labels_``, and its view ``observed_`` with the tokens and times
+    of stream events.
 
     Raises:
-        EvidenceError: a number is none, less than nothing, or of another unit than its neighbours.
+        EvidenceError: a number is not finite, is negative, or has another unit than related fields.
     """
     has_events = store.rows(f"SELECT 1 FROM {side} WHERE stream_events IS NOT NULL LIMIT 1")
     store.run((_WITH_EVENTS if has_events else _WITHOUT_EVENTS).format(side=side))
@@ -139,30 +140,30 @@ def compute_facts(store: Store, side: Side) -> None:
 
 
 def digest_of(store: Store, side: Side) -> str:
-    """A sum over the observations, so that their order does not count."""
+    """Digest of a side's observations, independent of their order."""
     [[total]] = store.rows(f"SELECT sum(digest::HUGEINT) FROM facts_{side}")
     return f"{int(total or 0) % (1 << 64):016x}"
 
 
 def names_of(store: Store, side: Side, label: str, most: int) -> tuple[str, ...]:
-    """The values of one of `LABELS`, sorted."""
+    """Values of one of the `LABELS`, sorted, at most `most`."""
     rows = store.rows(f"SELECT DISTINCT {label} FROM labels_{side} WHERE {label} IS NOT NULL ORDER BY 1 LIMIT {most}")
     return tuple(value for (value,) in rows)
 
 
 def is_deterministic(store: Store, side: Side) -> bool:
-    """True if all observations are of engines whose answers are independent of batch composition."""
+    """True if the answers of all observations' engines are independent of batch composition."""
     [[found]] = store.rows(f"SELECT coalesce(bool_and(coalesce(deterministic, false)), false) FROM labels_{side}")
     return bool(found)
 
 
 def num_empty(store: Store, side: Side) -> int:
-    """Observations that would be successful answers if they were not empty."""
+    """Number of observations that are failures only because their answers are empty."""
     return store.number(f"SELECT count(*) FROM facts_{side} WHERE is_empty")
 
 
 def event_faults(store: Store, side: Side) -> list[tuple[Side, LeftOutReason, int]]:
-    """Counts of observations whose stream events were left out, by reason."""
+    """Number of observations whose stream events were left out, by reason."""
     columns = (("doubled", LeftOutReason.DOUBLED_INDEX), ("falling", LeftOutReason.FALLING_STAMPS))
     counts = [(reason, store.number(f"SELECT count(*) FROM facts_{side} WHERE {name}")) for name, reason in columns]
     return [(side, reason, count) for reason, count in counts if count]

@@ -1,8 +1,8 @@
-"""Formats of other tools, and of our own logs, as rows: the members that identify each, and its map to observations.
+"""Input formats of the gate: defines how each format is detected and mapped to observations.
 
-DuckDB reads lines, each of which is a record: ``columns`` are its members with their types, ``table`` cuts or numbers
-records where a record is not one request, and ``fields`` has the SQL of each field of an observation. Names and units
-are those of each tool's documentation and of files that it wrote.
+DuckDB reads JSON lines, one record per line. ``columns`` has the members of a record with their types. ``table``
+splits or numbers records if a record is not exactly one request. ``fields`` has the SQL of each field of an
+observation. Names and units were taken from each tool's documentation and checked with files that the tool wrote.
 """
 
 from __future__ import annotations
@@ -14,46 +14,51 @@ from typing import Literal
 from lockstep.release.observation import FIELDS
 
 FILE = "file"
-"""Name under which ``table`` sees the file's records."""
+"""Name of the file's records in the SQL of ``table``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One format of one tool."""
+    """File format of one tool."""
 
     name: str
     tool: str
-    """Words for messages: who writes it, and how."""
-    tells: tuple[str, ...]
-    """Members that all its versions have, and no other format."""
-    needs: tuple[str, ...] = ()
-    """Members of a record, with dots within them, that all supported versions have."""
+    """Tool and options that write the format, for messages."""
+    markers: tuple[str, ...]
+    """Members that identify the format: all of its versions have them, and no other format has all of them."""
+    required: tuple[str, ...] = ()
+    """Members that every supported version has, as paths with dots."""
     hint: str = ""
-    """Advice where one of those is missing."""
+    """Advice for the error message if a required member is missing."""
     layout: Literal["lines", "log", "arrays", "benchmarks"] = "lines"
-    """A record a line; one among other lines; aligned arrays in a document, an entry a request; lists in a document."""
+    """``lines``: one record per line. ``log``: records among other lines. ``arrays``: a document with aligned arrays,
+    one entry per request. ``benchmarks``: a document with lists of requests."""
     arrays: Mapping[str, str] = field(default_factory=dict)
-    """Aligned arrays by the column that they become."""
+    """Names of the aligned arrays, by the column that each becomes."""
     columns: Mapping[str, str] = field(default_factory=dict)
+    """Types of the members of a record, by name."""
     table: str = FILE
+    """SQL of the table of requests."""
     where: str = ""
+    """SQL condition that selects the requests; empty: all."""
     fields: Mapping[str, str] = field(default_factory=dict)
+    """SQL of each field of an observation."""
 
 
 OWN = Format(
     name="observations",
-    tool="observations, a line or a row each",
-    tells=(),
+    tool="observations, one per line or row",
+    markers=(),
     columns={each.name: each.type for each in FIELDS},
     fields={each.name: f'"{each.name}"' for each in FIELDS},
 )
-"""Our own, with the fields of an observation."""
+"""Lockstep's own format: records with the fields of an observation."""
 
 LOCKSTEP_LOG = Format(
     name="lockstep-requests",
     tool="the request log of lockstep serve --log-format json",
-    tells=("logger", "endpoint"),
-    needs=("id", "status", "total_ms"),
+    markers=("logger", "endpoint"),
+    required=("id", "status", "total_ms"),
     layout="log",
     columns={
         "logger": "VARCHAR",
@@ -83,7 +88,7 @@ LOCKSTEP_LOG = Format(
     },
 )
 
-# -- benches of vLLM and SGLang: aligned arrays, seconds, no ids ------------------------------------------------------
+# -- benchmarks of vLLM and SGLang: aligned arrays, seconds, no ids ---------------------------------------------------
 
 _BENCH_ARRAYS = {
     "input_len": "input_lens",
@@ -105,7 +110,7 @@ _BENCH_COLUMNS = {
     "error": "VARCHAR",
 }
 _BENCH_OK = "(coalesce(error, '') = '' AND NOT (output_len = 0 AND coalesce(ttft, 0) = 0))"
-"""A connection that breaks without a word leaves an empty error, and zeros."""
+"""SQL: the request succeeded. A connection that is closed without an answer leaves an empty error and zeros."""
 _BENCH_FIELDS = {
     "index": "place",
     "ok": _BENCH_OK,
@@ -121,8 +126,8 @@ _BENCH_FIELDS = {
 VLLM_BENCH = Format(
     name="vllm-bench",
     tool="vllm bench serve --save-result --save-detailed (lockstep bench serve writes the same)",
-    tells=("date", "backend", "model_id", "num_prompts"),
-    needs=tuple(_BENCH_ARRAYS.values()),
+    markers=("date", "backend", "model_id", "num_prompts"),
+    required=tuple(_BENCH_ARRAYS.values()),
     hint="write it with --save-detailed",
     layout="arrays",
     arrays={**_BENCH_ARRAYS, "latency": "latencies", "start_time": "start_times"},
@@ -133,8 +138,8 @@ VLLM_BENCH = Format(
 SGLANG_BENCH = Format(
     name="sglang-bench",
     tool="sglang.bench_serving --output-details",
-    tells=("backend", "dataset_name", "completed", "total_output_tokens"),
-    needs=tuple(_BENCH_ARRAYS.values()),
+    markers=("backend", "dataset_name", "completed", "total_output_tokens"),
+    required=tuple(_BENCH_ARRAYS.values()),
     hint="write it with --output-details",
     layout="arrays",
     arrays=_BENCH_ARRAYS,
@@ -146,7 +151,12 @@ SGLANG_BENCH = Format(
 
 
 def _sglang_fields(request: str, meta: str) -> dict[str, str]:
-    """Fields of a request in SGLang's logs, which record it as two objects."""
+    """SQL of the fields of a request in SGLang's logs, which have two objects per request.
+
+    Args:
+        request: SQL of the object with the request.
+        meta: SQL of the object with the result.
+    """
     reason = f"{meta}->>'$.finish_reason.type'"
     return {
         "engine_id": f"{meta}->>'$.id'",
@@ -165,8 +175,8 @@ def _sglang_fields(request: str, meta: str) -> dict[str, str]:
 SGLANG_METRICS = Format(
     name="sglang-metrics",
     tool="SGLang --export-metrics-to-file",
-    tells=("request_parameters", "id"),
-    needs=("e2e_latency", "finish_reason"),
+    markers=("request_parameters", "id"),
+    required=("e2e_latency", "finish_reason"),
     columns={"request_parameters": "VARCHAR", "request_received_ts": "DOUBLE", "num_waiting_reqs": "DOUBLE"}
     | dict.fromkeys(
         ("id", "finish_reason", "prompt_tokens", "completion_tokens", "e2e_latency", "weight_version"), "JSON"
@@ -185,14 +195,14 @@ SGLANG_METRICS = Format(
 )
 
 _HALF = 1024
-"""Characters that are left at each end of a text that SGLang cuts at log level 2."""
+"""Number of characters that SGLang leaves at each end of a long text at log level 2."""
 _OUT_TEXT = "out->>'$.text'"
 
 SGLANG_REQUESTS = Format(
     name="sglang-requests",
     tool="SGLang --log-requests --log-requests-format json",
-    tells=("timestamp", "event", "rid"),
-    needs=("obj",),
+    markers=("timestamp", "event", "rid"),
+    required=("obj",),
     layout="log",
     columns={"timestamp": "VARCHAR", "event": "VARCHAR", "rid": "VARCHAR", "obj": "JSON", "out": "JSON"},
     where="event = 'request.finished'",
@@ -225,7 +235,7 @@ _SPAN = (
 
 
 def _attribute(*names: str) -> str:
-    """The value of the first of some attributes that a span has, as text."""
+    """SQL of the first of these attributes that a span has, as text."""
 
     def value(name: str) -> str:
         found = f"list_filter(span.attributes, lambda a: a.key = '{name}')[1].value"
@@ -241,14 +251,14 @@ _FAILED = f"({_ERROR_TYPE} IS NOT NULL OR coalesce(span.status.code, '') IN ('2'
 OTLP = Format(
     name="otlp",
     tool="OpenTelemetry spans as OTLP-JSON",
-    tells=("resourceSpans",),
-    needs=("resourceSpans.scopeSpans.spans",),
+    markers=("resourceSpans",),
+    required=("resourceSpans.scopeSpans.spans",),
     columns={"resourceSpans": f"STRUCT(scopeSpans STRUCT(spans {_SPAN}[])[])[]"},
     table=(
         "(SELECT unnest(scope.spans) AS span FROM (SELECT unnest(resource_span.scopeSpans) AS scope FROM"
         f" (SELECT unnest(resourceSpans) AS resource_span FROM {FILE})))"
     ),
-    where=(  # a span of a model's answer: as vLLM and SGLang write it, or as the conventions do; not of tools or agents
+    where=(  # spans of model calls, by vLLM's and SGLang's attributes or the conventions; no spans of tools or agents
         f"({_attribute('gen_ai.latency.e2e', 'gen_ai.request.id')} IS NOT NULL OR {_attribute('gen_ai.operation.name')}"
         " IN ('chat', 'text_completion', 'generate_content', 'embeddings'))"
     ),
@@ -280,11 +290,16 @@ OTLP = Format(
 
 
 def _measured_ms(name: str, value: str) -> str:
-    """An AIPerf metric in milliseconds, by its unit; an unknown unit is an error that names it."""
+    """SQL of an AIPerf metric in milliseconds. An unknown unit raises an error that names the unit.
+
+    Args:
+        name: name of the metric.
+        value: SQL of the value, with ``{factor}`` in place of the unit's factor.
+    """
     unit = f"metrics->>'$.{name}.unit'"
     factor = (
         f"CASE {unit} WHEN 'ms' THEN 1 WHEN 's' THEN 1e3 WHEN 'sec' THEN 1e3 WHEN 'us' THEN 1e-3 WHEN 'ns' THEN 1e-6"
-        f" ELSE error('{name} has the unit ' || coalesce({unit}, '?') || '; known are ms, s, us and ns') END"
+        f" ELSE error('{name} has the unit ' || coalesce({unit}, '?') || '; supported are ms, s, us and ns') END"
     )
     return f"CASE WHEN (metrics->'$.{name}') IS NOT NULL THEN {value.format(factor=factor)} END"
 
@@ -299,10 +314,10 @@ _AIPERF_ERROR = "coalesce(json_type(error), 'NULL') <> 'NULL'"
 AIPERF = Format(
     name="aiperf",
     tool="AIPerf's profile_export.jsonl",
-    tells=("metadata", "metrics"),
-    needs=("metadata.x_request_id", "metadata.request_start_ns", "metadata.request_end_ns"),
+    markers=("metadata", "metrics"),
+    required=("metadata.x_request_id", "metadata.request_start_ns", "metadata.request_end_ns"),
     columns={"metadata": "JSON", "metrics": "JSON", "error": "JSON"},
-    table=(  # a data set that is shorter than the run is used again: the same conversation comes several times
+    table=(  # AIPerf repeats a data set that is shorter than the run, so a conversation may occur several times
         "(SELECT *, row_number() OVER (PARTITION BY metadata->>'$.conversation_id', metadata->>'$.turn_index'"
         " ORDER BY (metadata->>'$.request_start_ns')::BIGINT, metadata->>'$.x_request_id') AS nth"
         f" FROM {FILE} WHERE coalesce(metadata->>'$.benchmark_phase', 'profiling') = 'profiling')"
@@ -340,11 +355,11 @@ _GUIDELLM_START = "coalesce(request->>'$.info.timings.request_start', request->>
 GUIDELLM = Format(
     name="guidellm",
     tool="guidellm's benchmarks.json",
-    tells=("benchmarks",),
-    needs=("request.request_id", "request.request_latency", "request.time_to_first_token_ms"),
+    markers=("benchmarks",),
+    required=("request.request_id", "request.request_latency", "request.time_to_first_token_ms"),
     layout="benchmarks",
     columns={"run": "BIGINT", "outcome": "VARCHAR", "request": "JSON"},
-    table=(  # ids are drawn anew for each run, and requests start in any order; they are queued in that of the data set
+    table=(  # ids are random in each run and the start order varies; requests are queued in the order of the data set
         f"(SELECT *, {_BODY} AS body, row_number() OVER (ORDER BY run, {_QUEUED}, request->>'$.request_id') - 1"
         f" AS place FROM {FILE})"
     ),
@@ -377,4 +392,4 @@ FORMATS: tuple[Format, ...] = (
     AIPERF,
     GUIDELLM,
 )
-"""Formats of tools, ours among them, in the order in which they are tried."""
+"""Formats of tools, including Lockstep's request log, in the order in which they are tried."""

@@ -1,8 +1,9 @@
-"""95th percentiles of gaps between tokens, pooled over all answers of a side: exact, in bounded memory.
+"""Percentiles of gaps between tokens: computes the exact 95th percentile over all answers of a side, in bounded memory.
 
-There are many times more gaps than answers. If they are too many to be sorted, the gaps that are stored with the facts
-of a few answers give two values between which the percentile must be; one pass over all gaps then counts those above
-and keeps those between. If the percentile is not there after all, the two values are moved apart.
+There are many times more gaps than answers. If there are too many gaps to sort, a sample (the gaps stored with the
+facts of a few answers) gives two values that probably enclose the percentile. One pass over all gaps then counts the
+gaps above them and keeps those between. If the percentile is not between them, the pass is repeated with values that
+are farther apart.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from lockstep.release.store import Store
 
 P95 = 0.95
 MAX_SORTED = 2_000_000
-"""Gaps of a side that are sorted, or drawn."""
+"""Maximum number of a side's gaps that are sorted or sampled."""
 EVERYTHING = -1
-"""In place of a segment: all of them."""
+"""Segment number that stands for all segments."""
 _NEAR = 0.005
-"""How far the two values are from the percentile at least, as a part of all."""
+"""Minimum distance of the two values from the percentile, as a fraction of all gaps."""
 
 
 class _Bracket(NamedTuple):
-    """Two values with the percentile between them."""
+    """Two values that probably enclose the percentile."""
 
     low: float
     high: float
@@ -39,9 +40,10 @@ _NOTHING = _Bracket(math.inf, -math.inf)
 
 
 def pooled_p95(store: Store) -> dict[int, tuple[float, float]]:
-    """95th percentiles of both sides, by segment, and of `EVERYTHING`; NaN: there are no gaps.
+    """95th percentiles of both sides by segment, and for `EVERYTHING`; NaN: there are no gaps.
 
-    They are of the healthy pairs in which both sides have gaps, or, where no pair is such, of all that each side has.
+    They are computed from the healthy pairs in which both sides have gaps. If there is no such pair, they are computed
+    from all gaps of each side.
     """
     store.run(
         "CREATE TABLE healthy AS SELECT o.b, o.c, segment, b.num_gaps AS num_baseline, c.num_gaps AS num_candidate,"
@@ -83,7 +85,7 @@ def _p95_of(store: Store, side: Side) -> dict[int, float]:
 
 
 def _bracket(sample: NDArray[np.float64], near: float) -> _Bracket:
-    """Two values around the percentile of a sample: the smaller the sample, the farther apart."""
+    """Two values around the percentile of a sample. They are farther apart for smaller samples."""
     apart = near + 2.0 / math.sqrt(max(1, len(sample)))
     low, high = P95 - apart, P95 + apart
     return _Bracket(
@@ -93,12 +95,12 @@ def _bracket(sample: NDArray[np.float64], near: float) -> _Bracket:
 
 
 def _within(store: Store, side: Side, brackets: Mapping[int, _Bracket], counts: Mapping[int, int]) -> dict[int, float]:
-    """Percentiles of those whose brackets hold them."""
+    """Percentiles by segment, for the segments whose percentile is within its bracket."""
     of_all = brackets.get(EVERYTHING, _NOTHING)
     lowest = min(bracket.low for bracket in brackets.values())
     store.run("CREATE OR REPLACE TABLE brackets (segment INTEGER, low DOUBLE, high DOUBLE)")
     store.insert("brackets", [(each, *brackets.get(each, _NOTHING)) for each in sorted(counts)])
-    store.run(  # all gaps are looked at here, and those that are far below left out
+    store.run(  # the only pass over all gaps; it drops those that are far below the percentile
         "CREATE OR REPLACE TABLE near AS SELECT segment, gap FROM (SELECT segment, unnest(gaps) AS gap FROM healthy"
         f" JOIN (SELECT row AS {side[0]}, gaps FROM observed_{side}) USING ({side[0]})) WHERE gap >= {_number(lowest)}"
     )

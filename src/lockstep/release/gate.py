@@ -1,8 +1,8 @@
-"""Gate: a policy and evidence in, a verdict out. Closed: no clock, no file, no randomness.
+"""Gate: judges evidence by a policy and returns a verdict. It is deterministic: no clock, no files, no randomness.
 
-Rollback goes before hold, and hold before promote; every signal that is outside policy is listed, not the deciding one
-alone. Signals of the same response are in the order in which to look (`lockstep.release.triage.KINDS`): a slower step
-of decoding makes answers late as well, and is named first.
+Rollback has precedence over hold, and hold over promote. The verdict lists every signal that is outside policy, not
+only the deciding one. Signals with the same response are sorted in the order of investigation
+(`lockstep.release.triage.KINDS`): slower decode steps also delay whole answers, so they come before late answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.release import sequential, signals
 from lockstep.release.agreement import DivergencePoints, divergence, excess_mismatches, logprob_gaps
 from lockstep.release.caveats import of_segments_only, warnings_of
-from lockstep.release.coverage import agreement_lower, coverage_of, lacking
+from lockstep.release.coverage import agreement_lower, coverage_of, insufficient
 from lockstep.release.evidence import OUTPUT_TOKENS, Bools, Evidence, Floats, Pairs, p95
 from lockstep.release.observation import METRICS, SIDES
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output, first_difference
@@ -42,10 +42,10 @@ THRESHOLD_GUARANTEE = "none beyond the thresholds: figures of all pairs are comp
 
 
 class SecondBaseline(NamedTuple):
-    """The baseline beside a second one, an A/A leg: what differs there is noise."""
+    """Comparison of the baseline with a second instance of it (A/A). Its differences are noise."""
 
     evidence: Evidence
-    """Its candidate is the second baseline."""
+    """Evidence whose candidate is the second baseline."""
     source: Source
 
 
@@ -55,8 +55,8 @@ def judge(
     """Judge a candidate.
 
     Args:
-        sources: files that the evidence is from, for the verdict's account.
-        beside: of the same baseline.
+        sources: input files of the evidence, which the verdict lists.
+        beside: comparison of the same baseline with a second one; None: there is no second baseline.
     """
     second = beside.evidence if beside is not None else None
     second_source = [(beside.source, "second baseline")] if beside is not None else []
@@ -68,7 +68,7 @@ def judge(
         for number, segment in enumerate(pairs.segments)
     )
     coverage = coverage_of(evidence)
-    found = [*signals.unsaid(policy, evidence), *lacking(policy, evidence, summary, coverage)]
+    found = [*signals.undefined_sameness(policy, evidence), *insufficient(policy, evidence, summary, coverage)]
     notes = [*evidence.notes, *_notes(policy, evidence, summary)]
     answers = _answers(policy, evidence, second)
     found += _outside(policy, evidence, answers, summary, everything)
@@ -84,7 +84,7 @@ def judge(
         covered = ", ".join(dict.fromkeys(each.signal for each in series)) or "no series yet"
         guarantee = f"{sequential.guarantee_of(policy)}; it covers {covered}, and nothing else"
     if second is not None:
-        found += _unsound(policy, second)
+        found += _second_baseline_signals(policy, second)
     ordered = tuple(sorted(found, key=_order))
     findings = find(ordered, evidence)
     decision = ordered[0].response if ordered else Decision.PROMOTE
@@ -124,9 +124,9 @@ def judge(
 def _outside(
     policy: Policy, evidence: Evidence, answers: Answers, summary: SegmentSummary, mask: Bools
 ) -> Iterator[Signal]:
-    """Everything of some pairs that is beyond a bound and needs no statistics."""
-    is_said = not any(signals.unsaid(policy, evidence))
-    if is_said and (policy.mode == "threshold" or summary.name == ALL):
+    """Signals for all figures of some pairs that are beyond a bound and need no statistics."""
+    is_defined = not any(signals.undefined_sameness(policy, evidence))
+    if is_defined and (policy.mode == "threshold" or summary.name == ALL):
         yield from signals.mismatches(policy, evidence, answers, summary.name, mask)
     if policy.mode == "threshold":
         yield from signals.errors(policy, evidence, summary, mask)
@@ -138,7 +138,7 @@ def _outside(
 def _outside_segments(
     policy: Policy, evidence: Evidence, answers: Answers, segments: tuple[SegmentSummary, ...]
 ) -> Iterator[Signal]:
-    """In threshold mode: everything of each segment that has enough pairs, whether segments decide or not."""
+    """Signals of each segment with enough pairs, in threshold mode only, whether or not segments decide."""
     if policy.mode == "threshold" and len(segments) > 1:
         for number, segment in enumerate(segments):
             if segment.pairs >= policy.min_pairs:
@@ -148,7 +148,11 @@ def _outside_segments(
 def _follow(
     policy: Policy, evidence: Evidence, answers: Answers
 ) -> tuple[tuple[SeriesSummary, ...], list[Signal], list[str]]:
-    """Series of the pairs, and what they say."""
+    """Evaluate the series of the pairs.
+
+    Returns:
+        The series, their signals, and remarks.
+    """
     early = sequential.too_early(len(evidence.pairs), evidence.pairs.is_timed)
     if early is not None:
         return (), [early], []
@@ -158,8 +162,8 @@ def _follow(
     return summaries, found, [*sequential.notes_of(policy, summaries)]
 
 
-def _unsound(policy: Policy, second: Evidence) -> Iterator[Signal]:
-    """A second baseline that is itself outside policy: what makes it so may make the candidate so."""
+def _second_baseline_signals(policy: Policy, second: Evidence) -> Iterator[Signal]:
+    """Signals if the second baseline is itself outside policy: its cause may also affect the candidate."""
     everything = np.ones(len(second.pairs), np.bool_)
     summary = summarise(second, everything, ALL, -1)
     found = [*signals.errors(policy, second, summary, everything)] if policy.mode == "threshold" else []
@@ -180,7 +184,9 @@ def summarise(evidence: Evidence, mask: Bools, name: str, number: int) -> Segmen
     """Figures of some of the pairs.
 
     Args:
-        number: of the segment; -1: all of them.
+        mask: pairs to summarise.
+        name: name of the segment.
+        number: number of the segment; -1: all pairs.
     """
     pairs = evidence.pairs
     healthy = mask & pairs.healthy
@@ -211,7 +217,10 @@ def summarise(evidence: Evidence, mask: Bools, name: str, number: int) -> Segmen
 
 
 def _known(pairs: Pairs, metric: str, healthy: Bools) -> tuple[tuple[Floats, Floats], int]:
-    """Numbers of the pairs that have both, and how many these are; where none has, what each side has."""
+    """Values of a metric in the pairs in which both sides have it, and the number of these pairs.
+
+    If no pair has both values, the result has all values of each side, and the number is 0.
+    """
     known = healthy & pairs.known(metric)
     baseline, candidate = (side[known if known.any() else healthy & ~np.isnan(side)] for side in pairs.metrics[metric])
     return (baseline, candidate), int(known.sum())
@@ -225,7 +234,7 @@ def _figures(baseline: float, candidate: float, pairs: int) -> Figures:
     return Figures(baseline=known[0], candidate=known[1], difference=known[1] - known[0], ratio=ratio, pairs=pairs)
 
 
-# -- accounts ---------------------------------------------------------------------------------------------------------
+# -- details of the verdict -------------------------------------------------------------------------------------------
 
 
 def _notes(policy: Policy, evidence: Evidence, summary: SegmentSummary) -> Iterator[str]:
@@ -263,22 +272,22 @@ def _first_mismatch(evidence: Evidence) -> dict[str, Any] | None:
 
 
 def _answers(policy: Policy, evidence: Evidence, second: Evidence | None) -> Answers:
-    """Numbers by which the gate judges whether answers are the same.
+    """Measurements by which the gate judges whether answers are the same.
 
-    Where both engines guarantee equal answers and the policy allows some mismatches, their rate is estimated. Other
+    If both engines guarantee equal answers and the policy allows some mismatches, the mismatch rate is estimated. Other
     engines need a second baseline.
     """
     output, is_promised = evidence.pairs.output, all(evidence.is_deterministic)
     is_equality = signals.is_equality(policy, evidence)
     excess = None
-    is_said = not any(signals.unsaid(policy, evidence))
-    if not is_said:
+    is_defined = not any(signals.undefined_sameness(policy, evidence))
+    if not is_defined:
         is_promised = is_equality = False
     elif second is not None and not is_promised:
         excess = excess_mismatches(evidence.store, output, second.store, second.pairs.output)
     return Answers(
         is_estimated=is_promised and policy.max_mismatch_rate > 0 and not is_equality,
-        is_bounded=is_said and excess is None and not is_equality,
+        is_bounded=is_defined and excess is None and not is_equality,
         excess=excess,
         logprob_gap=logprob_gaps(evidence.store, output),
     )
@@ -308,7 +317,7 @@ def _agreement(policy: Policy, evidence: Evidence, answers: Answers) -> Agreemen
 
 
 def _kind_of_evidence(policy: Policy, evidence: Evidence) -> str:
-    """Strongest kind of evidence that there is, and which side promised what."""
+    """Strongest kind of evidence that is available, and which side guarantees equal answers."""
     has_outputs = bool(np.isin(evidence.pairs.output, COMPARED).any()) and policy.outputs != "ignore"
     if not has_outputs:
         return "latency, errors and pressure of pairs; outputs were not compared"

@@ -1,7 +1,7 @@
-"""Pairs: which observation of the candidate answers the same request as which one of the baseline.
+"""Pairing of observations: joins the baseline's and the candidate's records of the same request.
 
-Keys are tried from the best to the weakest; a key that several records of one side share pairs none of them. Each
-record that is in no pair has a reason. Nothing here depends on the order of rows.
+Keys are tried from the best to the weakest. If several records of one side share a key, it pairs none of them. Each
+unpaired record has a reason. Nothing here depends on the order of rows.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ from lockstep.release.store import Store
 
 MAX_EXAMPLES = 5
 WINDOW_S = 1.0
-"""Requests of equal prompts pair only if their arrivals, each counted from its side's first, are this near."""
+"""Maximum difference in seconds between the arrivals of requests that are paired by prompt. Each side's arrivals are
+relative to its first one."""
 EMPTY = (
     "coalesce(coalesce(output_tokens, len(token_ids)) = 0 AND coalesce(len(vector), 0) = 0 AND fingerprint IS NULL"
     " AND coalesce(text, '') = '', false)"
 )
-"""SQL: a record is known to hold no output: it has 0 tokens, and nothing else that an answer can consist of."""
+"""SQL: the answer of a record is known to be empty: 0 tokens, and no other output."""
 GIVEN_OK = "coalesce(ok, health <> 'down', coalesce(error, '') = '')"
-"""SQL: by its fields a record is of an answer."""
+"""SQL: a record reports success."""
 OK = f"({GIVEN_OK} AND NOT {EMPTY})"
-"""SQL: a record is of an answer. An empty answer is a failure, whatever its status."""
+"""SQL: a record is a successful answer. An empty answer is a failure, whatever its status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One way of telling that two records are of the same request."""
+    """Key that identifies records of the same request."""
 
     name: str
     value: str
-    """SQL over one record; NULL: it has none."""
+    """SQL of a record's key; NULL if the record has none."""
     is_id: bool = True
-    """Whether it names the request, so that no two requests have the same."""
+    """True if the key identifies one request, so that no two requests of a side should share it."""
     is_weak: bool = False
+    """True if a pair with the same key may be two different requests."""
 
 
 _TRACE_ID = "coalesce(nullif(regexp_extract(traceparent, '^[0-9a-f]{2}-([0-9a-f]{32})-', 1), ''), traceparent)"
 _STRIPPED = "regexp_replace(regexp_replace({0}, '^cmpl-(.*)-0$', '\\1'), '^(chatcmpl|cmpl)-', '')"
 KEYS: tuple[Key, ...] = (
-    Key("traceparent", _TRACE_ID, is_id=False),  # an agent's trace has several requests
+    Key("traceparent", _TRACE_ID, is_id=False),  # one trace of an agent contains several requests
     Key("request_id", "request_id"),
     Key("engine_id", f"coalesce({_STRIPPED.format('engine_id')}, {_STRIPPED.format('request_id')})"),
     Key("conversation", "conversation_id || '/' || turn"),
@@ -51,13 +53,13 @@ KEYS: tuple[Key, ...] = (
     Key("pair", "pair", is_id=False),
     Key("prompt", "prompt_digest", is_id=False, is_weak=True),
 )
-"""From the best to the weakest."""
+"""All keys, from the best to the weakest."""
 NAME = "coalesce(request_id, engine_id, conversation_id || '/' || turn, traceparent, \"index\"::VARCHAR)"
-"""SQL of what a record is called in reports, if anything."""
+"""SQL of a record's id in reports; NULL if it has none."""
 
 
 class Unjoined(msgspec.Struct, frozen=True):
-    """Records of one side that are in no pair, for one reason."""
+    """Unpaired records of one side with the same reason."""
 
     side: Side
     """Side of the records: baseline or candidate."""
@@ -66,33 +68,33 @@ class Unjoined(msgspec.Struct, frozen=True):
     count: int
     """Number of records."""
     examples: tuple[str, ...]
-    """Ids of the first records in order."""
+    """Ids of the first of these records."""
 
 
 class Joining(msgspec.Struct, frozen=True):
-    """Account of all records: each is in a pair, or is unjoined for a reason."""
+    """Result of the pairing: each record is in a pair, or is unpaired for a reason."""
 
     records: dict[Side, int]
     """Number of records of each side."""
     pairs: int
     """Number of pairs."""
     by_key: dict[str, int]
-    """Number of pairs that each key made."""
+    """Number of pairs by the key that joined them."""
     unjoined: tuple[Unjoined, ...]
     """Records in no pair, by side and reason."""
 
     @property
     def num_tried(self) -> int:
-        """Records of the larger side that a pair could be made of: all but those that were tried again."""
+        """Number of records of the larger side that could be paired: all except retried ones."""
         retried = {each.side: each.count for each in self.unjoined if each.reason is LeftOutReason.RETRIED}
         return max(count - retried.get(side, 0) for side, count in self.records.items())
 
 
 def join(store: Store) -> tuple[Joining, list[str]]:
-    """Pair the tables of the sides; leaves a table ``pairs`` of their row ids, the key's name and the pair's.
+    """Pair the records of both sides, and create the table ``pairs`` with row ids, the key's name, and the pair's id.
 
     Returns:
-        What became of every record, and sentences on keys that did not join, or only weakly.
+        Result of the pairing, and notes on keys that were not used or are weak.
     """
     store.run("CREATE TABLE pairs (b BIGINT, c BIGINT, key_name VARCHAR, key VARCHAR)")
     found = [_make_keys(store, side) for side in SIDES]
@@ -122,12 +124,12 @@ def join(store: Store) -> tuple[Joining, list[str]]:
 
 
 def _make_keys(store: Store, side: Side) -> set[str]:
-    """Compute the keys of a side's records, and set aside the failed ones that a later try of the same request follows.
+    """Compute the keys of a side's records, and set aside failed records of requests that were retried later.
 
-    Leaves the tables ``keys_`` and ``retried_`` of the side.
+    Creates the tables ``keys_`` and ``retried_`` of the side.
 
     Returns:
-        Names of the keys that any record has.
+        Names of the keys that at least one record has.
     """
     values = ", ".join(f"{key.value} AS key_{key.name}" for key in KEYS)
     store.run(
@@ -155,7 +157,11 @@ def _make_keys(store: Store, side: Side) -> set[str]:
 
 
 def _match(store: Store, key: Key) -> int:
-    """Pair what is left by one key, where it is of one record on each side; returns how many pairs that makes."""
+    """Pair the remaining records by one key, if exactly one record of each side has it.
+
+    Returns:
+        Number of new pairs.
+    """
     alone = (
         "(SELECT key_{0} AS key, min(row) AS row, min(name) AS name FROM keys_{1} WHERE key_{0} IS NOT NULL GROUP BY 1"
         " HAVING count(*) = 1)"
@@ -168,7 +174,12 @@ def _match(store: Store, key: Key) -> int:
 
 
 def _match_prompts(store: Store) -> int:
-    """Pair equal prompts that came at about the same time, where no equal one came near on either side; as `_match`."""
+    """Pair the remaining records with equal prompts and similar arrival times, if neither side has the same prompt
+    again at about that time.
+
+    Returns:
+        Number of new pairs.
+    """
     for side in SIDES:
         store.run(
             f"CREATE TABLE prompts_{side} AS SELECT row, name, key_prompt AS key, since,"
@@ -188,7 +199,7 @@ def _match_prompts(store: Store) -> int:
 
 
 def _index_fault(store: Store) -> str:
-    """The reason for which places in a data set do not pair; empty: they do, or there are none."""
+    """Reason why the indexes in a data set cannot be used as a key; empty if they can, or if there are none."""
     counts = [store.rows(f'SELECT count("index"), count(DISTINCT "index") FROM {side}')[0] for side in SIDES]
     nums = [num for num, _ in counts]
     if not all(nums):
@@ -197,7 +208,7 @@ def _index_fault(store: Store) -> str:
         return f"not joined by index: {nums[0]:,} and {nums[1]:,} requests were not sent from one data set"
     if any(num != num_distinct for num, num_distinct in counts):
         return "not joined by index: some requests of a side have the same one"
-    # of a request that failed the client may have counted tokens that the server of the other side counted otherwise
+    # failed requests are ignored: their prompt tokens were counted by the client, not by the server
     answered = f'(SELECT "index", prompt_tokens, prompt_digest FROM {{}} WHERE {OK})'
     unlike = store.number(
         f'SELECT count(*) FROM {answered.format("baseline")} b JOIN {answered.format("candidate")} c USING ("index")'
@@ -209,7 +220,7 @@ def _index_fault(store: Store) -> str:
 
 
 def _unjoined(store: Store, side: Side, is_unlike_data: bool) -> Iterator[Unjoined]:
-    """The records that are left, by reason."""
+    """Unpaired records of a side, by reason."""
     keys = [f"key_{key.name}" for key in KEYS if key.name != "pair"]
     ids = [f"key_{key.name}" for key in KEYS if key.is_id]
     has_key = f"coalesce({', '.join(f'{key}::VARCHAR' for key in keys)}) IS NOT NULL"

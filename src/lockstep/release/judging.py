@@ -1,4 +1,4 @@
-"""From files to a verdict: both sides are read, the policy is put together, and the gate judges."""
+"""Judging of files: reads both sides, assembles the policy, and runs the gate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.release.evidence import Evidence, gather
 from lockstep.release.gate import SecondBaseline, judge
 from lockstep.release.mirroring import write_gate_input
 from lockstep.release.observation import SIDES
-from lockstep.release.policy import Layer, Policy, policy_of, with_settings
+from lockstep.release.policy import Layer, Policy, parsed_settings, policy_of
 from lockstep.release.reading import Source, read
 from lockstep.release.recordings import Recordings, is_recording, read_recordings
 from lockstep.release.store import Store, open_store
@@ -25,29 +25,29 @@ from lockstep.yaml_reading import read_plain, read_text
 
 @dataclass(frozen=True, slots=True)
 class PolicySources:
-    """Sources of a policy beside the input, later ones over earlier ones."""
+    """Sources of a policy in addition to the input file. Later sources override earlier ones."""
 
     file: Path | None = None
-    """YAML or JSON; the policy may stand under ``policy:``."""
+    """YAML or JSON file. The policy may be nested under ``policy:``."""
     settings: Sequence[str] = ()
-    """``FIELD=VALUE``."""
+    """Settings of the form ``FIELD=VALUE``."""
     owners: Path | None = None
-    """Patterns of signals and their owners."""
+    """File with patterns of signals and their owners."""
 
     def policy(self, name: str = "", fields: Mapping[str, Any] | None = None) -> Policy:
-        """The policy over that of the input.
+        """Policy of these sources, which override the policy in the input file.
 
         Args:
-            name: what the input is called.
-            fields: the policy in it.
+            name: name of the input file, for messages.
+            fields: policy in the input file.
 
         Raises:
-            EvidenceError: a source cannot be read, or has a field or value that no policy has.
+            EvidenceError: a source cannot be read, or has an unknown field or an invalid value.
         """
         layers = [Layer(name, fields)]
         if self.file is not None:
             layers.append(_layer_of(self.file))
-        layers.append(Layer("--set", with_settings(self.settings)))
+        layers.append(Layer("--set", parsed_settings(self.settings)))
         if self.owners is not None:
             layers.append(Layer(str(self.owners), {"owners": read_owners(self.owners)}))
         return policy_of(*layers)
@@ -65,32 +65,32 @@ def _layer_of(path: Path) -> Layer:
 
 
 class GateInput(NamedTuple):
-    """Both sides of a judgement, read into a store."""
+    """Input of the gate after both sides were read into a store."""
 
     sources: list[Source]
     policy: dict[str, Any] | None
-    """The policy in the input; None: it has none."""
+    """Policy in the input file; None: it contains none."""
     recordings: Recordings | None = None
-    """The recordings that were read, where the files are such."""
+    """Recordings among the input files; None: there are none."""
 
 
 def read_sides(store: Store, paths: Sequence[Path], names: Sequence[Path] | None = None) -> GateInput:
-    """Read one file with both sides, or a file or recording of each.
+    """Read one file with both sides, or one file or recording per side.
 
     Args:
-        names: of the files in messages, if they are copies of others.
+        names: paths of the original files, for messages, if `paths` are copies.
 
     Raises:
-        EvidenceError: a file cannot be read, or is no pair of sides.
+        EvidenceError: a file cannot be read, or does not contain the expected sides.
     """
     recorded = [is_recording(path) for path in paths]
     if names is not None and any(recorded):
         name = names[recorded.index(True)]
-        raise EvidenceError(f"{name}: a recording, which cannot be followed; lockstep gate judges it once it is whole")
+        raise EvidenceError(f"{name}: recordings cannot be followed; use lockstep gate when the recording is complete")
     names = names or paths
     if len(paths) == 1:
         if recorded[0]:
-            raise EvidenceError(f"{paths[0]}: a folder or recording is one side; give two: BASELINE CANDIDATE")
+            raise EvidenceError(f"{paths[0]}: a folder or recording has one side only; pass two: BASELINE CANDIDATE")
         source, policy = read(store, paths[0], None, names[0])
         return GateInput([source], policy)
     if any(recorded):
@@ -100,29 +100,29 @@ def read_sides(store: Store, paths: Sequence[Path], names: Sequence[Path] | None
     return GateInput([source for source, _ in found], None)
 
 
-def convert_files(paths: Sequence[Path], place: Path) -> tuple[list[Source], int]:
-    """Write files of both sides as one input of the gate.
+def convert_files(paths: Sequence[Path], target: Path) -> tuple[list[Source], int]:
+    """Convert input files to one file with both sides.
 
     Returns:
-        What the files were, and the number of pairs.
+        Descriptions of the input files, and the number of pairs.
 
     Raises:
-        EvidenceError: a file cannot be read, or is no pair of sides.
+        EvidenceError: a file cannot be read, or does not contain the expected sides.
     """
     with open_store() as store:
         sides = read_sides(store, paths)
         num_pairs = gather(store).joining.pairs
-        write_gate_input(store, place, sides.policy)
+        write_gate_input(store, target, sides.policy)
     return sides.sources, num_pairs
 
 
 class Judged(NamedTuple):
-    """A verdict with what it is of."""
+    """Verdict with its policy and evidence."""
 
     verdict: Verdict
     policy: Policy
     evidence: Evidence
-    """Its store is closed; its columns stay."""
+    """Evidence of the verdict. Its store is closed, but its columns remain usable."""
 
 
 def judge_files(
@@ -132,19 +132,19 @@ def judge_files(
     gate_input: Path | None = None,
     names: Sequence[Path] | None = None,
 ) -> Judged:
-    """Judge one file with both sides, or a file or recording of each.
+    """Judge one file with both sides, or one file or recording per side.
 
     Args:
-        second: answers of a second baseline, of the kind of the first one's.
-        gate_input: where the converted files go, in a folder that is there; None: nowhere.
-        names: of the files in messages, if they are copies of others.
+        second: file of a second baseline, in the format of the first.
+        gate_input: path for the converted input, in an existing folder; None: it is not written.
+        names: paths of the original files, for messages, if `paths` are copies.
 
     Raises:
         EvidenceError: the files, the policy or the owners cannot be read.
-        UsageError: a second baseline without a file of the first.
+        UsageError: there is a second baseline, but the first one does not have its own file.
     """
     if second is not None and len(paths) != 2:
-        raise UsageError("--aa goes with two files: BASELINE CANDIDATE --aa SECOND_BASELINE")
+        raise UsageError("--aa requires two files: BASELINE CANDIDATE --aa SECOND_BASELINE")
     with ExitStack() as stores:
         store = stores.enter_context(open_store())
         sides = read_sides(store, paths, names)

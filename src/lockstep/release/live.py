@@ -1,8 +1,8 @@
-"""A gate that follows growing files and serves its verdict over HTTP, to Argo Rollouts, Flagger or any other client.
+"""Live gate: follows growing files and serves its verdict over HTTP, to Argo Rollouts, Flagger or any other client.
 
-After each change it judges all whole lines again. So its verdict is that of `lockstep gate` on the same files at any
-time, also after a restart. A check of files that did not grow reads only their last line, and judging takes at most a
-fifth of the time.
+After each change it judges all complete lines again. Its verdict is therefore always that of `lockstep gate` on the
+same files, also after a restart. For a file that did not grow, a check reads only the last line. Judging takes at most
+a fifth of the time.
 """
 
 from __future__ import annotations
@@ -31,47 +31,51 @@ from lockstep.server.errors import HttpError
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""Between two looks at the files' sizes."""
+"""Interval between two checks of the files, in seconds."""
 MAX_DUTY = 0.2
-"""Part of the time that judging may take."""
+"""Maximum fraction of the time that is spent on judging."""
 MAX_LINE_BYTES = 64 << 20
 _OPEN_PATHS = ("/healthz", "/health/ready")
 _HOOKS = "/flagger/"
 MAX_HOOK_BYTES = 1 << 16
 _NOT_YET = 412
-"""Flagger takes it for no. Argo counts it as a measurement that did not come about, which it takes again; measurements
-that are inconclusive it counts, and a metric that has reached its count is successful."""
+"""HTTP status of an undecided verdict. Flagger reads it as no. Argo reads it as a failed measurement and repeats the
+measurement. An inconclusive measurement would be wrong: Argo counts it, and a metric that has reached its count is
+successful."""
 
 
 class Follower:
-    """A file of lines that grows, as a copy of its whole lines.
+    """Copies the complete lines of a growing file.
 
-    A file that was cut off, or replaced by another, is copied anew, so that the copy is what the file is now.
+    If the file was truncated or replaced, it is copied again from its beginning, so that the copy matches the file.
 
     Args:
-        path: what grows; it may not be there yet.
-        copy: where its whole lines go.
+        path: growing file. It need not exist yet.
+        copy: path of the copy.
 
     Raises:
-        EvidenceError: it is a folder, or anything else that is no file.
+        EvidenceError: the path exists and is not a regular file.
     """
 
     def __init__(self, path: Path, copy: Path) -> None:
         if path.exists() and not path.is_file():
-            raise EvidenceError(f"{path}: not a file; what is followed are files of lines")
+            raise EvidenceError(f"{path}: not a regular file; the gate can only follow files of JSON lines")
         self.path = path
         self.copy = copy
         self._offset = 0
         self._tail = b""
-        """Line before the offset: another one there is another file."""
+        """Line before the offset. If the file has another line there, it was replaced."""
         self._inode = 0
-        """0: there is no file. Another file may have the same line there."""
+        """Inode of the file, which detects a replacement with the same line before the offset; 0: no file yet."""
 
     def advance(self) -> bool:
-        """Copy the new lines; returns whether the copy has changed.
+        """Copy the new lines.
+
+        Returns:
+            True if the copy has changed.
 
         Raises:
-            EvidenceError: the file is gone, or cannot be read or copied.
+            EvidenceError: the file was deleted, or cannot be read or copied.
         """
         try:
             with open(self.path, "rb") as source:
@@ -80,7 +84,7 @@ class Follower:
                 is_same = not self._offset or (inode, source.read(len(self._tail))) == (self._inode, self._tail)
                 self._inode = inode
                 if not is_same:
-                    log.warning("%s was cut off or replaced; it is read from its beginning", self.path)
+                    log.warning("%s was truncated or replaced; reading it from its beginning", self.path)
                     self._offset, self._tail = 0, b""
                 begin = self._offset
                 with open(self.copy, "ab" if begin else "wb") as target:
@@ -89,30 +93,30 @@ class Follower:
                         self._offset += target.write(line)
                         self._tail = line
                 if len(line) == MAX_LINE_BYTES:
-                    raise EvidenceError(f"{self.path}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
+                    raise EvidenceError(f"{self.path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB")
                 return not is_same or self._offset > begin
         except FileNotFoundError:
             if not self._offset:
                 return False
             self._inode = 0
-            raise EvidenceError(f"{self.path}: it is gone; a verdict needs it as it was, or another") from None
+            raise EvidenceError(f"{self.path}: the file was deleted; restore it or write a new one") from None
         except OSError as error:
             self._offset, self._tail = 0, b""
-            raise EvidenceError(f"{self.path}: cannot be followed: {error.strerror}") from None
+            raise EvidenceError(f"{self.path}: cannot follow the file: {error.strerror}") from None
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """The last verdict, or why there is none."""
+class GateState:
+    """Latest verdict, or the reason why there is none."""
 
     verdict: Verdict | None = None
-    fault: str = "no whole line of both sides yet"
+    fault: str = "no complete line of both sides yet"
     since_s: float = field(default_factory=time.monotonic)
-    """When the evidence was found to be so."""
+    """Time of the last change of the evidence, on the monotonic clock."""
 
     @property
     def decision(self) -> Decision:
-        """Without a verdict nothing is promoted and nothing rolled back."""
+        """Decision of the verdict; hold without a verdict."""
         return Decision.HOLD if self.verdict is None else self.verdict.decision
 
     @property
@@ -121,91 +125,97 @@ class Standing:
 
     @property
     def age_s(self) -> int:
-        """Seconds since the evidence has changed."""
+        """Seconds since the evidence last changed."""
         return int(time.monotonic() - self.since_s)
 
 
 class LiveGate:
-    """Judges followed files again and again.
+    """Judges followed files after every change.
 
     Args:
-        followers: of one file with both sides, or of baseline and candidate.
-        judge: a verdict on copies of the files.
+        followers: one for a file with both sides, or one each for baseline and candidate.
+        judge: function that returns a verdict on copies of the files.
     """
 
     def __init__(self, followers: Sequence[Follower], judge: Callable[[list[Path]], Verdict]) -> None:
-        self.standing = Standing()
+        self.state = GateState()
         self._followers = followers
         self._judge = judge
         self._is_judged = False
-        """Whether ``standing`` is of the copies as they are."""
+        """True if ``state`` belongs to the current copies."""
 
-    def look(self) -> bool:
-        """Judge if there is something new; returns whether there was."""
+    def check(self) -> bool:
+        """Judge the files if they changed.
+
+        Returns:
+            True if the state may have changed.
+        """
         try:
-            grown = [follower.advance() for follower in self._followers]  # all of them, whichever is first
+            grown = [follower.advance() for follower in self._followers]  # a list: every follower has to advance
             if self._is_judged and not any(grown):
                 return False
         except EvidenceError as error:
             self._is_judged = False
-            self._say(Standing(fault=str(error)))
+            self._set_state(GateState(fault=str(error)))
             return True
-        self._is_judged = True  # also where it cannot be: the same bytes could not the next time either
+        self._is_judged = True  # also if judging fails: it would fail again with the same bytes
         copies = [follower.copy for follower in self._followers]
         is_there = all(copy.exists() and copy.stat().st_size for copy in copies)
         try:
-            self._say(Standing(self._judge(copies)) if is_there else Standing())
+            self._set_state(GateState(self._judge(copies)) if is_there else GateState())
         except EvidenceError as error:
-            self._say(Standing(fault=str(error)))
+            self._set_state(GateState(fault=str(error)))
         return is_there
 
-    def _say(self, standing: Standing) -> None:
-        """Set ``standing``, and log a new decision or fault."""
-        before = self.standing
-        if standing.verdict is None and standing.reason == before.reason:
+    def _set_state(self, state: GateState) -> None:
+        """Set ``state``, and log a new decision or fault."""
+        before = self.state
+        if state.verdict is None and state.reason == before.reason:
             return
-        self.standing = standing
-        if standing.verdict is None:
-            log.warning("no verdict: %s", standing.fault)
-        elif before.verdict is None or standing.decision is not before.decision:
-            log.info("%s: %s", standing.decision.value, standing.reason)
+        self.state = state
+        if state.verdict is None:
+            log.warning("no verdict: %s", state.fault)
+        elif before.verdict is None or state.decision is not before.decision:
+            log.info("%s: %s", state.decision.value, state.reason)
 
     async def run(self) -> None:
-        """Look until it is cancelled."""
+        """Check the files repeatedly until cancelled."""
         while True:
             begun = time.monotonic()
             try:
-                await asyncio.to_thread(self.look)
-            except Exception:  # whatever it is, the last verdict may not stand for evidence that was not judged
+                await asyncio.to_thread(self.check)
+            except Exception:  # the old verdict must not be served for evidence that was not judged
                 log.exception("judging failed")
-                self.standing = Standing(fault="judging failed; the log of the gate has the error")
+                self.state = GateState(fault="judging failed; see the gate's log for the error")
             took_s = time.monotonic() - begun
             await asyncio.sleep(max(POLL_S, took_s * (1 / MAX_DUTY - 1)))
 
 
 def app_of(gate: LiveGate, host: str, api_keys: Sequence[str] = ()) -> ASGIApp:
-    """The application: verdict, Argo's metric, Flagger's hooks.
+    """ASGI application with the verdict, Argo's metric and Flagger's hooks.
 
     Args:
-        host: where it listens; without a key only requests that call it by a name of this machine are answered.
+        host: address on which the server listens. Without API keys, only requests whose Host header names this machine
+            are answered.
+        api_keys: accepted API keys.
     """
 
     async def verdict(_: Request) -> Response:
-        standing = gate.standing
-        if standing.verdict is None:
-            return JSONResponse({"decision": None, "reason": standing.reason}, 503)
-        age = {"Age": str(standing.age_s)}
-        return Response(to_json(standing.verdict), media_type="application/json", headers=age)
+        state = gate.state
+        if state.verdict is None:
+            return JSONResponse({"decision": None, "reason": state.reason}, 503)
+        age = {"Age": str(state.age_s)}
+        return Response(to_json(state.verdict), media_type="application/json", headers=age)
 
     async def ready(_: Request) -> Response:
-        return PlainTextResponse(*(("no verdict\n", 503) if gate.standing.verdict is None else ("ready\n", 200)))
+        return PlainTextResponse(*(("no verdict\n", 503) if gate.state.verdict is None else ("ready\n", 200)))
 
     def hook(is_yes: Callable[[Decision], bool]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(_: Request) -> Response:
-            standing = gate.standing
-            pairs = standing.verdict.summary.pairs if standing.verdict is not None else 0
-            body = {"decision": standing.decision, "pairs": pairs, "age_s": standing.age_s, "reason": standing.reason}
-            return JSONResponse(body, 200 if is_yes(standing.decision) else _NOT_YET)
+            state = gate.state
+            pairs = state.verdict.summary.pairs if state.verdict is not None else 0
+            body = {"decision": state.decision, "pairs": pairs, "age_s": state.age_s, "reason": state.reason}
+            return JSONResponse(body, 200 if is_yes(state.decision) else _NOT_YET)
 
         return answer
 
@@ -232,9 +242,9 @@ def app_of(gate: LiveGate, host: str, api_keys: Sequence[str] = ()) -> ASGIApp:
 
 
 class _Guard:
-    """Asks for a key, or, without keys, for a name of this machine.
+    """Middleware that requires an API key, or, without keys, a Host header that names this machine.
 
-    Flagger sends no headers of one's own, so its hooks may bring the key as ``api_key`` of their metadata.
+    Flagger cannot send custom headers, so its hooks may have the key as ``api_key`` in their metadata.
     """
 
     def __init__(self, app: ASGIApp, host: str, keys: AccessKeys) -> None:
@@ -262,7 +272,7 @@ class _Guard:
 
 
 async def _body(request: Request) -> bytes:
-    """The body of a hook; empty where it is larger than any is."""
+    """Body of a hook; empty if it is longer than `MAX_HOOK_BYTES`."""
     body = b""
     async for chunk in request.stream():
         body += chunk
@@ -272,7 +282,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _key_of(body: bytes) -> bytes:
-    """The key in the metadata of a hook's body; empty: there is none."""
+    """API key in the metadata of a hook's body; empty if there is none."""
     try:
         key = msgspec.json.decode(body)["metadata"]["api_key"]
     except (msgspec.MsgspecError, TypeError, KeyError):

@@ -1,20 +1,20 @@
-"""Long-run variance of series that change slowly, and warm-ups: what latency is judged with.
+"""Statistics of latency: estimates the long-run variance of series that change slowly, and excludes warm-ups.
 
-Block means (`lockstep.release.statistics`) see memory up to a tenth of a series. Latency also has slower changes:
-spells of hundreds of pairs, daily swings, memory that never fades. Two things are here for that:
+Block means (`lockstep.release.statistics`) detect correlation up to a tenth of a series. Latency also changes more
+slowly: slow periods of hundreds of pairs, daily variation, long memory. Two functions account for that:
 
 - `spectrum_of` estimates the variance from the power of the lowest cosine frequencies of a series. The first one is
-  half a wave over the whole series, so a trend, a step or a swing of twice its length is in the estimate. Power that
-  rises towards low frequencies is extrapolated to the mean with the steepest rise that the data allow (fractional
+  half a wave over the whole series, so the estimate includes a trend, a step or a period of twice the length. If power
+  rises towards low frequencies, it is extrapolated to the mean with the steepest rise that the data allow (fractional
   memory; the variance of a mean by Beran, "Statistics for Long-Memory Processes", 1994; the likelihood by Whittle).
-  Power that rises significantly (score test of Robinson, "Efficient tests of nonstationary hypotheses", 1994) means
-  that the series changed more slowly than it was observed: then there is no evidence. The variance of single pairs is
-  the least.
-- `track_times` leaves out a warm-up. A window of first pairs never decides alone: a sixth of the evidence has to come
-  from the pairs after it, and where the window is slower by more than chance, it is excluded and the later pairs are
-  judged alone. A window that is faster stays in: warm-ups are slow, and what grows slower changes.
+  If power rises significantly (score test of Robinson, "Efficient tests of nonstationary hypotheses", 1994), the series
+  changes more slowly than the observation lasted, and there is no evidence. The estimate is at least the variance of
+  single pairs.
+- `track_times` excludes a warm-up. A window of first pairs never decides alone: a sixth of the evidence must come from
+  the pairs after it. If the window is slower by more than chance, it is excluded, and only the later pairs are judged.
+  A faster window is not excluded: warm-ups are slow, and a series that becomes slower is a real change.
 
-No part of this depends on pairs after a look. docs/gate-error-rates.md has the error rates by simulation.
+No estimate at a look depends on later pairs. docs/gate-error-rates.md has simulated error rates.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ import numpy as np
 from lockstep.release.statistics import MIN_PAIRS, Bools, Floats, Looks, Track, track, width_after
 
 MAX_BLOCKS = 512
-"""Block means that a spectrum is computed from; longer series have longer blocks."""
+"""Maximum number of block means from which a spectrum is computed; longer series have longer blocks."""
 BLOCKS_STEP = 16
-"""Spectra are of multiples of so many blocks: of few numbers of blocks, whose cosines are computed once."""
+"""Step between the possible numbers of blocks. There are few numbers, so the cosines of each are computed only once."""
 MAX_FREQUENCIES = 128
-"""Lowest frequencies that are looked at."""
+"""Maximum number of lowest frequencies in a spectrum."""
 AVERAGES = {2: 0.8, 8: 1.2, 16: 1.2, 32: 1.15, 64: 1.1}
-"""Averages of the power of the lowest frequencies: how many, and a factor that covers most of the average's own
-deviation. The largest product is the variance."""
+"""Averages of the power of the lowest frequencies: the number of frequencies, and a factor that covers most of the
+average's own deviation. The largest product is used as the variance."""
 EXPONENTS = np.arange(0.0, 0.5, 0.05)
-"""Exponents of fractional memory that are tried; 0 is none, and at 0.5 a mean does not converge."""
+"""Candidate exponents of fractional memory; 0 is no memory, and at 0.5 the mean does not converge."""
 MAX_LESS_LIKELY = 0.5
-"""Logarithm of the likelihood by which an exponent may be less likely than the best one and still count."""
+"""Maximum log-likelihood difference from the best exponent at which an exponent is still considered."""
 MAX_SCORE = 2.4
-"""Standard errors of the score test from which a series counts as changing: 1.5 % of independent series do."""
+"""Score, in standard errors, from which a series counts as changing. 1.5 % of independent series exceed it."""
 MAX_DIFFERENCE = 1.8
-"""Standard errors by which a window may be slower than the pairs after it and still count with them."""
+"""Standard errors by which the window may be slower than the later pairs without being excluded."""
 SHARE_AFTER_WINDOW = 1 / 6
-"""Part of the evidence (of its logarithm) that the pairs after the window have to show alone."""
+"""Fraction of the log-evidence that the pairs after the window must provide alone."""
 WINDOWS_TO_PASS = 5
-"""Windows after which a series can be certainly below its bound. A rollback cannot wait for so many, a promotion can:
-that errors are rare takes longer."""
+"""Number of windows after which a series can be certainly below its bound. A rollback must not wait that long, but a
+promotion can, since it takes longer to show that errors are rare."""
 _INFLATION = np.array([math.pi ** (2 * d) / (math.gamma(2 * d + 2) * math.cos(math.pi * d)) for d in EXPONENTS])
-"""Variance of a mean of n values over the power of its first frequencies, by exponent."""
+"""Variance of a mean of n values divided by the power of its first frequencies, by exponent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimesTrack:
-    """A series of times at each look."""
+    """Test of a series of times at each look."""
 
     line: Track
     is_excluded: Bools
-    """Whether the window is slower than the pairs after it, which are judged alone."""
+    """True if the window is slower than the later pairs, so that only these are judged."""
     is_changing: Bools
-    """Whether the series changes more slowly than it was observed: there is no evidence."""
+    """True if the series changes more slowly than the observation lasted, so that there is no evidence."""
     window: int
-    """Pairs in the window."""
+    """Number of the series' pairs in the window."""
     window_mean: Floats
-    """Mean of the window; NaN where it is empty."""
+    """Mean of the window; NaN if it is empty."""
 
 
 def spectrum_of(sums: Floats, looks: Looks) -> tuple[Floats, Floats]:
-    """Variance of one pair as the mean's uncertainty has it, and the pairs with which evidence begins (inf: none yet).
+    """Long-run variance of one pair, and the number of pairs with which evidence begins (inf: not yet), at each look.
 
     Args:
-        sums: of the first 0, 1, 2, ... pairs, along the last axis.
+        sums: sums of the first 0, 1, 2, ... pairs, along the last axis.
     """
     values = np.diff(sums, axis=-1)
     squares = np.concatenate([np.zeros_like(sums[..., :1]), np.cumsum(values * values, axis=-1)], axis=-1)
@@ -89,9 +89,9 @@ def spectrum_of(sums: Floats, looks: Looks) -> tuple[Floats, Floats]:
 
 
 def _power(sums: Floats, num: int) -> Floats:
-    """Power of the lowest cosine frequencies; of independent pairs each is the variance of one, on average."""
+    """Power of the lowest cosine frequencies. For independent pairs, each is the variance of one pair on average."""
     size = -(-num // MAX_BLOCKS)
-    num_blocks = num // size // BLOCKS_STEP * BLOCKS_STEP  # what is left over at the beginning is not looked at
+    num_blocks = num // size // BLOCKS_STEP * BLOCKS_STEP  # the first pairs that fill no block are ignored
     ends = sums[..., num - num_blocks * size : num + 1 : size]
     power: Floats = ((ends[..., 1:] - ends[..., :-1]) @ _cosines(num_blocks)) ** 2 / (num_blocks * size)
     return power
@@ -99,7 +99,8 @@ def _power(sums: Floats, num: int) -> Floats:
 
 @lru_cache(maxsize=MAX_BLOCKS // BLOCKS_STEP)
 def _cosines(num_blocks: int) -> Floats:
-    """The lowest cosine frequencies, along the last axis, at blocks; each of mean 0 and mean square 1."""
+    """Values of the lowest cosine frequencies at the blocks, with frequencies along the last axis. Each has mean 0 and
+    mean square 1."""
     frequencies = np.arange(1, min(MAX_FREQUENCIES, num_blocks // 2) + 1)
     middles = (np.arange(num_blocks) + 0.5) / num_blocks
     found: Floats = math.sqrt(2.0) * np.cos(math.pi * middles[:, None] * frequencies)
@@ -107,7 +108,7 @@ def _cosines(num_blocks: int) -> Floats:
 
 
 def _variance_of(power: Floats) -> tuple[Floats, Bools]:
-    """Variance that covers what the mean can do, and whether the series changes too slowly for any."""
+    """Long-run variance of one pair, and whether the series changes too slowly for an estimate."""
     num = power.shape[-1]
     logs = np.log(np.arange(1, num + 1))
     sums = np.cumsum(power, axis=-1)
@@ -125,13 +126,13 @@ def _variance_of(power: Floats) -> tuple[Floats, Bools]:
 def track_times(
     series: Floats, bound: float, alpha: float, counts: Looks, looks: Looks, window: tuple[int, int], *, is_event: bool
 ) -> TimesTrack:
-    """Follow a series of times; the arguments of `lockstep.release.statistics.track`, and these.
+    """Test a series of times. Other arguments are those of `lockstep.release.statistics.track`.
 
     Args:
-        counts: pairs of the series at each look.
-        looks: pairs of all series together at each look.
-        window: pairs of all series in which a candidate may warm up, and how many of them this series has.
-        is_event: as there; the window of a series of events is always excluded.
+        counts: number of the series' pairs at each look.
+        looks: number of all pairs at each look.
+        window: number of all pairs in which a candidate may warm up, and how many of them belong to this series.
+        is_event: True if the numbers are -1, 0 and 1. The window is then always excluded.
     """
     length, own = window
     whole = after = _line(series, bound, alpha, counts, is_event)
@@ -158,8 +159,8 @@ def track_times(
     return TimesTrack(line, is_excluded, is_changing, own, mean)
 
 
-def beside(times: TimesTrack, latency: TimesTrack) -> TimesTrack:
-    """Latency's tail, which is no evidence where latency itself changes too slowly."""
+def without_changing(times: TimesTrack, latency: TimesTrack) -> TimesTrack:
+    """Series of the latency tail, without evidence at looks at which latency itself changes too slowly."""
     is_changing = times.is_changing | latency.is_changing
     line = replace(
         _withheld(times.line, ~is_changing, ~is_changing), begins=np.where(is_changing, math.inf, times.line.begins)
@@ -172,7 +173,7 @@ def _line(series: Floats, bound: float, alpha: float, counts: Looks, is_event: b
 
 
 def _together(whole: Track, after: Track, alpha: float, later: Looks) -> Track:
-    """The whole series, as far as the pairs after the window agree with it."""
+    """Test of the whole series, limited to the evidence that the pairs after the window confirm."""
     with np.errstate(invalid="ignore"):
         width = np.where(np.isinf(after.upper), math.inf, width_after(after.scale, later, alpha**SHARE_AFTER_WINDOW))
     return replace(
@@ -185,7 +186,7 @@ def _together(whole: Track, after: Track, alpha: float, later: Looks) -> Track:
 
 
 def _chosen(is_first: Bools, first: Track, second: Track) -> Track:
-    """The one series where the condition holds, and the other elsewhere."""
+    """Values of the first track where the condition is true, and of the second elsewhere."""
     return Track(
         **{
             each.name: np.where(is_first, getattr(first, each.name), getattr(second, each.name))
@@ -195,7 +196,8 @@ def _chosen(is_first: Bools, first: Track, second: Track) -> Track:
 
 
 def _withheld(line: Track, is_ready: Bools, can_pass: Bools) -> Track:
-    """The series without evidence while it is not ready, and never below its bound while it cannot pass."""
+    """Copy of a track without evidence where it is not ready, and without evidence below its bound where it cannot
+    pass."""
     return replace(
         line,
         lower=np.where(is_ready, line.lower, -math.inf),

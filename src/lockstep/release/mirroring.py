@@ -1,7 +1,7 @@
-"""Gate inputs: paired observations written to one file, whatever files they came from, for the same verdict.
+"""Writer of gate inputs: writes the paired observations of any input files to one file that gives the same verdict.
 
-A pair is written together only where reading finds it again by the same key; what is joined by nothing but its prompt,
-or by nothing at all, is written alone.
+A pair is written as a pair only if the reader joins it again by the same key. Pairs that were joined only by prompt,
+and unpaired observations, are written individually.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from lockstep.release.observation import NAMES, SIDES
 from lockstep.release.store import Store
 
 CHUNK = 1024
-"""Lines in memory at one time."""
+"""Number of lines in memory at a time."""
 LINES_SUFFIX = ".jsonl"
 
 
 def write_gate_input(store: Store, path: Path, policy: Mapping[str, Any] | None = None) -> None:
-    """Write the pairs of a store, and what is in none: a line each where the name ends in .jsonl, else one document.
+    """Write the pairs and the unpaired observations of a store.
+
+    Args:
+        path: target file. With the suffix .jsonl it has one pair or observation per line, else it is one document.
 
     Raises:
-        EvidenceError: it would be too large to be read as a document.
+        EvidenceError: the document would be too large to be read again, or the file cannot be written.
     """
     is_lines = path.suffix == LINES_SUFFIX
     head = [] if policy is None else [b'"policy": ' + msgspec.json.encode(policy)]
@@ -42,16 +45,16 @@ def write_gate_input(store: Store, path: Path, policy: Mapping[str, Any] | None 
                 num_bytes += file.write((between if number else begin) + line.encode())
                 if not is_lines and num_bytes > MAX_DOCUMENT_BYTES - len(end):
                     raise EvidenceError(
-                        f"{path}: more than {MAX_DOCUMENT_BYTES >> 20} MiB, which is too large for one document; "
-                        f"give it a name that ends in {LINES_SUFFIX}"
+                        f"{path}: more than {MAX_DOCUMENT_BYTES >> 20} MiB, the maximum size of one document; "
+                        f"use a file name that ends in {LINES_SUFFIX}"
                     )
             file.write(end)
     except OSError as error:
-        raise EvidenceError(f"{path}: the gate's input cannot be written there: {error.strerror}") from None
+        raise EvidenceError(f"{path}: cannot write the gate's input: {error.strerror}") from None
 
 
 def _lines(store: Store) -> Iterator[str]:
-    """Pairs in their order, then observations of the baseline, then of the candidate."""
+    """Pairs in order, then unpaired observations of the baseline, then those of the candidate."""
     for pairs in store.chunks(
         f"SELECT x.text, y.text FROM ordered o JOIN {_texts('baseline')} x ON o.b = x.row"
         f" JOIN {_texts('candidate')} y ON o.c = y.row WHERE key_name <> 'prompt' ORDER BY place",
@@ -65,6 +68,6 @@ def _lines(store: Store) -> Iterator[str]:
 
 
 def _texts(side: str) -> str:
-    """SQL of observations as JSON, without the fields that they do not have."""
+    """SQL of observations as JSON, without NULL fields."""
     fields = ", ".join(f"'{name}', \"{name}\"" for name in NAMES if name != "side")
     return f"(SELECT row, json_merge_patch('{{}}', json_object({fields}))::VARCHAR AS text FROM {side})"

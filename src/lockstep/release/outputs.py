@@ -1,4 +1,4 @@
-"""Sameness of two answers: materials that are compared, fingerprints, tolerances of vectors, first differing tokens."""
+"""Comparison of answers: compares tokens, vectors, texts and fingerprints, and finds the first difference."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from lockstep.release.store import Store, bools
 
 FNV_OFFSET = 0xCBF29CE484222325
 FNV_PRIME = 0x100000001B3
-"""Of FNV-1a with 64 bits (Fowler, Noll, Vo; RFC 9923)."""
+"""Offset and prime of FNV-1a with 64 bits (Fowler, Noll, Vo; RFC 9923)."""
 CHUNK = 1024
-"""Pairs whose material is in Python's memory at one time."""
+"""Number of pairs whose output is loaded into Python at a time."""
 
 
 class Output(IntEnum):
     """Result of comparing the two answers of a pair."""
 
     FAILED = 0
-    """One side failed, or both did."""
+    """One or both sides failed."""
     SAME = 1
     DIFFERS = 2
     TOLERATED = 3
-    """Vectors that differ within their rule."""
+    """The vectors differ within their tolerance."""
     DRIFTED = 4
-    """Vectors that differ beyond it."""
+    """The vectors differ beyond their tolerance."""
     INCOMPARABLE = 5
-    """Unlike materials, prompts, parameters, seeds or environments."""
+    """The sides have different materials, prompts, parameters, seeds or environments."""
     NO_MATERIAL = 6
-    """Of neither answer anything was kept: evidence of latency only."""
+    """Neither record contains output, so the pair is evidence of latency only."""
     UNRESOLVED = 7
     """Not yet compared: vectors, or a fingerprint against material."""
 
@@ -47,7 +47,7 @@ UNLIKE = {
     "seed": "b.seed <> c.seed",
     "environment": "b.environment <> c.environment",
 }
-"""Reasons for which two answers are incomparable, and how they show."""
+"""SQL conditions under which two answers are incomparable, by reason."""
 BOTH_SIDES = "ordered o JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
 """SQL of the facts of both sides of each pair."""
 BOTH_ANSWERS = "ordered o JOIN observed_baseline x ON o.b = x.row JOIN observed_candidate y ON o.c = y.row"
@@ -55,21 +55,23 @@ BOTH_ANSWERS = "ordered o JOIN observed_baseline x ON o.b = x.row JOIN observed_
 IN_SEGMENT = "JOIN in_segment ON b.label = in_segment.baseline AND c.label = in_segment.candidate"
 """SQL after `BOTH_SIDES` that adds the pair's ``segment``."""
 _MATERIALS = ("tokens", "vector", "text")
-"""In order of preference; stream tokens stand for token ids. A given fingerprint is the last."""
+"""Kinds of output, in order of preference. ``tokens`` includes the tokens of stream events. A recorded fingerprint is
+used last."""
 
 
 def is_unlike(names: Iterable[str] = UNLIKE) -> str:
-    """SQL over the facts of both sides: one of these reasons holds."""
+    """SQL condition over the facts of both sides: one of these reasons applies."""
     return " OR ".join(f"coalesce({UNLIKE[name]}, false)" for name in names)
 
 
 def unlike_cases(names: Iterable[str] = UNLIKE) -> str:
-    """SQL over the facts of both sides, within a CASE: the first of these reasons that holds."""
+    """SQL branches of a CASE over the facts of both sides that return the first of these reasons that applies."""
     return " ".join(f"WHEN coalesce({UNLIKE[name]}, false) THEN 'unlike {name}'" for name in names)
 
 
 def _both(material: str) -> str:
-    """SQL: both sides have a material. Two empty ones show nothing, unless it is known that there were no tokens."""
+    """SQL condition: both sides have this material. Two empty ones do not count, unless both sides are known to have no
+    tokens."""
     return (
         f"(b.{material}_hash IS NOT NULL AND c.{material}_hash IS NOT NULL"
         f" AND NOT (b.is_blank_{material} AND c.is_blank_{material}))"
@@ -77,7 +79,7 @@ def _both(material: str) -> str:
 
 
 def has_material(side: str) -> str:
-    """SQL over the facts of a side: its answer carries something that can be compared."""
+    """SQL condition over the facts of a side: its answer has output that can be compared."""
     parts = [f"({side}.{material}_hash IS NOT NULL AND NOT {side}.is_blank_{material})" for material in _MATERIALS]
     return f"({' OR '.join([*parts, f'{side}.fingerprint IS NOT NULL'])})"
 
@@ -87,7 +89,7 @@ def _equal(left: str, right: str) -> str:
 
 
 def _computable(given: str, other: str) -> str:
-    """SQL: one side gave a fingerprint, and it can be computed of the other side's material."""
+    """SQL condition: one side has a fingerprint, and the other side's output allows computing one."""
     return f"({_OURS.format(given)} AND ({other}.tokens_hash IS NOT NULL OR {other}.vector_hash IS NOT NULL))"
 
 
@@ -98,10 +100,10 @@ _BY_VECTORS = f"""WHEN {_both("vector")} THEN
 
 
 def comparison(by_vectors: bool = False) -> str:
-    """SQL over the facts of both sides, ``b`` and ``c``: an `Output`.
+    """SQL over the facts of both sides, ``b`` and ``c``, that returns an `Output`.
 
     Args:
-        by_vectors: vectors go before tokens.
+        by_vectors: whether vectors have precedence over tokens.
     """
     first, second = (_BY_VECTORS, _BY_TOKENS) if by_vectors else (_BY_TOKENS, _BY_VECTORS)
     return f"""CASE
@@ -121,48 +123,51 @@ TRACE = f"""CASE
   WHEN b.token_trace_fingerprint IS NOT NULL AND c.token_trace_fingerprint IS NOT NULL
     THEN b.token_trace_fingerprint = c.token_trace_fingerprint
   WHEN {_both("tokens")} THEN b.tokens_hash = c.tokens_hash END"""
-"""SQL: whether the traces of tokens of a pair are equal; NULL where a side has none."""
+"""SQL: whether the token traces of a pair are equal; NULL if a side has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Bounds on the difference of two vectors: either suffices, number by number. What is not named holds for all."""
+    """Rule for the allowed difference of two vectors. Each number must be within the absolute or the relative bound.
+
+    A rule without a model, backend or accelerator applies to all of them.
+    """
 
     absolute: float = 0.0
     relative: float = 0.0
-    """Of the baseline's number."""
+    """Relative bound, as a fraction of the baseline's number."""
     model: str | None = None
     backend: str | None = None
-    """The candidate's."""
+    """Backend of the candidate."""
     accelerator: str | None = None
 
     def __post_init__(self) -> None:
         if not (0 <= self.absolute < math.inf and 0 <= self.relative < math.inf):
-            raise ValueError("absolute and relative are finite and not below 0")
+            raise ValueError("absolute and relative must be finite and at least 0")
 
     def covers(self, model: str | None, backend: str | None, accelerator: str | None) -> bool:
-        """True if the rule is about such answers."""
+        """True if the rule applies to such answers."""
         named = ((self.model, model), (self.backend, backend), (self.accelerator, accelerator))
         return all(rule is None or rule == value for rule, value in named)
 
     @property
     def num_named(self) -> int:
-        """Number of named conditions: the more, the more specific the rule."""
+        """Number of conditions of the rule, which measures how specific it is."""
         return sum(each is not None for each in (self.model, self.backend, self.accelerator))
 
 
 def rule_for(
     tolerances: Sequence[Tolerance], model: str | None, backend: str | None, accelerator: str | None
 ) -> Tolerance | None:
-    """The most specific rule, the first of equals; None: exact."""
+    """Most specific rule that applies, the first of several; None: vectors must be equal."""
     covering = [each for each in tolerances if each.covers(model, backend, accelerator)]
     return max(covering, key=lambda each: each.num_named) if covering else None
 
 
 def fnv(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], kind: Literal["<u4", "<f8"]) -> NDArray[np.uint64]:
-    """FNV-1a-64 of each row: of token ids as unsigned numbers of 32 bits, of vectors as binary64, little-endian.
+    """FNV-1a-64 of each row. Token ids are encoded as unsigned 32-bit numbers, vectors as binary64, little-endian.
 
-    The rows are digested side by side, an octet of each at a time.
+    All rows are digested in parallel, one byte of each at a time.
     """
     digests = np.full(len(rows), FNV_OFFSET, np.uint64)
     octets = [np.asarray(row).astype(kind).view(np.uint8) for row in rows]
@@ -183,7 +188,7 @@ def fnv(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], kind: Literal
 def fingerprints_of(
     materials: Sequence[tuple[Sequence[int] | None, Sequence[float] | None]],
 ) -> list[str | None]:
-    """Fingerprints of answers' token ids, or else vectors, 16 hex digits each; None of neither."""
+    """Fingerprints of token ids, or else of vectors, with 16 hex digits each; None for answers without either."""
     found: list[str | None] = [None] * len(materials)
     tokens = [place for place, (ids, _) in enumerate(materials) if ids is not None]
     vectors = [place for place, (ids, vector) in enumerate(materials) if ids is None and vector is not None]
@@ -199,13 +204,14 @@ def fingerprints_of(
 def resolve(
     store: Store, output: NDArray[np.int8], tolerances: Sequence[Tolerance], by_vectors: bool = False
 ) -> tuple[NDArray[np.int8], dict[str, int], float]:
-    """Compare what is left: vectors by their rules, fingerprints with material.
+    """Compare the unresolved pairs: vectors by their rules, and fingerprints with tokens or vectors.
 
     Args:
-        by_vectors: as it was for the outputs so far.
+        by_vectors: the same value as in `comparison`.
 
     Returns:
-        The outputs, the incomparable pairs by reason, and the largest drift of a number under a rule (NaN: none).
+        `Output` of each pair, the number of incomparable pairs by reason, and the largest difference of two numbers
+        under a rule (NaN: none).
     """
     output = output.copy()
     max_drift = math.nan
@@ -224,7 +230,11 @@ _UNRESOLVED = BOTH_ANSWERS.replace("ordered", "unresolved", 1)
 
 
 def _compare_vectors(store: Store, output: NDArray[np.int8], tolerances: Sequence[Tolerance]) -> float:
-    """Fill in the outputs of pairs of vectors; returns the largest drift."""
+    """Fill in the outputs of pairs of vectors.
+
+    Returns:
+        Largest difference of two numbers under a rule; NaN: none.
+    """
     kinds = (
         "coalesce(y.model, x.model) AS model, y.backend AS backend, coalesce(y.accelerator, x.accelerator) AS device"
     )
@@ -249,7 +259,7 @@ def _compare_vectors(store: Store, output: NDArray[np.int8], tolerances: Sequenc
 
 
 def _compare_fingerprints(store: Store, output: NDArray[np.int8]) -> None:
-    """Fill in the outputs of pairs one side of which gave a fingerprint, the other one material."""
+    """Fill in the outputs of pairs in which one side has a fingerprint and the other has tokens or a vector."""
     sides = ", ".join(f"{side}.tokens, {side}.vector, {side}.fingerprint" for side in "xy")
     query = f"SELECT place, {sides} FROM {_UNRESOLVED} WHERE x.vector IS NULL OR y.vector IS NULL"
     for rows in store.chunks(query, CHUNK):
@@ -260,7 +270,7 @@ def _compare_fingerprints(store: Store, output: NDArray[np.int8]) -> None:
 
 
 def _incomparable(store: Store) -> dict[str, int]:
-    """Incomparable pairs by reason, the first that holds."""
+    """Number of incomparable pairs by reason. If several reasons apply, the first one counts."""
     rows = store.rows(
         f"SELECT CASE {unlike_cases()} ELSE 'unlike materials' END AS reason, count(*) FROM {BOTH_SIDES}"
         f" WHERE {comparison()} = {Output.INCOMPARABLE:d} GROUP BY 1 ORDER BY 1"
@@ -269,11 +279,13 @@ def _incomparable(store: Store) -> dict[str, int]:
 
 
 def first_difference(store: Store, place: int) -> dict[str, object] | None:
-    """First difference of the answers of a pair: index and both tokens, or the number of their vectors or the character
-    of their texts; None: what they hold is the same, or was not given.
+    """First difference between the answers of a pair.
 
     Args:
-        place: of the pair in the order of time.
+        place: place of the pair in the order of time.
+
+    Returns:
+        Index and both tokens, or else the index in their vectors or texts; None if no difference is known.
     """
     [(b_tokens, c_tokens, b_vector, c_vector, b_text, c_text)] = store.rows(
         f"SELECT x.tokens, y.tokens, x.vector, y.vector, x.text, y.text FROM {BOTH_ANSWERS} WHERE place = {place:d}"
@@ -299,6 +311,6 @@ def first_difference(store: Store, place: int) -> dict[str, object] | None:
 
 
 def first_unlike(baseline: Sequence[object], candidate: Sequence[object]) -> int:
-    """Place of the first part that differs; the shorter length where one is the beginning of the other."""
+    """Index of the first element that differs; the shorter length if one is a prefix of the other."""
     pairs = enumerate(zip(baseline, candidate, strict=False))
     return next((at for at, (b, c) in pairs if b != c), min(len(baseline), len(candidate)))

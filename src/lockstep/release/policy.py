@@ -1,7 +1,7 @@
-"""Policy of a gate: which differences between baseline and candidate are allowed, and what follows from others.
+"""Policy of the gate: defines the allowed differences between baseline and candidate, and the decision for others.
 
-"Outside" means strictly beyond a bound. Bounds that are None do not count. A policy is read from the input, from a YAML
-or JSON file, and from ``--set``, later ones over earlier ones.
+A figure is outside policy if it is strictly beyond a bound. Bounds that are None are not checked. A policy is read from
+the input file, from a YAML or JSON file, and from ``--set``. Later sources override earlier ones.
 """
 
 from __future__ import annotations
@@ -27,92 +27,97 @@ NOT_NEGATIVE = Range(0, 1e9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """All fields, with their defaults."""
+    """All fields of a policy with their defaults."""
 
     mode: Literal["threshold", "sequential"] = "threshold"
-    """threshold compares figures of all pairs with bounds; sequential keeps its error rates however often one looks."""
+    """threshold compares figures of all pairs with bounds; sequential keeps its error rates for any number of looks."""
     outputs: str | None = None
-    """Sameness of answers: exact, numeric, agreement(FIELD) or ignore. Default exact; it has to be set where the
-    weights or the precisions of the sides are known and differ."""
+    """Comparison of answers: exact, numeric, agreement(FIELD) or ignore. The default is exact. It must be set if the
+    weights or the precisions of both sides are known and differ."""
     min_pairs: Annotated[int, Range(1, 1e9)] = 20
-    """Matched pairs that a verdict needs; with fewer: hold. Segments with fewer do not decide."""
+    """Minimum number of matched pairs; fewer cause a hold. Segments with fewer pairs do not decide."""
     segments: Literal["report", "enforce"] = "report"
-    """Whether segments decide, too, or are reported only."""
+    """Whether segments are only reported, or also decide."""
     max_mismatch_rate: Annotated[float, SHARE] = 0.0
-    """Part of the compared answers that may differ, 0 to 1; beyond: rollback."""
+    """Maximum fraction of the compared answers that differ (0 to 1); more causes a rollback."""
     min_agreement: Annotated[float, SHARE] = 0.99
-    """With outputs agreement(FIELD): part of the compared answers that has to agree; below: rollback."""
+    """With outputs agreement(FIELD): minimum fraction of the compared answers that agree; less causes a rollback."""
     max_logprob_gap: Annotated[float | None, NOT_NEGATIVE] = None
-    """Mean difference, in nats, of the log-probabilities that both sides give to the same tokens; beyond: rollback."""
+    """Maximum mean difference between both sides' log-probabilities of the same tokens, in nats; more causes a
+    rollback."""
     max_error_rate_increase: Annotated[float, Range(0, 100)] = 0.0
-    """In threshold mode: candidate's error rate less the baseline's, in percentage points; beyond: rollback."""
+    """In threshold mode: maximum increase of the error rate, in percentage points; more causes a rollback."""
     max_latency_p95_ratio: Annotated[float | None, NOT_NEGATIVE] = 1.10
-    """In threshold mode: candidate's 95th percentile of latency over the baseline's; beyond: hold."""
-    max_latency_p95_increase_ms: Annotated[float | None, NOT_NEGATIVE] = None
-    """In threshold mode: candidate's 95th percentile of latency less the baseline's, in ms; beyond: hold."""
-    max_ttft_p95_ratio: Annotated[float | None, NOT_NEGATIVE] = 1.10
-    """In threshold mode: candidate's 95th percentile of the time to the first token over the baseline's; beyond:
+    """In threshold mode: maximum ratio of the 95th percentiles of latency, candidate to baseline; more causes a
     hold."""
+    max_latency_p95_increase_ms: Annotated[float | None, NOT_NEGATIVE] = None
+    """In threshold mode: maximum increase of the 95th percentile of latency, in ms; more causes a hold."""
+    max_ttft_p95_ratio: Annotated[float | None, NOT_NEGATIVE] = 1.10
+    """In threshold mode: maximum ratio of the 95th percentiles of the time to the first token, candidate to baseline;
+    more causes a hold."""
     max_ttft_p95_increase_ms: Annotated[float | None, NOT_NEGATIVE] = None
-    """In threshold mode: candidate's 95th percentile of the time to the first token less the baseline's, in ms; beyond:
+    """In threshold mode: maximum increase of the 95th percentile of the time to the first token, in ms; more causes a
     hold."""
     max_decode_p95_ratio: Annotated[float | None, NOT_NEGATIVE] = 1.10
-    """In threshold mode: candidate's 95th percentile of all gaps between tokens over the baseline's; beyond: hold."""
+    """In threshold mode: maximum ratio of the 95th percentiles of all gaps between tokens, candidate to baseline; more
+    causes a hold."""
     max_decode_p95_increase_ms: Annotated[float | None, NOT_NEGATIVE] = None
-    """In threshold mode: candidate's 95th percentile of all gaps between tokens less the baseline's, in ms; beyond:
+    """In threshold mode: maximum increase of the 95th percentile of all gaps between tokens, in ms; more causes a
     hold."""
     max_kv_pressure_p95_increase: Annotated[float | None, SHARE] = 0.10
-    """Candidate's 95th percentile of kv_used / kv_total less the baseline's; beyond: hold."""
+    """Maximum increase of the 95th percentile of kv_used / kv_total; more causes a hold."""
     min_candidate_routing_provenance_rate: Annotated[float, SHARE] = 0.0
-    """Part of the candidate's answers whose route and scheduler have to be known; below: hold."""
+    """Minimum fraction of the candidate's answers with known route and scheduler; less causes a hold."""
     min_candidate_streaming_trace_rate: Annotated[float, SHARE] = 0.0
-    """Part of the candidate's answers whose token times have to be known; below: hold."""
+    """Minimum fraction of the candidate's answers with known token times; less causes a hold."""
     min_join_rate: Annotated[float, SHARE] = 0.9
-    """Part of the records of the larger side that has to be in pairs, retried ones left out; below: hold."""
+    """Minimum fraction of the larger side's records that are in pairs, without retried records; less causes a hold."""
     min_comparable_rate: Annotated[float, SHARE] = 0.9
-    """Part of the healthy pairs whose answers have to be comparable; below: hold. It does not apply with outputs
-    ignore, nor to answers neither of which has the field of agreement(FIELD)."""
+    """Minimum fraction of the healthy pairs with comparable answers; less causes a hold. Not applied with outputs
+    ignore, nor to pairs in which neither answer has the field of agreement(FIELD)."""
     min_output_rate: Annotated[float, SHARE] = 1.0
-    """Part of the successful answers in pairs, of both sides together, that has to carry output material (tokens,
-    vector, text or fingerprint); below: hold. It does not apply with outputs ignore."""
+    """Minimum fraction of both sides' successful answers in pairs that contain output (tokens, vector, text or
+    fingerprint); less causes a hold. Not applied with outputs ignore."""
     min_metric_rate: Annotated[float, SHARE] = 0.9
-    """For latency, time to the first token, gaps between tokens and KV pressure, each: pairs in which both sides have
-    the number, as a part of those in which one side has it; below: hold. It does not apply to what the baseline never
-    has, nor in threshold mode to a metric whose bounds are all null."""
+    """For each of latency, time to the first token, gaps between tokens and KV pressure: minimum fraction of the pairs
+    with a value that have values of both sides; less causes a hold. Not applied to metrics that the baseline never has,
+    nor in threshold mode to metrics whose bounds are all null."""
     required_series: tuple[Literal["latency", "ttft", "decode"], ...] = ("latency",)
-    """In sequential mode: series without which nothing is promoted; an empty list requires none."""
+    """In sequential mode: series that a promotion requires; an empty list requires none."""
     min_agreement_lower: Annotated[float | None, SHARE] = None
-    """Lower confidence bound, at alpha, of the part of the compared answers that agree; below: hold. Sequential mode
-    has the series of mismatches in addition."""
+    """Minimum of the lower confidence bound, at alpha, of the fraction of compared answers that agree; less causes a
+    hold. In sequential mode it applies in addition to the series of mismatches."""
     max_output_length_change: Annotated[float | None, Range(0, 10)] = 0.2
-    """Change of the mean number of output tokens of pairs, as a part and in either direction; beyond: hold."""
+    """Maximum relative change of the mean number of output tokens, in either direction; more causes a hold."""
     numeric_tolerances: tuple[Tolerance, ...] = ()
-    """Rules for vectors: absolute, relative, and the model, backend and accelerator that they hold for."""
+    """Rules for vectors: absolute and relative tolerance, and the model, backend and accelerator to which they
+    apply."""
     alpha: Annotated[float, Range(1e-6, 0.5)] = 0.05
-    """In sequential mode: chance of a wrong rollback, and of a wrong promotion."""
+    """In sequential mode: maximum probability of a wrong rollback, and of a wrong promotion."""
     tolerance: Annotated[float, Range(0, 10)] = 0.02
-    """In sequential mode: regression of latency, as a part, from which drift is reported."""
+    """In sequential mode: relative regression of latency above which drift is reported."""
     margin: Annotated[float, Range(1e-6, 0.99)] = 0.05
-    """In sequential mode: regression of the mean latency, time to the first token or gap between tokens, as a part,
-    from which there is a rollback; what is certainly below is promoted."""
+    """In sequential mode: maximum relative regression of the mean latency, time to the first token or gap between
+    tokens. A certainly larger one causes a rollback; a promotion needs a certainly smaller one."""
     tail_margin: Annotated[float, Range(0.01, 90)] = 5.0
-    """In sequential mode: increase, in percentage points, of the answers beyond the baseline's 95th percentile of
-    latency (of which the baseline has 5 %), from which there is a rollback."""
+    """In sequential mode: maximum increase of the fraction of answers beyond the baseline's 95th percentile of latency
+    (5 % of the baseline's answers), in percentage points; more causes a rollback."""
     error_margin: Annotated[float, Range(0.01, 50)] = 1.0
-    """In sequential mode: increase of the error rate, in percentage points, from which there is a rollback."""
+    """In sequential mode: maximum increase of the error rate, in percentage points; more causes a rollback."""
     missing_margin: Annotated[float, Range(0.01, 50)] = 1.0
-    """In sequential mode: records that the candidate lacks less those that the baseline lacks, in percentage points;
-    what is not certainly below is not promoted."""
+    """In sequential mode: maximum rate of records that only the candidate lacks minus those that only the baseline
+    lacks, in percentage points. A promotion needs a certainly smaller rate."""
     mismatch_margin: Annotated[float, Range(0.01, 50)] = 1.0
-    """In sequential mode, of engines that do not guarantee equal answers: mismatches beyond those of a second baseline,
-    in percentage points, from which there is a rollback."""
+    """In sequential mode, for engines that do not guarantee equal answers: maximum increase of the mismatch rate over
+    that of a second baseline, in percentage points; more causes a rollback."""
     burst_pairs: Annotated[int, Range(1, 10_000)] = 5
-    """In sequential mode: failures may come in bursts of so many pairs, of which none may have been seen yet."""
+    """In sequential mode: assumed maximum length of a burst of failures, in pairs, even if no burst was seen yet."""
     warmup_pairs: Annotated[int, Range(0, 1_000_000)] = 500
-    """In sequential mode: a warm-up or a slow spell may last for so many pairs. Times are not judged before; first
-    pairs that are slower than the later ones are excluded; promotion takes five times as many."""
+    """In sequential mode: assumed maximum length of a warm-up or a slow period, in pairs. Times are not judged earlier.
+    First pairs that are slower than the later ones are excluded. A promotion takes at least five times as many
+    pairs."""
     owners: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Who looks after a signal, by patterns of its name or of name/segment; the last one that fits counts."""
+    """Owners of signals by patterns of the signal's name or of name/segment; the last matching pattern counts."""
 
     def __post_init__(self) -> None:
         check_options(self, lambda message: EvidenceError(f"policy: {message}"))
@@ -120,23 +125,23 @@ class Policy:
             raise EvidenceError(f"policy: tolerance {self.tolerance:g} is above margin {self.margin:g}")
         if self.outputs is not None and self.outputs not in ("exact", "numeric", "ignore") and not self.agreement_field:
             raise EvidenceError(
-                f"policy: outputs is {self.outputs!r}; it is exact, numeric, agreement(FIELD) or ignore"
+                f"policy: outputs is {self.outputs!r}; it must be exact, numeric, agreement(FIELD) or ignore"
             )
 
     @property
     def compares_vectors(self) -> bool:
-        """True if vectors decide where both answers have one, whatever else they hold."""
+        """True if vectors are compared whenever both answers have one, even if they also have tokens."""
         return self.outputs == "numeric"
 
     @property
     def agreement_field(self) -> str:
-        """The field that answers have to agree in; empty: another sameness counts."""
+        """Field of the answers that is compared; empty if outputs is not agreement(FIELD)."""
         text = self.outputs or ""
         return text[len(AGREEMENT) : -1].strip() if text.startswith(AGREEMENT) and text.endswith(")") else ""
 
 
 def digest_of(policy: Policy) -> str:
-    """Digest of all fields, 16 hex digits."""
+    """Digest of all fields, with 16 hex digits."""
     return hashlib.sha256(msgspec.json.encode(policy, order="sorted")).hexdigest()[:16]
 
 
@@ -144,54 +149,54 @@ FIELD_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(
 
 
 class Layer(NamedTuple):
-    """Fields of a policy that one source sets."""
+    """Fields of a policy from one source."""
 
     name: str
-    """What the source is called in messages."""
+    """Name of the source in messages."""
     fields: Mapping[str, Any] | None
     lines: Mapping[str, int] = {}
-    """The line of each path, where it is a file."""
+    """Line of each field, if the source is a file."""
 
-    def place(self, field: str) -> str:
-        """The source of a field, with its line."""
+    def location(self, field: str) -> str:
+        """Name of the source, with the line of a field."""
         return f"{self.name}, line {self.lines[field]}" if field in self.lines else self.name
 
 
 def policy_of(*layers: Layer) -> Policy:
-    """A policy from what its sources set, later ones over earlier ones.
+    """Policy from several sources. Later sources override earlier ones.
 
     Raises:
-        EvidenceError: a name or a value that no policy has.
+        EvidenceError: a source has an unknown field or an invalid value.
     """
     values: dict[str, Any] = {}
-    places: dict[str, str] = {}
+    locations: dict[str, str] = {}
     types = option_types(Policy)
     for layer in layers:
         if layer.fields is None:
             continue
         if not isinstance(layer.fields, Mapping):
-            raise EvidenceError(f"{layer.name}: the policy is no object of fields")
+            raise EvidenceError(f"{layer.name}: the policy must be a mapping of fields")
         for name, value in layer.fields.items():
-            place = layer.place(name)
+            location = layer.location(name)
             if name not in types:
-                question = did_you_mean(str(name), FIELD_NAMES) or f"there are {listed(FIELD_NAMES)}"
-                raise EvidenceError(f"{place}: the policy has no field {name!r}; {question}")
+                question = did_you_mean(str(name), FIELD_NAMES) or f"the fields are {listed(FIELD_NAMES)}"
+                raise EvidenceError(f"{location}: the policy has no field {name!r}; {question}")
             if not types[name].fits(value):
                 hint = did_you_mean(str(value), types[name].words)
                 right = f"{types[name].right(value)}{hint and '; '}{hint}"
-                raise EvidenceError(f"{place}: {name} is {value!r}; it must be {right}")
-            values[name], places[name] = value, place
+                raise EvidenceError(f"{location}: {name} is {value!r}; it must be {right}")
+            values[name], locations[name] = value, location
     try:
         return msgspec.convert(values, Policy)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$.")
         field = path.partition("`")[0]
-        place = places.get(re.split(r"[.\[]", field)[0], "policy")
-        raise EvidenceError(f"{place}: {field}: {text}" if field else f"{place}: {text}") from None
+        location = locations.get(re.split(r"[.\[]", field)[0], "policy")
+        raise EvidenceError(f"{location}: {field}: {text}" if field else f"{location}: {text}") from None
 
 
-def with_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """``FIELD=VALUE`` texts as fields; values are read as YAML."""
+def parsed_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Fields from ``FIELD=VALUE`` texts. Values are parsed as YAML."""
     from lockstep.yaml_reading import read_plain
 
     found: dict[str, Any] = {}
@@ -202,5 +207,5 @@ def with_settings(settings: Sequence[str]) -> dict[str, Any]:
         try:
             found[name.strip()] = read_plain(value, "")[0]
         except ConfigError:
-            raise EvidenceError(f"--set {text!r}: {value!r} is no value; quote it as in YAML") from None
+            raise EvidenceError(f"--set {text!r}: {value!r} is not a valid YAML value; quote it") from None
     return found

@@ -1,6 +1,6 @@
-"""Input files to tables of observations: the content of a file shows its format, and DuckDB reads it.
+"""Reader of input files: detects a file's format by its content and loads it as a table of observations with DuckDB.
 
-Lines, CSV and Parquet are streamed and may have any size; a file that is one JSON document has a maximum size.
+JSON lines, CSV and Parquet are streamed and may have any size. A file that is one JSON document has a maximum size.
 """
 
 from __future__ import annotations
@@ -22,41 +22,46 @@ from lockstep.release.observation import FIELDS, NAMES, SIDES, Side
 from lockstep.release.store import Store, quoted, sentence_of
 from lockstep.spelling import did_you_mean, listed
 
-_PLACE = re.compile(r'Malformed JSON in file ".*", at byte (\d+) in line \d+: ')
+_BYTE = re.compile(r'Malformed JSON in file ".*", at byte (\d+) in line \d+: ')
 _CSV_LINE = re.compile(r"CSV Error on Line: (\d+)(?:; )?")
 LARGE = {field.name for field in FIELDS if field.type.endswith("[]")} | {"text"}
 OBSERVATION = "STRUCT(" + ", ".join(f'"{field.name}" {field.type}' for field in FIELDS) + ")"
 SHARED: Mapping[str, str] = {field.name: field.type for field in FIELDS if field.name != "side"}
-"""Fields of a pair that hold for both of its sides."""
+"""Fields that a pair may define once for both sides, with their types."""
 MAX_NAMES = 1_000
-"""Names of members that are looked at in a file."""
+"""Maximum number of member names that are checked in a file."""
 PAIR: Mapping[str, str] = {**SHARED, "baseline": OBSERVATION, "candidate": OBSERVATION}
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file as it was read."""
+    """Input file after it was read."""
 
     path: Path
     format: str
     side: Side | None
-    """None: it holds both."""
+    """Side of the observations; None: the file holds both sides."""
     num_rows: int
     unread: tuple[str, ...] = ()
-    """Members of its records that no field of an observation is made of, sorted."""
+    """Names of record members that were ignored because no field of an observation uses them, sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """Records that DuckDB can read: a table function, and the columns that are wanted of it."""
+    """Records that DuckDB can read with a table function."""
 
     content: Content
     columns: Mapping[str, str]
+    """Types of the columns to read, by name."""
     path: Path
-    """Of its lines, or of the file itself."""
+    """File that DuckDB reads: the input file, or a file of JSON lines that was written from it."""
 
     def table(self, columns: Mapping[str, str] | None = None) -> str:
-        """SQL of the table; with some of its columns only."""
+        """SQL of the table.
+
+        Args:
+            columns: columns to read; None: `columns` of this object.
+        """
         wanted = self.columns if columns is None else columns
         typed = "{" + ", ".join(f"{quoted(name)}: {quoted(kind)}" for name, kind in wanted.items()) + "}"
         path = quoted(str(self.path))
@@ -75,24 +80,24 @@ class _Records:
         )
 
     def _all(self, wanted: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-        """The columns of a CSV in its order, those that are not wanted as text."""
+        """All columns of a CSV file in file order, with their types; columns that are not requested are text."""
         return ((name, wanted.get(name, "VARCHAR")) for name in self.content.records[0])
 
 
 def read(
     store: Store, path: Path, side: Side | None, given: Path | None = None
 ) -> tuple[Source, dict[str, Any] | None]:
-    """Read a file as the view of its side, or of both.
+    """Read a file and create a view of the store for its side, or for each side.
 
     Args:
-        side: the side of the file; None: the file itself has both, as pairs, as two lists, or by a field.
-        given: the file's name in messages and in the source, if it is a copy of another.
+        side: side of the file; None: the file holds both sides, as pairs, as two lists, or with a field ``side``.
+        given: path of the original file, for messages and the source, if `path` is a copy.
 
     Returns:
-        What it was, and the policy that it holds, if any.
+        Description of the file, and the policy that it contains, if any.
 
     Raises:
-        EvidenceError: it cannot be read, is empty, or of an unknown version.
+        EvidenceError: the file cannot be read, is empty, or has an unsupported version.
     """
     sides = SIDES if side is None else (side,)
     copy, path = path, given or path
@@ -104,7 +109,7 @@ def read(
     first = next((each for each in content.records if each.keys() - {"policy"}), {})
     unread: tuple[str, ...] = ()
     if not is_table and side is not None and first.keys() & {*SIDES, "pairs"}:
-        raise EvidenceError(f"{path}: holds both sides; give it alone")
+        raise EvidenceError(f"{path}: contains both sides; pass it as the only file")
     try:
         policy = None if is_table else _policy(content)
         if content.kind == "document" and any(_is_list(first.get(each)) for each in SIDES):
@@ -121,7 +126,7 @@ def read(
         raise EvidenceError(f"{path}: {error}") from None
     count = sum(store.number(f"SELECT count(*) FROM {each}") for each in sides)
     if not count:
-        raise EvidenceError(f"{path}: no observation in it")
+        raise EvidenceError(f"{path}: contains no observations")
     return Source(path, name, side, count, unread), policy
 
 
@@ -130,7 +135,7 @@ def _policy(content: Content) -> dict[str, Any] | None:
     if isinstance(value, msgspec.Raw):
         value = msgspec.json.decode(value)
     if value is not None and not isinstance(value, dict):
-        raise EvidenceError(f"{content.given}: its policy is no object of fields")
+        raise EvidenceError(f"{content.given}: policy must be a JSON object")
     return value
 
 
@@ -142,7 +147,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _read_lists(store: Store, content: Content, document: Members) -> tuple[str, ...]:
-    """A document with a list of observations for each side; one that is absent is empty."""
+    """Read a document with a list of observations for each side, and return `Source.unread`. A missing one is empty."""
     names: set[str] = set()
     for side in SIDES:
         items = items_of(document[side], side) if side in document else []
@@ -155,7 +160,8 @@ def _read_lists(store: Store, content: Content, document: Members) -> tuple[str,
 
 
 def _read_pairs(store: Store, content: Content, first: Members) -> tuple[str, ...]:
-    """Pairs of observations, a document of them or one a line; what stands beside both sides holds for both."""
+    """Read pairs of observations, as one document or one pair per line, and return `Source.unread`. Members of a pair
+    apply to both of its sides."""
     path = content.path
     if content.kind != "lines":
         value = content.path.read_bytes() if content.kind == "list" else first.get("pairs")
@@ -175,11 +181,15 @@ def _read_pairs(store: Store, content: Content, first: Members) -> tuple[str, ..
 
 
 def _read_format(store: Store, content: Content, found: Format, sides: tuple[Side, ...]) -> Path:
-    """Read records of one format, of one side, or of both if each record has its side; returns their file."""
+    """Read records of one format, for one side, or for both sides if each record has a field ``side``.
+
+    Returns:
+        File that DuckDB read.
+    """
     is_shared = len(sides) > 1
     if is_shared and found is not OWN:
         raise EvidenceError(
-            f"{content.given}: {found.tool}: it holds one side only; give two files, the baseline's and the candidate's"
+            f"{content.given}: {found.tool}: this format has one side only; pass two files: baseline, then candidate"
         )
     name = "both" if is_shared else sides[0]
     records = _Records(content, found.columns, _lines(store, content, found, name))
@@ -201,7 +211,7 @@ def _read_format(store: Store, content: Content, found: Format, sides: tuple[Sid
 
 
 def _lines(store: Store, content: Content, found: Format, name: str) -> Path:
-    """The file that holds the records, a line each."""
+    """File of JSON lines with the records. The input file is returned if it already has this layout."""
     path = store.folder / f"{name}.jsonl"
     if found.layout == "log":
         with content.path.open("rb") as file:
@@ -219,20 +229,20 @@ def _lines(store: Store, content: Content, found: Format, name: str) -> Path:
 
 
 def _format_of(content: Content) -> Format:
-    """The format whose members a record has, the first record that is of any.
+    """Format of a file, identified by the members of its first record that matches a format.
 
     Raises:
-        EvidenceError: of none, or of a version that lacks what is needed.
+        EvidenceError: the format is unknown, or its version lacks a required member.
     """
     for record in content.records:
         for each in FORMATS:
-            if not all(name in record for name in each.tells) or (content.fault and each.layout != "log"):
+            if not all(name in record for name in each.markers) or (content.fault and each.layout != "log"):
                 continue
             if each.layout in ("arrays", "benchmarks") and content.kind != "document":
-                raise EvidenceError(f"{content.given}: several runs of {each.tool}; give a file of one")
-            missing = next((name for name in each.needs if not _has(_first_record(record, each), name)), None)
+                raise EvidenceError(f"{content.given}: contains several runs of {each.tool}; pass a file with one run")
+            missing = next((name for name in each.required if not _has(_first_record(record, each), name)), None)
             if missing is not None:
-                advice = f"; {each.hint}" if each.hint else "; its version is not known here"
+                advice = f"; {each.hint}" if each.hint else "; this version of the format is not supported"
                 raise EvidenceError(f"{content.given}: looks like {each.tool}, but has no {missing}{advice}")
             return each
     if content.fault:
@@ -242,37 +252,41 @@ def _format_of(content: Content) -> Format:
         near = (did_you_mean(name, NAMES) for name in list(members)[:8])
         question = next((f"; {text}" for text in near if text), "")
         raise EvidenceError(
-            f"{content.given}: of no known format; its first record has {listed(list(members)) or 'nothing'}{question}"
+            f"{content.given}: unknown format; the first record has {listed(list(members)) or 'no members'}{question}"
         )
     return OWN
 
 
 def _parquet_types(store: Store, content: Content) -> dict[str, str]:
-    """Types of the columns by their names.
+    """Types of the columns of a Parquet file, by name.
 
     Raises:
         EvidenceError: the file is damaged, or no column is a field of an observation.
     """
     query = f"DESCRIBE SELECT * FROM read_parquet({quoted(str(content.path))})"
-    if told := store.fault(query):
-        told = told.replace(str(content.path), str(content.given))
-        raise EvidenceError(f"{content.given}: not whole, or damaged: {told}")
+    if message := store.fault(query):
+        message = message.replace(str(content.path), str(content.given))
+        raise EvidenceError(f"{content.given}: incomplete or damaged: {message}")
     types = {name: kind for name, kind, *_ in store.rows(query)}
     if not types.keys() & set(NAMES):
         found = f"none of its columns ({listed(list(types))}) is a field of an observation"
-        raise EvidenceError(f"{content.given}: {found}; those are {listed(NAMES)}")
+        raise EvidenceError(f"{content.given}: {found}; the fields are {listed(NAMES)}")
     return types
 
 
 def _first_record(record: Members, found: Format) -> Any:
-    """The first record to which a format's ``needs`` apply."""
+    """First record that is checked for a format's required members."""
     if found.layout != "benchmarks":
         return record
     return next((msgspec.json.decode(line) for line in lines_of(record, found)), None)
 
 
 def _has(record: Any, name: str) -> bool:
-    """True if a record has a member, looked for in the first entry of lists."""
+    """True if a record has a member. Of a list, only the first entry is checked.
+
+    Args:
+        name: path of the member, with dots between the levels.
+    """
     if isinstance(record, msgspec.Raw):
         record = msgspec.json.decode(record)
     first, _, rest = name.partition(".")
@@ -284,7 +298,7 @@ def _has(record: Any, name: str) -> bool:
 
 
 def _names_in(store: Store, lines: Path, *members: str) -> set[str]:
-    """Names of the members of all records of a file of lines, and of what these members of a record hold."""
+    """Member names of all records of a file of JSON lines, including the member names of the given `members`."""
     objects = f"read_json_objects({quoted(str(lines))}, format = 'newline_delimited',"
     names = " UNION ALL ".join(
         f"SELECT unnest(json_keys(json, '{path}')) AS name FROM records"
@@ -300,16 +314,16 @@ def _names_in(store: Store, lines: Path, *members: str) -> set[str]:
 
 
 def _unread(content: Content, found: Iterable[str]) -> tuple[str, ...]:
-    """Names that are no fields.
+    """Names that are not fields of an observation, sorted.
 
     Raises:
-        EvidenceError: one is nearly a field's name.
+        EvidenceError: a name looks like a misspelled field.
     """
     names = sorted(set(found) - {*NAMES, "policy"})
     for name in names:
         question = did_you_mean(name, NAMES)
         if question and len(name) > 2:
-            raise EvidenceError(f"{content.given}: an observation has the field {name!r}, which is unknown; {question}")
+            raise EvidenceError(f"{content.given}: unknown field {name!r} of an observation; {question}")
     return tuple(names)
 
 
@@ -317,7 +331,7 @@ def _unread(content: Content, found: Iterable[str]) -> tuple[str, ...]:
 
 
 def _keep(store: Store, records: _Records, name: str, fields: Mapping[str, str], found: Format = OWN) -> str:
-    """Write the fields of records into a file that can be read again and again, column by column; SQL of its table."""
+    """Write the fields of records to a column-oriented file for later queries, and return the SQL of its table."""
     try:
         return store.save(_query(records, fields, found), name)
     except EvidenceError as error:
@@ -347,7 +361,7 @@ def _view(
 
 
 def _absent(store: Store, table: str, fields: Mapping[str, str]) -> set[str]:
-    """Fields that no record has: what is made of them need not be computed."""
+    """Large fields that no record has, so that nothing is computed from them."""
     return {
         name
         for name in LARGE & fields.keys()
@@ -358,24 +372,27 @@ def _absent(store: Store, table: str, fields: Mapping[str, str]) -> set[str]:
 def _check_sides(
     store: Store, content: Content, table: str, fields: Mapping[str, str], sides: tuple[Side, ...]
 ) -> None:
-    """Refuse observations that are of no side, or of the other one."""
+    """Reject observations that have no side or the wrong one."""
     if "side" not in fields:
         if len(sides) > 1:
-            right = "give two files, the baseline's and the candidate's, or a field side"
-            raise EvidenceError(f"{content.given}: its observations have no side; {right}")
+            advice = "pass two files (baseline, then candidate), or add a field side"
+            raise EvidenceError(f"{content.given}: the observations have no side; {advice}")
         return
     known = ", ".join(f"'{side}'" for side in sides)
     wrong = "side IS NULL OR" if len(sides) > 1 else "side IS NOT NULL AND"
     [found] = store.rows(f"SELECT count(*), min(side) FROM {table} WHERE {wrong} side NOT IN ({known})")
     if found[0]:
-        told = f"{found[0]:,} observations" + (f" say of their side {found[1]!r}" if found[1] else " have no side")
-        advice = "" if found[1] else "; or give two files, one of each"
-        right = " or ".join(sides) + advice if len(sides) > 1 else f"it is given as the {sides[0]}'s file"
-        raise EvidenceError(f"{content.given}{_place_of_side(content, sides)}: {told}; {right}")
+        message = f"{found[0]:,} observations have " + (f"the side {found[1]!r}" if found[1] else "no side")
+        advice = "" if found[1] else ", or pass two files, one for each side"
+        if len(sides) > 1:
+            expected = f"the side must be {' or '.join(sides)}{advice}"
+        else:
+            expected = f"the file was passed as the {sides[0]}"
+        raise EvidenceError(f"{content.given}{_line_of_wrong_side(content, sides)}: {message}; {expected}")
 
 
-def _place_of_side(content: Content, sides: tuple[Side, ...]) -> str:
-    """``:LINE`` of the first line without a right side; empty: the file has no line for each observation."""
+def _line_of_wrong_side(content: Content, sides: tuple[Side, ...]) -> str:
+    """``:LINE`` of the first line without a valid side; empty if the file does not have one observation per line."""
     if content.kind != "lines" or content.fault:
         return ""
     right = sides if len(sides) > 1 else (*sides, None)
@@ -386,19 +403,19 @@ def _place_of_side(content: Content, sides: tuple[Side, ...]) -> str:
 
 
 def _check_types(store: Store, records: _Records) -> None:
-    """Refuse columns of a table that are of another kind than their fields: texts in place of numbers."""
+    """Reject columns of a table whose type does not match their field, such as text instead of numbers."""
     types = records.content.records[0]
     for name, kind in records.columns.items():
         is_text = types[name].startswith("VARCHAR") and kind != "VARCHAR"
         if is_text or store.fault(f"SELECT CAST(CAST(NULL AS {types[name]}) AS {kind})"):
-            raise EvidenceError(f"{records.content.given}: {name} is {types[name]}; it has to be {_words(kind)}")
+            raise EvidenceError(f"{records.content.given}: {name} is {types[name]}; it must be {_words(kind)}")
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def _located(store: Store, records: _Records, fields: Mapping[str, str], found: Format, error: EvidenceError) -> str:
-    """The message on records that cannot be read: ``FILE:LINE: message`` where they are lines of the given file."""
+    """Error message for records that cannot be read, as ``FILE:LINE: message`` if they are lines of the input file."""
     cause = error.__cause__ or error
     part = replace(records, path=store.folder / "part.jsonl")
     query, last = _query(part, fields, found), cause
@@ -415,46 +432,53 @@ def _located(store: Store, records: _Records, fields: Mapping[str, str], found: 
     content = records.content
     number = None if content.kind == "csv" else first_bad_line(records.path, part.path, is_bad)
     if number is None:
-        told = _fault(store, records, fields, _rows(records, found), cause)
-        in_csv = _CSV_LINE.search(told)
-        place = f":{in_csv[1]}" if in_csv else ""
-        return f"{content.given}{place}: {_CSV_LINE.sub('', told)}"
-    told = _fault(store, part, fields, _rows(part, found), last)
+        message = _fault(store, records, fields, _rows(records, found), cause)
+        in_csv = _CSV_LINE.search(message)
+        line = f":{in_csv[1]}" if in_csv else ""
+        return f"{content.given}{line}: {_CSV_LINE.sub('', message)}"
+    message = _fault(store, part, fields, _rows(part, found), last)
     if found.layout == "log":
         number = _line_of_record(content.path, number)
     elif records.path != content.path:
-        return f"{content.given}: record {number}: {told}"
-    return f"{content.given}:{number}: {told}"
+        return f"{content.given}: record {number}: {message}"
+    return f"{content.given}:{number}: {message}"
 
 
 def _line_of_record(path: Path, record: int) -> int:
-    """Number of the line of a log that holds its n-th record."""
+    """Line number of the n-th record of a log."""
     with path.open("rb") as file:
         numbers = (number for number, line in enumerate(file, 1) if line.startswith(b"{"))
         return next(islice(numbers, record - 1, None))
 
 
 def _fault(store: Store, records: _Records, fields: Mapping[str, str], rows: str, error: BaseException) -> str:
-    """DuckDB's message, with the name of the member or the field that it is about."""
-    told = sentence_of(error, {records.path: records.content.given, records.content.path: records.content.given})
-    if "Malformed" in told:
-        return "not JSON, or not whole: " + _PLACE.sub(r"at byte \1: ", told)
-    if "maximum_object_size" in told:
-        return f"a line of more than {MAX_LINE_BYTES >> 20} MiB, which is too long for an observation"
+    """DuckDB's message, preceded by the name of the member or field that causes it."""
+    message = sentence_of(error, {records.path: records.content.given, records.content.path: records.content.given})
+    if "Malformed" in message:
+        return "invalid or truncated JSON: " + _BYTE.sub(r"at byte \1: ", message)
+    if "maximum_object_size" in message:
+        return f"the line is longer than {MAX_LINE_BYTES >> 20} MiB, the maximum size of an observation"
     anything = next(iter(records.columns))
     if store.fault(f'SELECT count("{anything}") FROM {records.table({anything: "VARCHAR"})}'):
-        return _value(told)  # of no field: a record is none
+        return _value(message)  # no field is at fault: the line is not a record
     reads = (
-        (f"{label} has to be {_words(kind)}", f'SELECT count("{name}") FROM {records.table({name: read_as})}')
+        (f"{label} must be {_words(kind)}", f'SELECT count("{name}") FROM {records.table({name: read_as})}')
         for name, label, read_as, kind in _parts(records.columns)
     )
-    makes = ((f"{name} cannot be made of it", f"SELECT count({text}) FROM {rows}") for name, text in fields.items())
+    makes = (
+        (f"{name} cannot be computed from this record", f"SELECT count({text}) FROM {rows}")
+        for name, text in fields.items()
+    )
     found = ((words, store.fault(query)) for words, query in (*reads, *makes))
-    return next((f"{words}: {_value(fault)}" for words, fault in found if fault), told)
+    return next((f"{words}: {_value(fault)}" for words, fault in found if fault), message)
 
 
 def _parts(columns: Mapping[str, str]) -> Iterable[tuple[str, str, str, str]]:
-    """Columns, a part for each field of one of observations: name, words, type to read it as, type of the part."""
+    """Parts of columns that can be checked one by one. A column of observations has one part per field.
+
+    Returns:
+        For each part: the column, its name for messages, the type to read the column as, and the type of the part.
+    """
     for name, kind in columns.items():
         if kind == OBSERVATION:
             for field in FIELDS:
@@ -471,5 +495,5 @@ def _words(kind: str) -> str:
 
 
 def _value(message: str) -> str:
-    """DuckDB's message, from the value on."""
+    """DuckDB's message without the file and line at its beginning."""
     return re.sub(r'^.*? in file ".*", in line \d+: ', "", message)

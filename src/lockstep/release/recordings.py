@@ -140,7 +140,7 @@ def _opened(path: Path) -> Trace:
         raise EvidenceError(str(error)) from error
     if trace.num_runs > 1:
         raise EvidenceError(
-            f"{path}: {trace.num_runs} runs were recorded there; name the files of one, or a folder of it"
+            f"{path}: contains {trace.num_runs} runs; pass the files of one run, or a folder with one run"
         )
     return trace
 

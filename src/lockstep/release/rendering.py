@@ -1,4 +1,4 @@
-"""Verdicts as the one report document, for terminal, Markdown and page, and as JUnit for continuous integration."""
+"""Rendering of verdicts: converts them to a report document (terminal, Markdown, HTML page) and to JUnit for CI."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ SERIES_STATES = ("outside", "changing", "undecided", "no-evidence", "within")
 
 
 def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
-    """A verdict as a report.
+    """Report document of a verdict.
 
     Args:
-        plots: for a page, between figures and records.
+        plots: plots of an HTML page, placed before the records.
     """
     sections = [
         Section("Triage", tuple(map(_item, verdict.triage)), id="triage"),
@@ -81,7 +81,7 @@ def _advice(verdict: Verdict) -> Iterator[str]:
 
 
 def _item(item: Triage) -> Finding:
-    """One item of the triage: its evidence, its owner and action, and requests that show it."""
+    """Triage item with its evidence, owner, action and example requests."""
     response = "prediction" if item.response == Decision.PROMOTE else item.response
     reasons = (f"for {item.owner}: {item.action}", *_requests(item))
     return Finding(f"{response}: {item.evidence}{_where(item.segment)}", reasons)
@@ -96,7 +96,7 @@ def _where(segment: str) -> str:
 
 
 def _basis(verdict: Verdict) -> Finding:
-    """Counts of pairs and answers, with the kind of evidence and its guarantee."""
+    """Counts of pairs and answers, with the kind of evidence and the guarantee."""
     summary = verdict.summary
     found = ", ".join(f"{getattr(summary, kind):,} {kind}" for kind in ANSWERS if getattr(summary, kind))
     counts = f"{summary.pairs:,} pairs, {summary.healthy:,} of them answered by both sides; answers: {found or 'none'}"
@@ -125,7 +125,7 @@ def _figures(summary: SegmentSummary) -> Table:
 
 
 def _series(verdict: Verdict) -> Table:
-    """Series of the sequential gate, those that are not within first."""
+    """Table of the sequential gate's series; series that are not within their bounds come first."""
     columns = (*words("series", "segment", "state"), *changes("mean", "at least", "at most", "bound"))
     table = Table("Evidence at the last look", columns, id="series")
     ranked = sorted(verdict.series, key=lambda each: SERIES_STATES.index(each.state))
@@ -157,7 +157,7 @@ def _segments(verdict: Verdict) -> Table:
 
 
 def _decisions(decisions: Mapping[str, Any]) -> Iterator[Block]:
-    """Differing settings, the first differing step, and the predicted figures of each engine of two recordings."""
+    """Different settings, first differing step and predicted figures, for each engine of two recordings."""
     for engine in decisions["engines"]:
         settings = [f"{name}: {a} -> {b}" for name, (a, b) in engine["settings"].items()]
         difference, prediction = engine["difference"], engine["prediction"]
@@ -219,7 +219,7 @@ def _sides(verdict: Verdict) -> Table | Paragraph:
 
 
 def to_junit(verdict: Verdict) -> bytes:
-    """A test suite with a case per signal that is outside policy, and one for the decision."""
+    """JUnit test suite with one test case per signal, and one for the decision."""
     suite = ElementTree.Element("testsuite", name="lockstep gate", tests=str(len(verdict.signals) + 1), errors="0")
     suite.set("failures", str(len(verdict.signals) + (verdict.decision is not Decision.PROMOTE)))
     case = ElementTree.SubElement(suite, "testcase", classname="gate", name="decision")

@@ -1,18 +1,17 @@
-"""Sequential gate: non-inferiority of every series, valid at every look.
+"""Sequential gate: tests non-inferiority of every series, valid at every look (interim analysis).
 
-Each series (`lockstep.release.series`) is judged by `lockstep.release.statistics`: its mean is above its bound with
-certainty, or below it with certainty, or there is no decision yet. All series share one order, that of arrivals, and
-one set of looks.
+`lockstep.release.statistics` judges each series (`lockstep.release.series`): its mean is certainly above its bound,
+certainly below it, or undecided. All series have the same order, that of arrivals, and the same looks.
 
-- **Rollback** is by e-BH over all series, at each look. The first look that rejects is a stopping time, so the rejected
-  series have a false discovery rate of at most alpha there; where no series is above its bound, that is the chance of a
-  rollback at any look. The decision is latched: the verdict of a batch is rollback if that of any look before its end
-  would be. Series that are rejected at the last look are named as well, which has the same rate, so at most twice alpha
-  for both.
-- **Promotion** is by intersection and union: every series has to be below its bound with certainty alpha at the last
-  look. That needs no correction: a wrong promotion is wrong in one series at least, and that one alone has a chance
-  of alpha.
-- What is certain neither way holds.
+- **Rollback** is decided by e-BH over all series, at each look. The first look that rejects a series is a stopping
+  time, so the series rejected there have a false discovery rate of at most alpha. If no series is above its bound, this
+  is the probability of a rollback at any look. The decision is latched: the verdict of a batch is rollback if any
+  earlier look would have rolled back. The verdict also names the series that are rejected at the last look. They have
+  the same rate, so the total is at most twice alpha.
+- **Promotion** is decided by an intersection-union test: at the last look every series must be below its bound at level
+  alpha. No correction is needed: a wrong promotion is wrong for at least one series, and the probability of that error
+  is at most alpha.
+- If neither is certain, the decision is hold.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.release.memory import TimesTrack, beside, track_times
+from lockstep.release.memory import TimesTrack, track_times, without_changing
 from lockstep.release.policy import Policy
 from lockstep.release.series import RATIOS, TIMES, Series
 from lockstep.release.statistics import (
@@ -42,11 +41,11 @@ from lockstep.release.verdict import ALL, CurvePoint, Decision, SeriesSummary, S
 from lockstep.shown import signed_percent
 
 BLOCKS_PER_BURST = 2
-"""A bet is on so many times the longest burst: what is left of one in the next block is little."""
+"""Length of a betting block, in lengths of the longest burst. A burst then rarely extends far into the next block."""
 MAX_CURVE = 64
-"""Looks of a series that a verdict shows."""
+"""Maximum number of looks of a series in a verdict."""
 MAX_NAMED = 3
-"""Undecided series that are named in a sentence."""
+"""Maximum number of undecided series that a sentence names."""
 WORDS = {
     **{signal: metric.words for signal, metric in RATIOS.items()},
     "latency-tail": "the share of answers beyond the baseline's p95 latency",
@@ -56,43 +55,43 @@ WORDS = {
     "logprob-gap": "the gap of log-probabilities",
     "missing-pairs": "the share of records that the candidate lacks",
 }
-"""Series in words, by signal."""
+"""Name of each series for sentences, by signal."""
 OPEN = ("undecided", "changing", "no-evidence")
 """States of series that are neither outside nor within."""
 MOST_PAIRS = 10_000_000
-"""Where more would be needed, the report states that no traffic suffices."""
+"""If a series needs more pairs than this, the report states that more traffic would not decide it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Results of following series, at each look (the last axis of all arrays)."""
+    """Results of all series at each look. The last axis of all arrays is the looks."""
 
     num_pairs: int
     looks: Looks
     series: tuple[Series, ...]
     tracks: tuple[Track, ...]
     times: tuple[TimesTrack | None, ...]
-    """Of series of times: what was excluded, and whether they change."""
+    """Excluded warm-up and detected changes of each series of times; None for other series."""
     rejected: Bools
-    """Shape (..., series, looks): certainly above its bound, whatever else is followed."""
+    """Shape (..., series, looks). True: the series is certainly above its bound, corrected for the number of series."""
     is_rolled_back: Bools
-    """Shape (..., looks): a series is rejected, at this look or before."""
+    """Shape (..., looks). True: a series was rejected at this look or before."""
     is_promoted: Bools
-    """Shape (..., looks): every series is certainly below its bound, and there was no rollback."""
+    """Shape (..., looks). True: every series is certainly below its bound, and there was no rollback."""
 
 
 def follow(policy: Policy, series: Sequence[Series], num_pairs: int, looks: Looks | None = None) -> Findings:
-    """Follow series to the end of the pairs.
+    """Evaluate all series at every look, up to the last pair.
 
     Args:
-        num_pairs: of all series together: what their places count.
-        looks: numbers of pairs at which is looked; None: as often as it is worth.
+        num_pairs: number of all pairs, to which the places of each series refer.
+        looks: numbers of pairs at which to evaluate; None: `looks_of`.
     """
     looks = looks_of(num_pairs) if looks is None else looks
     counts = [np.searchsorted(each.places, looks) for each in series]
     times = _times_of(policy, series, counts, looks)
     tracks = tuple(_track_of(policy, *each) for each in zip(series, counts, times, strict=True))
-    # A segment that is small yet neither burdens the others nor holds them back.
+    # A segment that is still small neither counts as a hypothesis nor prevents a promotion.
     is_there = np.array(
         [c >= (1 if s.segment == ALL else policy.min_pairs) for s, c in zip(series, counts, strict=True)]
     )
@@ -111,7 +110,7 @@ def follow(policy: Policy, series: Sequence[Series], num_pairs: int, looks: Look
 def _times_of(
     policy: Policy, series: Sequence[Series], counts: Sequence[Looks], looks: Looks
 ) -> tuple[TimesTrack | None, ...]:
-    """Series of times at each look; None for the others."""
+    """Tracks of the series of times; None for other series."""
     found: list[TimesTrack | None] = []
     latency: dict[str, TimesTrack] = {}
     for each, count in zip(series, counts, strict=True):
@@ -123,13 +122,13 @@ def _times_of(
         if each.signal == "latency":
             latency[each.segment] = line
         elif each.signal == "latency-tail" and each.segment in latency:
-            line = beside(line, latency[each.segment])
+            line = without_changing(line, latency[each.segment])
         found.append(line)
     return tuple(found)
 
 
 def _track_of(policy: Policy, series: Series, counts: Looks, times: TimesTrack | None) -> Track:
-    """A series at each look. That events are rare enough has to be certain by both ways."""
+    """Track of a series. For events, both methods must be certain that they are rare enough."""
     if times is not None:
         line = times.line
     else:
@@ -145,7 +144,7 @@ def _block(policy: Policy) -> int:
 
 
 def guarantee_of(policy: Policy) -> str:
-    """Sentence on the error rates that hold."""
+    """Sentence on the guaranteed error rates."""
     return (
         "at any look, a rollback where no series is above its bound and a promotion where one is have each a chance of "
         f"at most {policy.alpha:g}, asymptotically (docs/gate-error-rates.md has simulated rates); not covered are "
@@ -154,11 +153,11 @@ def guarantee_of(policy: Policy) -> str:
     )
 
 
-# -- what a verdict says of it ----------------------------------------------------------------------------------------
+# -- results for the verdict ------------------------------------------------------------------------------------------
 
 
 def summaries_of(policy: Policy, findings: Findings) -> tuple[SeriesSummary, ...]:
-    """Each series of one canary as a verdict has it."""
+    """Summary of each series of one canary, for the verdict."""
     return tuple(_summary(policy, findings, at) for at in range(len(findings.series)))
 
 
@@ -211,13 +210,13 @@ def _summary(policy: Policy, findings: Findings, at: int) -> SeriesSummary:
 
 
 def _shown(num_looks: int) -> list[int]:
-    """Looks that are shown, evenly, the last one among them."""
+    """Indexes of the looks to show: at equal distances, including the last one."""
     step = math.ceil(num_looks / MAX_CURVE)
     return list(range((num_looks - 1) % step, num_looks, step))
 
 
 def _in_unit(series: Series, value: float) -> float | None:
-    """A mean as a ratio, in percentage points or in nats; None: nothing is known."""
+    """Mean in the unit of the series: a ratio, percentage points or nats; None if it is infinite."""
     if math.isinf(value):
         return None
     if series.unit == "ratio":
@@ -226,7 +225,8 @@ def _in_unit(series: Series, value: float) -> float | None:
 
 
 def _more_pairs(policy: Policy, findings: Findings, at: int) -> int | None:
-    """Pairs, of all together, after which the series is below its bound if it goes on so; None: it is not."""
+    """Number of further pairs, of all series together, after which the series would be within its bound if its mean
+    stayed the same; None if it would not."""
     series, line = findings.series[at], findings.tracks[at]
     num, mean = series.values.shape[-1], float(line.mean[-1])
     if not num or mean >= series.bound:
@@ -251,7 +251,8 @@ def _more_pairs(policy: Policy, findings: Findings, at: int) -> int | None:
 
 
 def signals_of(summaries: Sequence[SeriesSummary]) -> Iterator[Signal]:
-    """Signals of what is outside, and one of all that is undecided, unless something else was decided."""
+    """One signal per series that is outside. Without a rollback, also one for all undecided series and one for all that
+    change."""
     for each in summaries:
         if each.state == "outside":
             after = f", certain after {each.outside_after:,} pairs" if each.outside_after else ""
@@ -283,7 +284,7 @@ def _changing(names: Sequence[str]) -> str:
 
 
 def _undecided(open_ones: Sequence[SeriesSummary], num_series: int) -> str:
-    """Sentence on the series that are neither in nor out, those that need the most first."""
+    """Sentence on the undecided series; those that need the most pairs are named first."""
     ranked = sorted(open_ones, key=lambda each: -(MOST_PAIRS if each.more_pairs is None else each.more_pairs))
     named = [
         f"{_name(each)} ({amount(each.unit, each.effect)}, bound {amount(each.unit, each.bound)})"
@@ -302,7 +303,7 @@ def _undecided(open_ones: Sequence[SeriesSummary], num_series: int) -> str:
 
 
 def notes_of(policy: Policy, summaries: Sequence[SeriesSummary]) -> Iterator[str]:
-    """Excluded pairs, drift, which is no reason to hold, and what a rollback left undecided."""
+    """Notes on excluded pairs, on drift that is no reason to hold, and on series that were undecided at a rollback."""
     first = policy.warmup_pairs + MIN_PAIRS
     if any(each.signal in TIMES for each in summaries) and max(each.pairs for each in summaries) < first:
         yield (
@@ -328,7 +329,7 @@ def notes_of(policy: Policy, summaries: Sequence[SeriesSummary]) -> Iterator[str
 
 
 def too_early(num_pairs: int, is_timed: bool) -> Signal | None:
-    """Reason for which nothing can be followed yet."""
+    """Signal that explains why no series can be evaluated yet; None if they can."""
     if num_pairs and not is_timed:
         return hold("missing-times", "some pairs have no time (ts), and sequential evidence needs an order")
     if num_pairs < MIN_PAIRS:
@@ -337,7 +338,7 @@ def too_early(num_pairs: int, is_timed: bool) -> Signal | None:
 
 
 def amount(unit: str, value: float | None) -> str:
-    """An effect as a person states it."""
+    """Effect with its unit, as text."""
     if value is None:
         return "unknown"
     if unit == "ratio":
@@ -356,6 +357,6 @@ def _name(summary: SeriesSummary) -> str:
 
 
 def _round(count: int) -> int:
-    """Two significant digits."""
+    """The count rounded up to two significant digits."""
     unit = int(10.0 ** max(0, len(str(count)) - 2))
     return -(-count // unit) * unit

@@ -1,5 +1,5 @@
-"""Series that the sequential gate follows: a number per pair, of one metric in one segment, and the mean that it may
-have."""
+"""Series of the sequential gate: computes the numbers per pair for each metric and segment, with bounds on their
+means."""
 
 from __future__ import annotations
 
@@ -19,51 +19,52 @@ from lockstep.release.statistics import MIN_PAIRS
 from lockstep.release.verdict import ALL, Decision
 
 RATIOS: Mapping[str, Metric] = {each.signal: each for each in METRICS if each.unit == "ms"}
-"""Metrics whose series is the logarithm of the candidate's number over the baseline's, by signal."""
+"""Metrics whose series is the logarithm of the ratio of candidate and baseline, by signal."""
 METRIC_OF: Mapping[str, Metric] = {each.signal: each for each in METRICS if each.signal} | {
     "latency-tail": RATIOS["latency"]
 }
-"""Metrics by the signals that they give."""
+"""Metrics by signal."""
 TIMES = frozenset([*RATIOS, "latency-tail"])
-"""Signals of times."""
+"""Signals whose series are about times."""
 Unit = Literal["ratio", "points", "nats"]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric of one segment over its pairs."""
+    """Numbers of one metric in the pairs of one segment."""
 
     signal: str
     segment: str
     unit: Unit
     values: Floats
-    """Shape (..., pairs): logarithms of ratios, parts of one, or nats."""
+    """Values of shape (..., pairs): logarithms of ratios, fractions, or nats."""
     places: NDArray[np.intp]
-    """Places of its pairs among all, ascending."""
+    """Places of the series' pairs among all pairs, ascending."""
     bound: float
-    """The mean that a candidate may not have; in the unit of its values."""
+    """Upper bound on the mean, in the unit of the values."""
     is_event: bool = False
-    """Whether its values are -1, 0 and 1."""
+    """True if the values are -1, 0 and 1."""
     response: Decision = Decision.ROLLBACK
-    """What follows from a mean that is certainly above the bound."""
+    """Decision if the mean is certainly above the bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Numbers per pair by which the gate judges whether answers are the same; None: there is no such series."""
+    """Measurements by which the gate judges whether answers are the same."""
 
     is_estimated: bool = False
-    """Whether the policy allows a rate of mismatches on engines that guarantee equal answers."""
+    """True if the engines guarantee equal answers but the policy allows a rate of mismatches, which is estimated."""
     excess: Floats | None = None
-    """Mismatches less those of a second baseline; NaN: not all three answers could be compared."""
+    """Mismatch of the candidate minus mismatch of a second baseline, per pair; NaN: not all three answers are
+    comparable; None: there is no second baseline."""
     is_bounded: bool = False
-    """Whether the rate of mismatches has to be certainly below its margin, though no mismatch is an estimate."""
+    """True if a promotion needs a mismatch rate that is certainly below its margin, without a second baseline."""
     logprob_gap: Floats | None = None
-    """Mean difference of log-probabilities; NaN: unknown."""
+    """Mean difference of log-probabilities per pair; NaN: unknown; None: there are no log-probabilities."""
 
 
 def series_of(policy: Policy, pairs: Pairs, answers: Answers | None = None) -> list[Series]:
-    """Series of all pairs and, where segments are enforced, of each that has enough of them."""
+    """Series of all pairs and, if segments are enforced, of each segment with enough pairs."""
     masks: list[tuple[str, Bools]] = [(ALL, np.ones(len(pairs), np.bool_))]
     if policy.segments == "enforce" and len(pairs.segments) > 1:
         masks += [
@@ -80,14 +81,15 @@ def series_of(policy: Policy, pairs: Pairs, answers: Answers | None = None) -> l
 
 
 def missing_pairs(policy: Policy, pairs: Pairs) -> Series:
-    """Records of one side alone, among the pairs: slow candidates time out, and what is left of them looks fast."""
+    """Series of records without a partner: requests to a slow candidate time out, and the remaining pairs look fast."""
     values = np.insert(np.zeros(len(pairs)), pairs.missing_at, pairs.missing)
     places = np.insert(np.arange(len(pairs)), pairs.missing_at, pairs.missing_at)
     return Series("missing-pairs", ALL, "points", values, places, policy.missing_margin / 100, True, Decision.HOLD)
 
 
 def has_ratio(pairs: Pairs, signal: str) -> Bools:
-    """Pairs that one of `RATIOS` is of: both sides answered, and have a number that is evidence."""
+    """Mask of the pairs with a ratio of one of `RATIOS`: both sides answered, and both values are usable as
+    evidence."""
     metric = RATIOS[signal]
     baseline, candidate = pairs.metrics[metric.name]
     least = max(0.0, metric.least)
@@ -105,8 +107,8 @@ def _ratios(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
 
 
 def _tail(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
-    """Latencies beyond the 95th percentile of the baseline's first pairs (at least those of a warm-up), which are no
-    evidence themselves."""
+    """Series of latencies beyond the 95th percentile of the baseline's first pairs. These first pairs cover at least
+    the warm-up and are not part of the series."""
     baseline, candidate = pairs.metrics["latency_ms"]
     places = np.flatnonzero(mask & pairs.known("latency_ms"))
     num_first = max(MIN_PAIRS, int(np.searchsorted(places, policy.warmup_pairs)))
@@ -123,7 +125,7 @@ def _errors(policy: Policy, pairs: Pairs, mask: Bools) -> Series:
 
 
 def _outputs(policy: Policy, pairs: Pairs, answers: Answers, mask: Bools) -> Iterator[Series]:
-    """Disagreements, mismatches, gaps of log-probabilities."""
+    """Series of disagreements, mismatches, and gaps of log-probabilities."""
     differs = np.where(np.isin(pairs.output, COMPARED), np.isin(pairs.output, DIFFERENT), math.nan)
     found: list[tuple[str, Unit, Floats | None, float]] = []
     response = Decision.ROLLBACK

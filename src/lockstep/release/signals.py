@@ -1,6 +1,6 @@
-"""Signals of a plain policy: figures of all pairs, or of a segment, that are beyond a bound.
+"""Signals of a policy: reports figures of all pairs, or of a segment, that are beyond a bound.
 
-Evidence that there is too little of is in `lockstep.release.coverage`.
+Signals about insufficient evidence are in `lockstep.release.coverage`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lockstep.release.verdict import Decision, SegmentSummary, Signal, hold
 
 
 class Rule(NamedTuple):
-    """A bound on the 95th percentile of a metric."""
+    """Bound on the 95th percentile of a metric."""
 
     metric: Metric
     kind: str
-    """ratio or difference."""
+    """Figure that is bounded: ``ratio`` or ``difference``."""
     bound: str
-    """The policy's field."""
+    """Field of the policy that has the bound."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -39,16 +39,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(METRIC_OF["kv-pressure"], "difference", "max_kv_pressure_p95_increase"),
 )
-"""Regressions that hold a candidate back."""
+"""Bounds that hold a candidate if it exceeds them."""
 
 
 def regressions(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bools) -> Iterator[Signal]:
-    """Figures of some pairs that are beyond the bounds of the policy's mode."""
+    """Signals for figures of some pairs that are beyond the bounds of the policy's mode."""
     for metric, kind, field in RULES:
         bound = getattr(policy, field)
         figures = summary.figures[metric.figure]
         value = getattr(figures, kind)
-        is_followed = policy.mode == "sequential" and metric.signal in RATIOS  # by a series in place of the rule
+        is_followed = policy.mode == "sequential" and metric.signal in RATIOS  # a series replaces the rule
         if bound is None or is_followed or value is None or not figures.pairs or not value > bound:
             continue
         unit = f" {metric.unit}" if metric.unit else ""
@@ -60,7 +60,7 @@ def regressions(policy: Policy, evidence: Evidence, summary: SegmentSummary, mas
 
 
 def with_examples(evidence: Evidence, signal: Signal) -> Signal:
-    """A signal of a series with requests that show it."""
+    """Signal of a series, with example requests added."""
     pairs = evidence.pairs
     metric = METRIC_OF.get(signal.name)
     mask = evidence.mask_of(signal.segment)
@@ -77,19 +77,19 @@ def with_examples(evidence: Evidence, signal: Signal) -> Signal:
 
 
 def slowest(evidence: Evidence, metric: Metric, mask: Bools) -> tuple[str, ...]:
-    """The few requests whose number grew most from the baseline to the candidate, in the order of time."""
+    """Ids of the `MAX_EXAMPLES` requests whose metric grew most from the baseline to the candidate."""
     baseline, candidate = evidence.pairs.metrics[metric.name]
     return _largest(evidence, candidate - baseline, mask & evidence.pairs.healthy)
 
 
 def _largest(evidence: Evidence, numbers: Floats, mask: Bools) -> tuple[str, ...]:
-    """The few requests whose numbers are the largest above 0, in the order of time."""
+    """Ids of the `MAX_EXAMPLES` requests with the largest numbers above 0."""
     places = np.flatnonzero(mask & (numbers > 0))
     return examples(evidence, places[np.argsort(-numbers[places], kind="stable")][:MAX_EXAMPLES])
 
 
 def output_length(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bools) -> Iterator[Signal]:
-    """Answers that are shorter or longer on average than the policy allows."""
+    """Signal if answers are shorter or longer on average than the policy allows."""
     figures, bound = summary.figures["output_tokens_mean"], policy.max_output_length_change
     if bound is None or figures.ratio is None or not figures.pairs or not abs(figures.ratio - 1) > bound:
         return
@@ -106,7 +106,7 @@ def output_length(policy: Policy, evidence: Evidence, summary: SegmentSummary, m
 
 
 def errors(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bools) -> Iterator[Signal]:
-    """An error rate of the candidate that is too far above the baseline's."""
+    """Signal if the candidate's error rate is too far above the baseline's."""
     increase = summary.figures["error_rate"].difference
     if increase is not None and increase > policy.max_error_rate_increase:
         failed = np.flatnonzero(mask & evidence.pairs.ok[0] & ~evidence.pairs.ok[1])
@@ -125,10 +125,10 @@ def errors(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bo
 
 
 def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: str, mask: Bools) -> Iterator[Signal]:
-    """Answers that differ, as facts, without those that are left to sequential evidence.
+    """Signals for answers that differ, except differences that a series judges.
 
-    In sequential mode a difference is a fact if it needs no statistics: the policy allows no difference, and either
-    both engines guarantee equal answers or a rule defines which vectors are equal.
+    In sequential mode a difference needs no statistics if the policy allows no difference, and either both engines
+    guarantee equal answers or a rule defines which vectors are equal.
     """
     if policy.outputs == "ignore":
         return
@@ -167,7 +167,8 @@ def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: st
 
 
 def is_equality(policy: Policy, evidence: Evidence) -> bool:
-    """True if any differing answer is proof: the same weights, on engines that both guarantee equal answers."""
+    """True if a single differing answer is proof of a change: equal weights and precision, and both engines guarantee
+    equal answers."""
     weights, precision = evidence.names["artifact"], evidence.names["precision"]
     is_same = weights[0] == weights[1] != () and precision[0] == precision[1]
     return all(evidence.is_deterministic) and is_same and policy.outputs in (None, "exact")
@@ -189,7 +190,7 @@ def _unlike(
 
 
 def _beyond_second(policy: Policy, evidence: Evidence, excess: Floats, segment: str, mask: Bools) -> Iterator[Signal]:
-    """More mismatches than a second baseline has on the same requests."""
+    """Signal if the candidate has more mismatches than a second baseline on the same requests."""
     places = np.flatnonzero(mask & ~np.isnan(excess))
     if len(places) and excess[places].mean() > policy.max_mismatch_rate:
         mine = int(np.isin(evidence.pairs.output[places], DIFFERENT).sum())
@@ -206,7 +207,7 @@ def _beyond_second(policy: Policy, evidence: Evidence, excess: Floats, segment: 
 
 
 def logprob_gap(policy: Policy, evidence: Evidence, answers: Answers, segment: str, mask: Bools) -> Iterator[Signal]:
-    """Log-probabilities of the same tokens that are too far apart on average."""
+    """Signal if the log-probabilities of the same tokens differ too much on average."""
     if answers.logprob_gap is None or policy.max_logprob_gap is None:
         return
     places = np.flatnonzero(mask & ~np.isnan(answers.logprob_gap))
@@ -226,12 +227,13 @@ def logprob_gap(policy: Policy, evidence: Evidence, answers: Answers, segment: s
 
 
 def examples(evidence: Evidence, places: NDArray[np.intp]) -> tuple[str, ...]:
-    """Ids of the first few of some pairs, in the order of these."""
+    """Ids of the first `MAX_EXAMPLES` of these pairs, in the given order."""
     return tuple(evidence.keys(places[:MAX_EXAMPLES]))
 
 
-def unsaid(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
-    """A policy that does not say what sameness is where it has to."""
+def undefined_sameness(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
+    """Signal if the policy does not define sameness of outputs although the weights or precisions of the sides
+    differ."""
     unlike = []
     for name, words in (("artifact", "the weights"), ("precision", "the precisions")):
         baseline, candidate = evidence.names[name]

@@ -1,34 +1,35 @@
-"""Statistics that hold however often one looks: nearest ranks, long-run variances, e-processes, e-BH.
+"""Anytime-valid statistics: computes nearest ranks, long-run variances, e-processes and e-BH.
 
-Three methods decide in sequential mode, and nothing else does. Each is exact under a condition that a server does not
-quite fulfil; its description has the condition that holds instead:
+Only the following three methods decide in sequential mode. Each is exact under a condition that a server does not quite
+meet, so each description also states what holds in practice:
 
 - `track`: the mean of a series against a bound, by a half-normal mixture of Gaussian likelihood ratios (Robbins,
   "Statistical methods related to the law of the iterated logarithm", 1970). For Gaussian excesses of variance 1 it is
-  an e-process, exactly, at every n. Excesses are divided by an estimated deviation instead, and become Gaussian only
-  together, by the central limit theorem: an asymptotic confidence sequence (Waudby-Smith, Arbour, Sinha, Kennedy,
-  Ramdas, "Time-uniform central limit theory and asymptotic confidence sequences", 2021), whose error rate is alpha in
-  the limit of late first looks. That is why there is a first look.
-- `bet_below`: the mean of events between -1 and 1, by betting on blocks of neighbours (Waudby-Smith and Ramdas,
-  "Estimating means of bounded random variables by betting", 2024). Exact at every n, without a variance, as long as
-  the mean of no block, given those before it, is less than the bound that it is claimed to reach. So it is what counts
-  for events that are too rare to have a variance yet; where events come in longer bursts than half a block, the
-  condition is broken.
+  an e-process, exactly, at every n. In practice excesses are divided by an estimated deviation, and only their sums
+  become Gaussian, by the central limit theorem. The result is an asymptotic confidence sequence (Waudby-Smith, Arbour,
+  Sinha, Kennedy, Ramdas, "Time-uniform central limit theory and asymptotic confidence sequences", 2021), whose error
+  rate tends to alpha as the first look gets later. Therefore there is a minimum for the first look.
+- `bet_below`: the mean of events between -1 and 1, by betting on blocks of neighbouring pairs (Waudby-Smith and Ramdas,
+  "Estimating means of bounded random variables by betting", 2024). It is exact at every n and needs no variance, as
+  long as no block has a conditional mean, given the blocks before it, below the bound of the tested hypothesis. It
+  therefore decides for events that are too rare for an estimate of their variance. Bursts of events that are longer
+  than half a block violate the condition.
 - `e_bh` (Wang and Ramdas, "False discovery rate control with e-values", 2022) over metrics and segments: exact for
-  e-values under any dependence, and at any stopping time for e-processes of one filtration. Those of `track` are
-  asymptotically so (Ignatiadis, Wang, Ramdas, "Asymptotic and compound e-values", 2024), jointly, since series of one
-  stream converge to one Gaussian process of independent increments.
+  e-values under any dependence, and at any stopping time for e-processes of one filtration. The e-values of `track`
+  have this property asymptotically and jointly (Ignatiadis, Wang, Ramdas, "Asymptotic and compound e-values", 2024),
+  because series of one stream converge to one Gaussian process with independent increments.
 
-Successive answers of one server are correlated, so `track` divides by the long-run deviation. Its variance is that of
-means of blocks of 1, 2, 4, ... neighbours, as long as there are `MIN_BLOCKS` of them, times their length, and one
-standard error (of as many normal blocks) more; the largest counts. Blocks of about the square root of n alone would be
-consistent (under mixing, with more than two moments); the largest is not less, so it errs to the side of no decision.
-Without the standard error, a queue that is rarely long has 7 % false alarms for 5 %. Memory that is longer than the
-series cannot be seen in it: then variances grow with the length of blocks up to the longest, and as long as n is below
-`MIN_TIMES_CORRELATED` times the largest over the variance of single pairs there is no evidence at all. No part of this
-depends on what comes after a look.
+Successive answers of one server are correlated, so `track` divides by the long-run deviation. To estimate its square,
+the long-run variance, blocks of 1, 2, 4, ... neighbouring pairs are formed, as long as there are `MIN_BLOCKS` blocks.
+For each length, the variance of the block means is multiplied by the block length, and one standard error (of the same
+number of normal blocks) is added. The largest result is used. Blocks of about the square root of n alone would be
+consistent (under mixing, with more than two moments). The largest result is not smaller, so the estimate errs on the
+side of no decision. Without the standard error, a queue that is rarely long has 7 % false alarms instead of 5 %. A
+correlation that is longer than the series is not visible in it: variances then grow with the block length up to the
+longest blocks. Therefore there is no evidence while n is below `MIN_TIMES_CORRELATED` times the ratio of the largest
+variance to that of single pairs. No estimate at a look depends on later pairs.
 
-docs/gate-error-rates.md has what is left of the guarantee on short, correlated and heavy-tailed series, by simulation.
+docs/gate-error-rates.md has simulated error rates on short, correlated and heavy-tailed series.
 """
 
 from __future__ import annotations
@@ -44,34 +45,39 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Looks = NDArray[np.int64]
 Measure = Callable[[Floats, Looks], tuple[Floats, Floats]]
-"""Long-run variance, and the pairs with which evidence begins, from sums at looks."""
+"""Function of cumulative sums and looks that returns the long-run variance, and the number of pairs with which evidence
+begins, at each look."""
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])  # NumPy has none
 
 MIN_BLOCKS = 10
-"""Blocks whose means have a variance."""
+"""Minimum number of blocks for an estimate of the variance of their means."""
 MIN_TIMES_CORRELATED = 100.0
-"""Evidence begins with so many times the pairs that are worth one independent pair."""
+"""Number of effectively independent pairs with which evidence begins."""
 MIN_PAIRS = 100
-"""Evidence never begins before."""
+"""Minimum number of pairs with which evidence begins."""
 MIXTURE_PRECISION = 500.0
-"""One over the variance of the half-normal distribution of effects (in deviations of one pair). Bounds are narrowest,
-for their n, at six times as many pairs; a larger one would look later, a smaller one would trust the first hundred
-pairs more."""
+"""Reciprocal of the variance of the half-normal distribution of effects (in deviations of one pair). Relative to n,
+bounds are narrowest at six times as many pairs. A larger value would decide later; a smaller value would give the first
+hundred pairs more weight."""
 LEAST_EVENTS = 3.0
-"""Events that a series is taken to have at the least: as many may have been missed with a chance of 5 %."""
+"""Minimum number of events that a series is assumed to have: with a probability of 5 %, three expected events do not
+occur."""
 LOOKS_PER_OCTAVE = 16
-"""Looks at a series, evenly in the logarithm of its length; the last one is at its end."""
+"""Number of looks per doubling of the series' length. The last look is at its end."""
 STAKES = (0.5, 0.95)
-"""Parts of a unit that are bet on each block; the gains are averaged, which is an e-process again."""
+"""Fractions of the capital that are bet on each block. The average of their gains is again an e-process."""
 _LEAST_VARIANCE = 1e-24
-"""Variance of series that never change."""
+"""Variance that is assumed for series that never change."""
 
 
 def nearest_rank(values: Floats, fraction: float) -> float:
-    """The smallest value that at least this fraction of all are not above; NaN of none.
+    """Percentile by nearest rank: the smallest value that is at least as large as this fraction of the values.
 
     Args:
         fraction: above 0, at most 1.
+
+    Returns:
+        The value; NaN if there are no values.
     """
     if not len(values):
         return math.nan
@@ -81,25 +87,27 @@ def nearest_rank(values: Floats, fraction: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Series against a bound at each look, looks along the last axis."""
+    """Test of series against a bound at each look. The last axis of all arrays is the looks."""
 
     mean: Floats
     scale: Floats
     """Long-run standard deviation of one pair."""
     begins: Floats
-    """Pairs with which evidence begins, as far as is known at that look."""
+    """Number of pairs with which evidence begins, as estimated at that look."""
     lower: Floats
     """Lower end of the confidence sequence, one-sided at alpha; -inf while there is no evidence."""
     upper: Floats
     """Upper end of the confidence sequence, one-sided at alpha; inf while there is no evidence."""
     log_above: Floats
-    """Logarithm of the e-value against: the mean is at most the bound; -inf while there is no evidence."""
+    """Logarithm of the e-value against the hypothesis that the mean is at most the bound; -inf while there is no
+    evidence."""
     log_below: Floats
-    """Logarithm of the e-value against: the mean is at least the bound; likewise."""
+    """Logarithm of the e-value against the hypothesis that the mean is at least the bound; -inf while there is no
+    evidence."""
 
 
 def looks_of(num_pairs: int, first: int = MIN_PAIRS) -> Looks:
-    """Lengths at which a series is looked at; all but the last are the same for every longer series."""
+    """Numbers of pairs at which a series is evaluated. All but the last are the same for every longer series."""
     if num_pairs < first:
         return np.empty(0, np.int64)
     num_octaves = math.ceil(math.log2(num_pairs / first)) + 1
@@ -108,10 +116,10 @@ def looks_of(num_pairs: int, first: int = MIN_PAIRS) -> Looks:
 
 
 def variance_of_blocks(sums: Floats, looks: Looks) -> tuple[Floats, Floats]:
-    """Variance of one pair as the mean's uncertainty has it, and the pairs with which evidence begins.
+    """Long-run variance of one pair, and the number of pairs with which evidence begins, at each look.
 
     Args:
-        sums: of the first 0, 1, 2, ... pairs, along the last axis.
+        sums: sums of the first 0, 1, 2, ... pairs, along the last axis.
     """
     variance, forgets_in = _long_run_variance(sums, looks)
     return variance, np.maximum(MIN_TIMES_CORRELATED * forgets_in, MIN_PAIRS)
@@ -126,17 +134,17 @@ def track(
     is_event: bool = False,
     measure: Measure = variance_of_blocks,
 ) -> Track:
-    """Follow series; see the module for what is exact and what is asymptotic.
+    """Test series against a bound at each look. The module docstring states what is exact and what is asymptotic.
 
     Args:
-        series: shape (..., pairs): a number per pair, in the order of time.
-        bound: the mean that is judged.
-        alpha: chance of a false alarm that each side of the confidence sequence may have.
-        looks: pairs so far at each look, none above the number of pairs.
-        is_event: whether numbers are -1, 0 and 1. A series of few events by chance has little variance by the same
-            chance, so against a larger mean it has the variance that it would have there: of as many more events, in
-            clusters as long.
-        measure: estimate of the long-run variance.
+        series: numbers per pair in the order of time, of shape (..., pairs).
+        bound: bound on the mean.
+        alpha: allowed probability of a false alarm on each side of the confidence sequence.
+        looks: number of pairs at each look, at most the number of pairs.
+        is_event: True if the numbers are -1, 0 and 1. A series that has few events by chance also has little variance
+            by chance. To test a larger mean, its variance is therefore scaled to that mean: proportionally more events,
+            in clusters of the same length.
+        measure: estimator of the long-run variance.
     """
     start = series[..., :1]
     series = series - start  # a series that never changes has a variance of 0, not of rounding
@@ -166,14 +174,14 @@ def track(
 
 
 def _width_where_more(width: Floats, rate: Floats) -> Floats:
-    """The distance w' that equals width * sqrt(1 + w' / rate)."""
+    """Distance w' that solves w' = width * sqrt(1 + w' / rate)."""
     known = np.where(np.isinf(width), 0.0, width)
     more = known * known / rate
     return np.where(np.isinf(width), math.inf, 0.5 * (more + np.sqrt(more * more + 4.0 * known * known)))
 
 
 def width_after(scale: float | Floats, num_pairs: Looks, alpha: float) -> Floats:
-    """Width of the one-sided confidence sequence of a series after so many pairs.
+    """Width of the one-sided confidence sequence of a series after `num_pairs` pairs.
 
     Args:
         scale: long-run standard deviation of one pair.
@@ -182,13 +190,13 @@ def width_after(scale: float | Floats, num_pairs: Looks, alpha: float) -> Floats
 
 
 def bet_below(series: Floats, bound: float, block: int, looks: Looks) -> Floats:
-    """Logarithm of the e-value against: the mean of these events is at least the bound.
+    """Logarithm of the e-value against the hypothesis that the mean of these events is at least the bound.
 
     Args:
-        series: shape (..., pairs), from -1 to 1.
-        bound: above 0 and below 1.
-        block: neighbours that are one bet; what is left over at the end is not bet on.
-        looks: pairs so far at each look.
+        series: numbers from -1 to 1, of shape (..., pairs).
+        bound: bound on the mean, above 0 and below 1.
+        block: number of neighbouring pairs per bet. There is no bet on an incomplete block at the end.
+        looks: number of pairs at each look.
     """
     means = _block_means(series, block)
     gains = np.stack([np.cumsum(np.log1p(stake * (bound - means)), axis=-1) for stake in STAKES])
@@ -197,11 +205,11 @@ def bet_below(series: Floats, bound: float, block: int, looks: Looks) -> Floats:
 
 
 def bet_upper(series: Floats, alpha: float, block: int) -> float:
-    """Upper bound of the mean of these events at their end: the least that `bet_below` has ruled out at alpha; 1: none.
+    """Upper bound of the mean of these events at their end: the smallest bound that `bet_below` rejects at alpha, or 1.
 
     Args:
-        series: shape (pairs,), from -1 to 1.
-        block: neighbours that are one bet.
+        series: numbers from -1 to 1, of shape (pairs,).
+        block: number of neighbouring pairs per bet.
     """
     means, times = np.unique(_block_means(series, block), return_counts=True)
     low, high = 0.0, 1.0
@@ -213,14 +221,14 @@ def bet_upper(series: Floats, alpha: float, block: int) -> float:
 
 
 def e_bh(log_values: Floats, alpha: float, counts: Bools | None = None) -> Bools:
-    """Hypotheses that are rejected at a false discovery rate of alpha, whatever their dependence.
+    """Hypotheses that are rejected at a false discovery rate of alpha, under any dependence.
 
-    The k largest e-values are rejected for the largest k of which the k-th is at least (number of hypotheses) /
-    (alpha k).
+    The k largest e-values are rejected, for the largest k whose k-th largest e-value is at least
+    (number of hypotheses) / (alpha k).
 
     Args:
-        log_values: logarithms of e-values, shape (..., hypotheses).
-        counts: which hypotheses there are, of the same shape; None: all of them.
+        log_values: logarithms of e-values, of shape (..., hypotheses).
+        counts: mask of the hypotheses to test, of the same shape; None: all.
     """
     if counts is None:
         counts = np.ones(log_values.shape, np.bool_)
@@ -243,17 +251,17 @@ def _block_means(series: Floats, block: int) -> Floats:
 
 
 def _log_mean_exp(gains: Floats) -> Floats:
-    """Logarithm of the mean over the first axis of numbers that are given by their logarithms."""
+    """Logarithm of the mean over the first axis, of numbers given as logarithms."""
     most = gains.max(axis=0)
     mixed: Floats = most + np.log(np.exp(gains - most).mean(axis=0))
     return mixed
 
 
 def _long_run_variance(sums: Floats, looks: Looks) -> tuple[Floats, Floats]:
-    """Variance of one pair as the mean's uncertainty has it, and how many pairs are worth one independent pair.
+    """Long-run variance of one pair, and the number of pairs that are worth one independent pair, at each look.
 
     Args:
-        sums: of the first 0, 1, 2, ... pairs, along the last axis.
+        sums: sums of the first 0, 1, 2, ... pairs, along the last axis.
     """
     largest = np.zeros((*sums.shape[:-1], len(looks)))
     alone, careful = largest.copy(), largest.copy()
@@ -278,18 +286,19 @@ def _long_run_variance(sums: Floats, looks: Looks) -> tuple[Floats, Floats]:
 def _log_mixture(excess: Floats, looks: Looks) -> Floats:
     """Logarithm of the mixture at a sum of standardised excesses.
 
-    The integral over x > 0 of 2 sqrt(r / 2 pi) exp(-r x^2 / 2) exp(x s - x^2 n / 2), with r the precision, s the sum
-    and n the number of pairs; an e-process against means of at most 0, since every x is above 0.
+    The mixture is the integral over x > 0 of 2 sqrt(r / 2 pi) exp(-r x^2 / 2) exp(x s - x^2 n / 2), where r is the
+    precision, s the sum and n the number of pairs. It is an e-process against means of at most 0, since every x is
+    above 0.
     """
     width = looks / MIXTURE_PRECISION + 1.0
     return math.log(2.0) - 0.5 * np.log(width) + _gain(excess / np.sqrt(MIXTURE_PRECISION * width))
 
 
 def _boundary(looks: Looks, alpha: float) -> Floats:
-    """The sum of standardised excesses at which the mixture reaches 1 / alpha, by Newton's method."""
+    """Sum of standardised excesses at which the mixture reaches 1 / alpha, by Newton's method."""
     width = looks / MIXTURE_PRECISION + 1.0
     wanted = math.log(1.0 / alpha) - math.log(2.0) + 0.5 * np.log(width)
-    point = np.sqrt(2.0 * wanted + 2.0)  # above the root of a convex function: Newton falls to it from there
+    point = np.sqrt(2.0 * wanted + 2.0)  # starts above the root of a convex function, so Newton converges
     for _ in range(8):
         density = np.exp(-0.5 * point * point) / math.sqrt(2.0 * math.pi)
         point = point - (_gain(point) - wanted) / (point + density / (0.5 * _erfc(-point / math.sqrt(2.0))))
@@ -298,7 +307,7 @@ def _boundary(looks: Looks, alpha: float) -> Floats:
 
 
 def _gain(x: Floats) -> Floats:
-    """Logarithm of exp(x^2 / 2) times the normal distribution function; far below the mean by Mills' ratio."""
+    """Logarithm of exp(x^2 / 2) times the normal distribution function. Far below the mean, Mills' ratio is used."""
     near = np.maximum(x, -30.0)
     far = np.minimum(x, -30.0)
     return np.where(

@@ -1,7 +1,7 @@
-"""Store of observations: a DuckDB in memory, and a folder for what is larger than it.
+"""Store of observations: holds them in an in-memory DuckDB database, with a folder for larger data.
 
-Extensions of DuckDB are never fetched, and nothing of the user's home is read. Whatever it cannot do with what it was
-given becomes one sentence that names the files.
+DuckDB never downloads extensions and reads nothing from the user's home directory. Its errors become one-line messages
+that name the input files.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 TEMPORARY = "lockstep-owned-gate-"
-"""Beginning of the names of temporary folders."""
+"""Prefix of the names of temporary folders."""
 MEMORY_LIMIT = "500MB"
-"""Of DuckDB; what needs more goes to its folder."""
+"""Memory limit of DuckDB. Larger data is spilled to the folder."""
 ROWS_AT_ONCE = 20_480
-"""Rows of a file that are in memory together, for each thread: more of them would be moved to disk and back."""
+"""Rows of a file that each thread has in memory at a time. More rows would be spilled to disk and read again."""
 MAX_SPILLED = "64GB"
 MAX_MESSAGE_CHARS = 400
 _ADVICE = ("LINE ", "Try ", "Possible ", "Column ", "See ", "This type", "*")
-"""Beginnings of the lines that DuckDB has below its message."""
+"""Prefixes of the lines that follow the message in DuckDB's errors."""
 
 
 _INTERRUPTED = "Query interrupted"
@@ -44,40 +44,45 @@ _INTERRUPTED = "Query interrupted"
 
 @dataclass(slots=True)
 class Store:
-    """A DuckDB database, and the folder for data that is too large for memory.
+    """DuckDB database with a folder for data that is too large for memory.
 
-    Once both sides are read, it has the views ``baseline`` and ``candidate``: the fields of observations, ``row`` with
-    their number, and ``pair``, which is equal on both sides where the file itself pairs observations.
+    After both sides were read, it has the views ``baseline`` and ``candidate``. Their columns are the fields of
+    observations, ``row`` (the number of the observation), and ``pair`` (equal on both sides if the file itself pairs
+    observations).
     """
 
     connection: DuckDBPyConnection
     folder: Path
     paths: dict[Side, Path] = field(default_factory=dict)
-    """Files that the sides were read from, as messages name them."""
+    """Input files of the sides, for messages."""
 
     def run(self, query: str) -> None:
-        """Run a query, or several."""
-        with self._telling():
+        """Run one or more queries."""
+        with self._as_evidence_error():
             self.connection.execute(query)
 
     def save(self, query: str, name: str) -> str:
-        """Write the rows of a query to a file of the folder, column by column; SQL of the table that it is."""
-        place = quoted(str(self.folder / f"{name}.parquet"))
-        self.run(f"COPY ({query}) TO {place} (FORMAT parquet, ROW_GROUP_SIZE {ROWS_AT_ONCE})")
-        return f"read_parquet({place}, file_row_number = true)"
+        """Write the rows of a query to a Parquet file in the folder.
+
+        Returns:
+            SQL of the file's table.
+        """
+        path = quoted(str(self.folder / f"{name}.parquet"))
+        self.run(f"COPY ({query}) TO {path} (FORMAT parquet, ROW_GROUP_SIZE {ROWS_AT_ONCE})")
+        return f"read_parquet({path}, file_row_number = true)"
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """All rows of a query."""
-        with self._telling():
+        with self._as_evidence_error():
             return self.connection.execute(query).fetchall()
 
     def number(self, query: str) -> int:
-        """The whole number that a query gives."""
+        """Result of a query that returns one integer."""
         return int(self.rows(query)[0][0])
 
     def columns(self, query: str) -> Mapping[str, Any]:
-        """The columns of a query, NumPy's, masked where there are nulls."""
-        with self._telling():
+        """Columns of a query as NumPy arrays, masked where values are NULL."""
+        with self._as_evidence_error():
             return self.connection.execute(query).fetchnumpy()
 
     def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
@@ -85,18 +90,18 @@ class Store:
         if not rows:
             return
         marks = ", ".join("?" * len(rows[0]))
-        with self._telling():
+        with self._as_evidence_error():
             self.connection.executemany(f"INSERT INTO {table} VALUES ({marks})", [list(row) for row in rows])
 
     def chunks(self, query: str, size: int) -> Iterator[list[tuple[Any, ...]]]:
-        """The rows of a query, so many at a time; no other query may run meanwhile."""
-        with self._telling():
+        """Rows of a query in chunks of `size`. No other query may run during the iteration."""
+        with self._as_evidence_error():
             result = self.connection.execute(query)
             while chunk := result.fetchmany(size):
                 yield chunk
 
     def fault(self, query: str) -> str:
-        """DuckDB's message on a query, in one line; empty: it can be run."""
+        """DuckDB's error message for a query, in one line; empty if the query succeeds."""
         try:
             self.run(query)
         except EvidenceError as error:
@@ -104,7 +109,7 @@ class Store:
         return ""
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _as_evidence_error(self) -> Iterator[None]:
         import duckdb
 
         try:
@@ -119,23 +124,23 @@ class Store:
 
 
 def sentence_of(error: BaseException, names: Mapping[Path, Path] | None = None) -> str:
-    """DuckDB's message in one line, without its kind, its advice about DuckDB and the query.
+    """DuckDB's error message in one line, without the kind of error, advice about DuckDB, and the query.
 
     Args:
-        names: paths that it shall name instead of those that it read.
+        names: replacements for paths in the message.
     """
     lines = itertools.takewhile(lambda line: not line.startswith(_ADVICE), str(error).splitlines())
     first, *others = [line.strip() for line in lines if line.strip()] or [""]
-    told = f"{first}; {others[-1]}" if others else first  # between them a line of the file may stand
-    told = re.sub(r"^([A-Z][A-Za-z-]* ){1,3}Error: ", "", told)
+    message = f"{first}; {others[-1]}" if others else first  # the lines between them may quote the file
+    message = re.sub(r"^([A-Z][A-Za-z-]* ){1,3}Error: ", "", message)
     for path, name in (names or {}).items():
-        told = told.replace(str(path), str(name))
-    return told[:MAX_MESSAGE_CHARS]
+        message = message.replace(str(path), str(name))
+    return message[:MAX_MESSAGE_CHARS]
 
 
 @contextmanager
 def open_store() -> Iterator[Store]:
-    """An empty store; what it keeps on disk goes with it."""
+    """Open an empty store. Its files are deleted when it is closed."""
     import duckdb
 
     with temporary_folder(TEMPORARY) as folder:
@@ -160,15 +165,15 @@ def open_store() -> Iterator[Store]:
 
 
 def floats(column: Any) -> NDArray[np.float64]:
-    """A column as numbers, NaN where there is none."""
+    """Column as numbers; NULL becomes NaN."""
     return np.ma.filled(np.ma.asarray(column).astype(np.float64), math.nan)
 
 
 def bools(column: Any) -> NDArray[np.bool_]:
-    """A column as truth values, False where there is none."""
+    """Column as booleans; NULL becomes False."""
     return np.ma.filled(np.ma.asarray(column).astype(np.bool_), False)
 
 
 def quoted(text: str) -> str:
-    """A text as SQL writes it."""
+    """Text as an SQL string literal."""
     return "'" + text.replace("'", "''") + "'"

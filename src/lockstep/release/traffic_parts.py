@@ -1,7 +1,7 @@
-"""Parts of the traffic: the one that a signal comes from, where one part explains it.
+"""Parts of the traffic: finds the part that explains a signal, if there is one.
 
-Traffic is cut by segment, and by the version, replica and route that the candidate's answers name. A part explains a
-signal only if little of it is left without that part, and if chance does not scatter it so.
+Traffic is divided by segment, and by the version, replica and route of the candidate's answers. A part explains a
+signal only if the rest of the traffic hardly shows it, and if the concentration is not due to chance.
 """
 
 from __future__ import annotations
@@ -17,40 +17,42 @@ from lockstep.release.evidence import Bools, Evidence, Floats, p95
 from lockstep.release.verdict import ALL
 
 FIELDS = ("model_version", "replica_id", "route_id")
-"""Fields of the candidate's answers that cut traffic, beside segments."""
+"""Fields of the candidate's answers that divide the traffic, in addition to segments."""
 MAX_PARTS = 100
-"""A cut into as many parts or more is by request, not by place; names are counted so far."""
+"""Number of values from which a field is not used, since it distinguishes single requests. Matches the maximum number
+of values that are read."""
 MIN_PAIRS = 10
-"""Pairs that a part and the rest need each, for one to explain numbers."""
+"""Minimum number of pairs in a part, and in the rest, so that the part can explain a regression."""
 MAX_LOOKS = 10
-"""Parts, those that rank highest, whose percentiles are looked at."""
+"""Maximum number of parts, the highest ranked ones, whose percentiles are computed."""
 CONCENTRATION = 0.95
-"""Part of all events that a part of the traffic has to hold."""
+"""Minimum fraction of all events in a part that explains them."""
 MAX_LEFT = 0.25
-"""Part of a regression that may be left without the place that explains it."""
+"""Maximum fraction of a regression that may remain without the part that explains it."""
 MIN_EVIDENCE = math.log(1000.0)
-"""How much rarer by chance a concentration of events has to be than parts are many."""
+"""Minimum log-evidence against a chance concentration of events, in addition to the logarithm of the number of
+parts."""
 MIN_Z = 3.5
-"""Of the rank sum of a place's pairs among all: standard deviations from chance."""
+"""Minimum z-score of the rank sum of a part's pairs."""
 
 
 class Cut(NamedTuple):
-    """One way of cutting traffic into parts."""
+    """Division of the traffic into parts."""
 
     names: tuple[str, ...]
     part: NDArray[np.int32]
-    """Of each pair, a place in ``names``; -1: of none."""
+    """Index in ``names`` of each pair's part; -1: none."""
 
 
 class TrafficPart(NamedTuple):
-    """Pairs of one part, or all."""
+    """Pairs of one part of the traffic, or all pairs."""
 
     name: str
     mask: Bools
 
 
 def cuts_of(evidence: Evidence) -> tuple[Cut, ...]:
-    """All ways of cutting the traffic that give more than one part."""
+    """All divisions of the traffic that have more than one part."""
     pairs = evidence.pairs
     cuts = [Cut(tuple(segment.name for segment in pairs.segments), pairs.segment)]
     for field in FIELDS:
@@ -66,11 +68,11 @@ def cuts_of(evidence: Evidence) -> tuple[Cut, ...]:
 
 
 def part_of_events(cuts: Sequence[Cut], population: Bools, affected: Bools) -> TrafficPart:
-    """The smallest part that holds nearly all of the affected pairs; all if none does, or chance may have done it.
+    """Smallest part that contains nearly all affected pairs; all pairs if there is none or it may be due to chance.
 
     Args:
-        population: pairs that could have been affected.
-        affected: those of them that are.
+        population: mask of the pairs that could be affected.
+        affected: mask of the affected pairs.
     """
     total, num_affected = int(population.sum()), int((population & affected).sum())
     num_parts = sum(len(cut.names) for cut in cuts)
@@ -85,12 +87,12 @@ def part_of_events(cuts: Sequence[Cut], population: Bools, affected: Bools) -> T
 
 
 def part_of_regression(cuts: Sequence[Cut], usable: Bools, baseline: Floats, candidate: Floats) -> TrafficPart:
-    """The smallest part without which little of a regression of the 95th percentile is left; all if there is none.
+    """Smallest part without which little of a regression of the 95th percentile remains; all pairs if there is none.
 
     Args:
-        usable: pairs that have both numbers.
-        baseline: a number per pair.
-        candidate: likewise.
+        usable: mask of the pairs with both values.
+        baseline: value of the baseline per pair.
+        candidate: value of the candidate per pair.
     """
     found: list[tuple[int, str, Bools]] = []
     for cut, number in _slowest(cuts, usable, baseline, candidate):
@@ -103,7 +105,7 @@ def part_of_regression(cuts: Sequence[Cut], usable: Bools, baseline: Floats, can
 
 
 def _slowest(cuts: Sequence[Cut], usable: Bools, baseline: Floats, candidate: Floats) -> Iterator[tuple[Cut, int]]:
-    """Parts whose pairs got slower than others', beyond chance, by rank; the most certain ones first."""
+    """Parts whose pairs slowed down more than others', by a rank test beyond chance; the most certain ones first."""
     total = int(usable.sum())
     ranks = np.zeros(len(usable))
     ranks[usable] = _ranks(_log_ratio(baseline[usable], candidate[usable]))
@@ -123,7 +125,7 @@ def _slowest(cuts: Sequence[Cut], usable: Bools, baseline: Floats, candidate: Fl
 
 
 def _smallest(found: list[tuple[int, str, Bools]], num_pairs: int) -> TrafficPart:
-    """The smallest place, by all names that its pairs have."""
+    """Smallest part, with the names of all parts that have the same pairs."""
     if not found:
         return TrafficPart(ALL, np.ones(num_pairs, np.bool_))
     _, _, mask = min(found, key=lambda each: each[:2])
@@ -132,17 +134,17 @@ def _smallest(found: list[tuple[int, str, Bools]], num_pairs: int) -> TrafficPar
 
 
 def _sizes(cut: Cut, mask: Bools) -> NDArray[np.intp]:
-    """Pairs of each part."""
+    """Number of pairs in each part."""
     return np.bincount(cut.part[mask & (cut.part >= 0)], minlength=len(cut.names))
 
 
 def _ways(total: int, chosen: int) -> float:
-    """Logarithm of the number of ways to choose some of all."""
+    """Logarithm of the binomial coefficient."""
     return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
 
 
 def _regression(baseline: Floats, candidate: Floats) -> tuple[float, float]:
-    """By how much the percentile grew, and the logarithm of how many times: a place explains both."""
+    """Growth of the 95th percentile, as a difference and as the logarithm of a ratio."""
     before, after = p95(baseline), p95(candidate)
     return after - before, float(_log_ratio(np.array([before]), np.array([after]))[0])
 
@@ -154,7 +156,7 @@ def _log_ratio(baseline: Floats, candidate: Floats) -> Floats:
 
 
 def _ranks(values: Floats) -> Floats:
-    """Ranks from 1, equal values sharing their mean."""
+    """Ranks from 1. Equal values have their mean rank."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     ranks: Floats = (last - (counts - 1) / 2)[places]

@@ -1,6 +1,6 @@
-"""Triage: for each kind of signal its owner, its cause, the part of the traffic that shows it, and what to do next.
+"""Triage of signals: determines the owner, cause and affected traffic of each signal, and the next action.
 
-Where there are several signals, causes go before their consequences.
+If there are several signals, causes come before their consequences.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Kind(NamedTuple):
     """One kind of signal."""
 
     owner: str
-    """Who looks after it; a policy or a file of owners sets the real one."""
+    """Default owner, which a policy or an owners file can override."""
     action: str
-    """What to do next, where its cause has no action of its own."""
+    """Next action, if the cause does not have its own."""
     cause: Callable[[Evidence, Bools], Cause] | None = None
-    """Finds the cause, from the pairs that show the signal; None: it is its own."""
+    """Function that finds the cause from the pairs that show the signal; None: the cause is unknown."""
     events: Callable[[Evidence], tuple[Bools, Bools]] | None = None
-    """Pairs that could show it, and those that do; None: the growth of its metric shows it, or no pair does."""
+    """Function that returns the pairs that could show the signal, and those that do; None: the signal is shown by the
+    growth of its metric, or by no pair."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -127,22 +128,23 @@ KINDS: Mapping[str, Kind] = {
     ),
     "undecided": Kind("mirroring", "mirror more traffic, or for longer; or widen the bound that is too narrow"),
 }
-"""Kinds of signals by name, in the order in which to look: causes before their consequences."""
+"""Kinds of signals by name, in the order of investigation: causes before their consequences."""
 RANKS = {name: rank for rank, name in enumerate(KINDS)}
-"""Places of signals in that order."""
+"""Rank of each kind of signal in that order."""
 _SEVERITY = {Decision.ROLLBACK: "critical", Decision.HOLD: "warning", Decision.PROMOTE: "info"}
 
 
 class Finding(NamedTuple):
-    """A signal with its place and its cause."""
+    """Signal with the part of the traffic that shows it, and its cause."""
 
     signal: Signal
-    place: str
+    part: str
+    """Name of the affected part of the traffic."""
     cause: Cause
 
 
 def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
-    """Signals with their places and causes, in the order in which a person looks at them.
+    """Signals with their parts of the traffic and causes, in the order of investigation.
 
     Rollback comes first, then causes before their consequences. A finding of all pairs is not repeated for a segment.
     """
@@ -150,11 +152,11 @@ def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
     found: dict[tuple[str, str], Finding] = {}
     for signal in signals:
         mask = evidence.mask_of(signal.segment)
-        place = _place_of(signal, evidence, mask, cuts)
-        if (signal.name, place.name) not in found:
+        part = _part_of(signal, evidence, mask, cuts)
+        if (signal.name, part.name) not in found:
             cause_of = KINDS[signal.name].cause
-            cause = causes.UNKNOWN if cause_of is None else cause_of(evidence, mask & place.mask)
-            found[signal.name, place.name] = Finding(signal, place.name, cause)
+            cause = causes.UNKNOWN if cause_of is None else cause_of(evidence, mask & part.mask)
+            found[signal.name, part.name] = Finding(signal, part.name, cause)
     severity = {each: _severity(each, found.values()) for each in found.values()}
     leading = [_leading([each for each, rank in severity.items() if rank == of]) for of in range(len(Decision))]
     order = {signal: place for place, signal in enumerate(signals)}
@@ -162,37 +164,37 @@ def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
     return tuple(sorted(ranks, key=lambda each: ranks[each]))
 
 
-def _place_of(signal: Signal, evidence: Evidence, mask: Bools, cuts: Sequence[Cut]) -> TrafficPart:
-    place = TrafficPart(ALL, mask)
+def _part_of(signal: Signal, evidence: Evidence, mask: Bools, cuts: Sequence[Cut]) -> TrafficPart:
+    part = TrafficPart(ALL, mask)
     metric, events_of = METRIC_OF.get(signal.name), KINDS[signal.name].events
     if metric is not None:
         usable = mask & evidence.pairs.known(metric.name)
-        place = part_of_regression(cuts, usable, *evidence.pairs.metrics[metric.name])
+        part = part_of_regression(cuts, usable, *evidence.pairs.metrics[metric.name])
     elif events_of is not None:
         population, affected = events_of(evidence)
-        place = part_of_events(cuts, population & mask, affected)
-    if place.name == ALL or signal.segment in (ALL, place.name):
-        return place._replace(name=signal.segment if place.name == ALL else place.name)
-    return place._replace(name=f"{signal.segment}, {place.name}")
+        part = part_of_events(cuts, population & mask, affected)
+    if part.name == ALL or signal.segment in (ALL, part.name):
+        return part._replace(name=signal.segment if part.name == ALL else part.name)
+    return part._replace(name=f"{signal.segment}, {part.name}")
 
 
-# -- which one leads --------------------------------------------------------------------------------------------------
+# -- order of findings ------------------------------------------------------------------------------------------------
 
 _EVIDENCE_FIRST = ("outputs-policy", "unsound-baseline", "missing-pairs", "missing-join")
 """Signals that make all others unreliable until they are fixed."""
 _MAKES_LATE = (causes.SMALLER_POOL, "unlike-prompts", "truncated", "longer-answers", "doubled-tokens", "dropped-tokens")
-"""Causes from which unlike times follow: of fewer tokens, each takes another part of the whole."""
+"""Causes that also change times, for example because answers have fewer tokens."""
 _SYMPTOMS = ("kv-pressure", "decode", "ttft", "latency", "latency-tail")
 
 
 def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
-    """Signals of time and pressure, causes first: a pool, then the part of the time that grew more, then the whole."""
+    """Signals of time and pressure, causes first: the KV pool, the part of the time that grew more, the total time."""
     names = {each.signal.name: each.cause.name for each in findings}
     order = ["kv-pressure"] if names.get("kv-pressure") == causes.SMALLER_POOL else []
     whole = names.get("latency") or names.get("latency-tail")
     if whole == "longer-answers":
         order += ["latency", "latency-tail"]
-    # A queue is what slower steps lead to, so steps go before it; a slow prefill holds up decoding, so it goes before.
+    # Slower steps cause queues, so decode comes before ttft; a slow prefill delays decoding, so it comes before decode.
     if "decode" in names and "ttft" in names and names["ttft"] == "prefill" and whole == "prefill":
         order.append("ttft")
     elif "decode" in names:
@@ -202,7 +204,7 @@ def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def _severity(finding: Finding, findings: Iterable[Finding]) -> int:
-    """Place among responses; what makes answers late has that of the late answers."""
+    """Rank of a finding's response. A cause of late answers has at least the rank of the late answers."""
     is_cause = finding.cause.name in _MAKES_LATE
     shown = [each for each in findings if each == finding or (is_cause and each.signal.name in _SYMPTOMS)]
     return min(each.signal.response.rank for each in shown)
@@ -224,43 +226,45 @@ def _rank(finding: Finding, leading: Sequence[str], place: int) -> tuple[int, in
 
 
 def triage_of(findings: Sequence[Finding], policy: Policy) -> tuple[Triage, ...]:
-    """An item per finding, in their order."""
+    """Triage items of the findings, in the same order."""
     return tuple(
         Triage(
             signal=signal.name,
             severity=_SEVERITY[signal.response],
-            segment=place,
+            segment=part,
             cause=cause.name,
             evidence=f"{signal.sentence}; {cause.words}" if cause.words else signal.sentence,
             response=signal.response.value,
-            owner=owner_of(signal.name, place, policy.owners),
+            owner=owner_of(signal.name, part, policy.owners),
             action=cause.action or KINDS[signal.name].action,
             examples=signal.examples,
         )
-        for signal, place, cause in findings
+        for signal, part, cause in findings
     )
 
 
-def owner_of(signal: str, place: str, owners: Mapping[str, str]) -> str:
-    """Owner of a signal: the last pattern that fits ``signal`` or ``signal/place``, else the built-in hint."""
+def owner_of(signal: str, part: str, owners: Mapping[str, str]) -> str:
+    """Owner of a signal: that of the last pattern that matches ``signal`` or ``signal/part``, else the default
+    owner."""
     fitting = [
         owner
         for pattern, owner in owners.items()
-        if fnmatchcase(signal, pattern) or fnmatchcase(f"{signal}/{place}", pattern)
+        if fnmatchcase(signal, pattern) or fnmatchcase(f"{signal}/{part}", pattern)
     ]
     return fitting[-1] if fitting else KINDS[signal].owner
 
 
 def read_owners(path: Path) -> dict[str, str]:
-    """A file of owners, a pattern and its owners a line, as in CODEOWNERS; the last one that fits counts.
+    """Owners by pattern, from an owners file. As in CODEOWNERS, a line has a pattern and its owners; the last match
+    counts.
 
     Raises:
-        EvidenceError: it cannot be read, or a line has no owner.
+        EvidenceError: the file cannot be read, or a line has no owner.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise EvidenceError(f"{path}: cannot be read as a file of owners: {error}") from None
+        raise EvidenceError(f"{path}: cannot read the owners file: {error}") from None
     owners: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         pattern, *names = line.partition("#")[0].split()[:16] or [""]

@@ -1,5 +1,4 @@
-"""Verdict of a gate as values: a decision, the signals behind it, figures, accounts and triage; JSON with stable
-bytes."""
+"""Verdict of a gate: defines the decision with its signals, figures and triage, and writes JSON with stable bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from lockstep.release.joining import Joining
 
 SCHEMA = "lockstep-verdict-1"
 ALL = "all"
-"""Name of all pairs in the place of a segment's."""
+"""Segment name that stands for all pairs."""
 DIGITS = 6
-"""Significant digits of figures: more would be those of the machine's mathematics library."""
+"""Significant digits of figures. Further digits would depend on the machine's mathematics library."""
 
 
 class Decision(StrEnum):
@@ -28,36 +27,36 @@ class Decision(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the commands that judge."""
+        """Exit code of the gate's commands."""
         return {Decision.PROMOTE: 0, Decision.ROLLBACK: 1, Decision.HOLD: 2}[self]
 
     @property
     def rank(self) -> int:
-        """Place among all, the most urgent first."""
+        """Rank by urgency, from 0 for the most urgent decision."""
         return (Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(self)
 
 
 EXIT_BAD_INPUT = 3
-"""Of the gate's commands when there is no verdict, whatever went wrong."""
+"""Exit code of the gate's commands if there is no verdict, for any reason."""
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is outside policy, or that evidence is lacking of."""
+    """Something that is outside policy, or for which evidence is missing."""
 
     name: str
     """Kind of signal; docs/gate.md lists them."""
     response: Decision
-    """What follows from it: rollback or hold."""
+    """Decision that the signal causes: rollback or hold."""
     segment: str
-    """Segment that shows it; ``all``: all pairs together."""
+    """Segment of the signal; ``all``: all pairs together."""
     sentence: str
-    """The evidence, for a person."""
+    """Evidence in one sentence, for a person."""
     value: float | None = None
-    """Figure that is outside, in the unit of its bound."""
+    """Figure that is outside policy, in the unit of its bound."""
     bound: float | None = None
-    """Bound of the policy that it is beyond."""
+    """Bound of the policy that the figure exceeds."""
     examples: tuple[str, ...] = ()
-    """Ids of requests that show it, the first in order."""
+    """Ids of the first requests that show the signal."""
 
 
 def hold(
@@ -82,32 +81,32 @@ def hold(
 
 
 class Caveat(msgspec.Struct, frozen=True, kw_only=True):
-    """One warning: a fact that does not decide, and that a person should see before a promotion."""
+    """Warning: a fact that does not decide, but that a person should see before a promotion."""
 
     name: str
     """Kind of warning; docs/gate.md lists them."""
     sentence: str
-    """The fact, for a person."""
+    """Fact in one sentence, for a person."""
     segment: str = ALL
-    """Segment that it is of; ``all``: all pairs."""
+    """Segment of the warning; ``all``: all pairs."""
     examples: tuple[str, ...] = ()
-    """Ids of requests that show it, the first in order."""
+    """Ids of the first requests that show the fact."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of both sides."""
+    """One figure of both sides."""
 
     baseline: float | None
-    """The baseline's; null: it does not say."""
+    """Figure of the baseline; null: unknown."""
     candidate: float | None
-    """The candidate's; null: it does not say."""
+    """Figure of the candidate; null: unknown."""
     difference: float | None = None
-    """Candidate's less baseline's."""
+    """Candidate minus baseline."""
     ratio: float | None = None
-    """Candidate's over baseline's; null where the baseline's is 0 and the candidate's is not."""
+    """Candidate divided by baseline; null if the baseline's figure is 0 and the candidate's is not."""
     pairs: int = 0
-    """Pairs that it is of: those in which both sides have the number. 0: no pair is such, and each side's is of all
-    that it has."""
+    """Number of pairs in which both sides have a value, from which the figure was computed. 0: no pair has both values,
+    and each side's figure was computed from all of its values."""
 
 
 class SegmentSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,23 +119,23 @@ class SegmentSummary(msgspec.Struct, frozen=True, kw_only=True):
     healthy: int
     """Pairs that both sides answered."""
     same: int
-    """Pairs of the same answer."""
+    """Pairs whose answers are the same."""
     differing: int
-    """Pairs of answers that differ, or of vectors beyond their tolerance."""
+    """Pairs whose answers differ, or whose vectors differ beyond their tolerance."""
     tolerated: int
-    """Pairs of vectors that differ within their tolerance."""
+    """Pairs whose vectors differ within their tolerance."""
     incomparable: int
-    """Pairs of unlike material, prompt, parameters, seed or environment."""
+    """Pairs whose answers are not comparable: different material, prompt, parameters, seed or environment."""
     figures: dict[str, Figures]
-    """By name: error_rate (percent), latency_p95_ms, ttft_p95_ms, decode_p95_ms, kv_pressure_p95, queue_depth_p95,
-    output_tokens_mean."""
+    """Figures by name: error_rate (percent), latency_p95_ms, ttft_p95_ms, decode_p95_ms, kv_pressure_p95,
+    queue_depth_p95, output_tokens_mean."""
 
 
 class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A series at one look."""
+    """Series at one look (interim analysis)."""
 
     pairs: int
-    """Pairs so far, of all series together."""
+    """Number of all pairs so far, including those without a value of this series."""
     effect: float | None
     """Mean so far."""
     lower: float | None
@@ -146,154 +145,157 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeriesSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One metric of one segment as the sequential gate followed it."""
+    """One metric of one segment in sequential mode."""
 
     signal: str
-    """Signal that it gives where it is outside."""
+    """Signal that the series causes if it is outside."""
     segment: str
-    """Segment that it is of; ``all``: all pairs."""
+    """Segment of the series; ``all``: all pairs."""
     unit: str
-    """ratio: candidate's over baseline's, a geometric mean; points: percentage points; nats: log-probability."""
+    """ratio: candidate divided by baseline, as a geometric mean; points: percentage points; nats: log-probability."""
     pairs: int
-    """Pairs that it has a number of."""
+    """Pairs that have a value of this series."""
     effect: float | None
-    """Mean of all of them."""
+    """Mean of all values."""
     lower: float | None
     """Lower confidence bound of the mean at the last look, one-sided at alpha; null: none yet."""
     upper: float | None
     """Upper confidence bound of the mean at the last look, one-sided at alpha; null: none yet."""
     bound: float | None
-    """Bound of the policy that the mean may not be above."""
+    """Upper bound of the policy on the mean."""
     state: str
     """outside: certainly above the bound; within: certainly below; undecided; changing: changes too slowly for its mean
     to be evidence; no-evidence: too short or too correlated."""
     response: Decision
-    """What follows from being outside."""
+    """Decision if the series is outside."""
     excluded_pairs: int = 0
-    """First pairs that were excluded as a warm-up: they are slower than the later ones."""
+    """Number of first pairs that were excluded as a warm-up because they are slower than the later ones."""
     excluded_effect: float | None = None
     """Mean of the excluded pairs; null: none were excluded."""
     outside_after: int | None = None
-    """Pairs, of all together, after which it was outside first."""
+    """Number of all pairs after which the series was first outside; null: it is not outside."""
     more_pairs: int | None = None
-    """Further pairs, of all together, after which it would be within if it went on so; null: it would not, or it is."""
+    """Number of further pairs, of all series together, after which the series would be within if its mean stayed the
+    same; null: it is decided, or would not come within."""
     curve: tuple[CurvePoint, ...] = ()
-    """Its looks, 64 at most; of series of all pairs only."""
+    """Up to 64 looks at the series; empty for series of segments."""
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers that are the same in the sense of the policy."""
+    """Agreement of answers, as the policy defines it."""
 
     field: str
-    """Field that answers were compared in; empty: whole answers."""
+    """Field of the answers that was compared; empty: whole answers."""
     compared: int
     """Pairs that could be compared."""
     agreed: int
     """Pairs that agree."""
     rate: float
-    """Part of the compared pairs that agree."""
+    """Fraction of the compared pairs that agree."""
     lower: float
-    """Lower confidence bound of the rate at alpha, valid at any look, for bursts of at most the policy's length."""
+    """Lower confidence bound of the rate at alpha. It is valid at every look, for bursts of failures up to the policy's
+    length."""
     diverging: int
-    """Pairs whose tokens differ, of those that were looked at for it."""
+    """Pairs whose tokens differ, among the pairs that were searched for the first differing token."""
     median_token: int | None
-    """Median place of the first differing token of these pairs."""
+    """Median position of the first differing token of these pairs."""
     earliest_token: int | None
-    """Earliest place of the first differing token of these pairs."""
+    """Earliest position of the first differing token of these pairs."""
     logprob_gap: float | None = None
-    """Mean difference of log-probabilities of the same tokens, in nats; null: not both sides give any."""
+    """Mean difference of the log-probabilities of the same tokens, in nats; null: not available on both sides."""
 
 
 class Triage(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to look after."""
+    """One finding to investigate."""
 
     signal: str
     """Kind of signal."""
     severity: str
     """critical: rollback; warning: hold."""
     segment: str
-    """Place that it comes from: a segment, version, replica or route; ``all``: all pairs."""
+    """Origin of the signal: a segment, version, replica or route; ``all``: all pairs."""
     evidence: str
-    """The signal's sentence, and the evidence of its cause."""
+    """Sentence of the signal, and the evidence of its cause."""
     response: str
-    """What follows from it: rollback or hold."""
+    """Decision that the signal causes: rollback or hold."""
     owner: str
-    """Its owner, by the file of owners, the policy, or the built-in hint."""
+    """Owner by the owners file, the policy, or the built-in default."""
     action: str
-    """What to look at next."""
+    """Next step of the investigation."""
     cause: str = ""
-    """Most likely cause in a word; empty: it is unknown."""
+    """Name of the most likely cause; empty: unknown."""
     examples: tuple[str, ...] = ()
-    """Ids of requests that show it."""
+    """Ids of requests that show the signal."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a gate reports. The same evidence and policy give the same bytes."""
+    """Result of the gate. The same evidence and policy give the same bytes."""
 
     decision: Decision
-    """promote, hold or rollback."""
+    """Decision on the candidate: promote, hold or rollback."""
     guarantee: str
-    """Error rates that hold; none in threshold mode."""
+    """Guaranteed error rates; none in threshold mode."""
     reason: str
-    """The signal to look at first, in a sentence."""
+    """Sentence of the signal to investigate first."""
     evidence: str
-    """Strongest kind of evidence that there was: equality, decisions, agreement or latency."""
+    """Strongest available kind of evidence: equality, decisions, agreement or latency."""
     signals: tuple[Signal, ...]
-    """Everything outside policy, rollback first."""
+    """All signals, rollback first."""
     warnings: tuple[Caveat, ...]
-    """Facts that do not decide and that a person should see: fields that were not read, records without a partner,
-    segments that got slower."""
+    """Facts that do not decide, but that a person should see: fields that were not read, records without a partner,
+    segments that became slower."""
     notes: tuple[str, ...]
-    """Sentences that decide nothing."""
+    """Remarks that do not affect the decision."""
     summary: SegmentSummary
     """Figures of all pairs."""
     segments: tuple[SegmentSummary, ...]
-    """Figures of each segment, those with the most pairs."""
+    """Figures of the segments with the most pairs."""
     series: tuple[SeriesSummary, ...] = ()
-    """In sequential mode: every series, in the order in which they are followed."""
+    """All series, in sequential mode only."""
     coverage: dict[str, float | None]
-    """Parts, 0 to 1: records that were joined, pairs that were comparable, and of each side the answers with known
-    route and scheduler and with known times of tokens."""
+    """Rates from 0 to 1: joined records, comparable pairs, and for each side the answers with known route and scheduler
+    and with known token times."""
     agreement: Agreement | None = None
-    """Sameness of answers; null: none could be compared."""
+    """Agreement of answers; null: no answers could be compared."""
     first_mismatch: dict[str, Any] | None
-    """The first pair that differs, in the order of time: its request, and where tokens are known the first that
-    differs."""
+    """First pair that differs, in the order of time: its request, and the first differing token if tokens are
+    known."""
     transitions: tuple[str, ...]
-    """Model versions of both sides, where they differ."""
+    """Model versions of baseline and candidate, if they differ."""
     sides: dict[str, dict[str, tuple[str, ...]]]
     """Models, versions, routes, replicas, schedulers, backends, accelerators and artifacts of each side."""
     joining: Joining
-    """Records of both sides: how many are in pairs, by which key, and why the others are not."""
+    """Number of paired records, the keys that paired them, and the reasons for unpaired records."""
     triage: tuple[Triage, ...]
-    """An item for each signal, in the order in which to look."""
+    """One finding for each signal, in the order of investigation."""
     policy: dict[str, Any]
-    """All fields of the policy as they held."""
+    """All fields of the policy, including defaults."""
     inputs: tuple[dict[str, Any], ...]
     """Format, side and number of records of each file."""
     digests: dict[str, str]
-    """Digests of each side's records, in whatever order they stood, and of the policy."""
+    """Digests of each side's records, independent of their order, and of the policy."""
     decisions: dict[str, Any] | None = None
-    """Of two recordings: where they decide differently, and what the candidate's settings would do."""
+    """For two recordings: differences of their scheduler decisions, and the predicted effect of the candidate's
+    settings."""
     tool: str = ""
-    """Name and version of what judged."""
+    """Name and version of the tool that judged."""
     schema: str = SCHEMA
     """Version of this format."""
 
 
 def to_json(verdict: Verdict) -> bytes:
-    """The verdict as a file: the same evidence gives the same bytes."""
+    """Content of a verdict file. The same evidence gives the same bytes."""
     plain = rounded(msgspec.to_builtins(verdict))
     return msgspec.json.format(msgspec.json.encode(plain, order="sorted"), indent=2) + b"\n"
 
 
 def rounded(value: Any) -> Any:
-    """A value whose numbers have `DIGITS` digits; what is no number is None."""
+    """Copy of a value with its numbers rounded to `DIGITS` digits; NaN and infinity become None."""
     return with_fractions(value, lambda number: float(f"{number:.{DIGITS}g}") if math.isfinite(number) else None)
 
 
 def with_fractions(value: Any, written: Callable[[float], Any]) -> Any:
-    """A value of JSON in which each fraction is replaced by what a function makes of it."""
+    """Copy of a JSON value in which `written` has converted each floating-point number."""
     if isinstance(value, float):
         return written(value)
     if isinstance(value, Mapping):
