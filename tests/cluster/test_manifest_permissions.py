@@ -197,7 +197,9 @@ def test_permissions_are_for_admins_or_for_every_caller_of_a_server_without_remo
         return found.any_source, found.private_remotes
 
     assert permissions("") == (True, True)
-    assert permissions("", allow_unauthenticated=True) == (False, False), "whoever can reach it is not its operator"
+    assert permissions("", allow_unauthenticated=True) == (False, False), (
+        "a caller is not the operator just because it can reach the server"
+    )
     assert (
         permissions("key-1", api_keys=("k",))
         == permissions("key-1", api_keys=("k",), admin_keys=("a",))

@@ -155,7 +155,8 @@ async def test_requests_are_counted_by_replica_and_reason_and_losses_by_replica(
             for session in ("s", "t", "s", None):
                 await ask(cluster, "billing", LONG, session)
             await eventually(
-                lambda: sum(each.num_cached_blocks for each in places(cluster, "billing")) > 0, "it is told"
+                lambda: sum(each.num_cached_blocks for each in places(cluster, "billing")) > 0,
+                "cached blocks are reported",
             )
             assert sum(each.num_routed for each in places(cluster, "billing")) == 4
             told = await metrics(url)

@@ -48,7 +48,7 @@ def answer_to(found: RecordedAnswers, request: GenerationRequest) -> RecordedAns
     assert request.model is not None
     if request.model not in found.by_name:
         return None
-    query = AnswerQuery(request.prompt, parameters_as_bytes(request), request.params.n)  # type: ignore[arg-type]  # token ids
+    query = AnswerQuery(request.prompt_ids, parameters_as_bytes(request), request.params.n)
     match = found.by_name[request.model].index.find(query, is_strict=True)
     return None if match is None else match.answer
 

@@ -140,7 +140,7 @@ def test_a_full_disk_costs_what_is_kept_and_no_answer(
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         try:
             text, _ = ask(server, "s")
-            until(lambda: "KV blocks cannot be stored there now: File too large" in caplog.text, "it was told")
+            until(lambda: "KV blocks cannot be stored there now: File too large" in caplog.text, "the fault is logged")
             assert server.post("/v1/models/router/unload", None).status_code == 200
             assert kept.blocks == [], "a later attempt succeeds as soon as there is room"
         finally:

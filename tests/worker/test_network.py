@@ -248,7 +248,7 @@ async def test_bytes_of_strangers_end_their_connection_and_nothing_else(secret: 
                 assert link._transport is not None
                 link.send(Ask(1, AskHealth())) if number % 3 == 1 else None  # another's id
                 link._transport.write(framed(junk))
-                await eventually(lambda link=link: link._transport is not None and link._transport.is_closing())  # type: ignore[misc]
+                await eventually(lambda link=link: link._transport is not None and link._transport.is_closing())  # type: ignore[misc]  # mypy infers no lambda default
                 await link.close()
             assert await text_of(guest, "abc") == "[stub:alpha] ok len=3 max=40"
         assert await num_open(owner) == 0
@@ -305,7 +305,7 @@ async def test_a_worker_that_cannot_listen_reports_the_reason_and_serves_its_own
         owner = SupervisedWorker(WorkerOptions("process", listen=options))
         await owner.start()
         await owner.load("a", "stub://alpha", SMALL)
-        await eventually(lambda owner=owner: owner.listening is not None)  # type: ignore[misc]
+        await eventually(lambda owner=owner: owner.listening is not None)  # type: ignore[misc]  # mypy infers no lambda default
         assert owner.listening is not None
         assert wanted in owner.listening.fault
         assert await text_of(owner, "abc") == "[stub:alpha] ok len=3 max=40"

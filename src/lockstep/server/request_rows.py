@@ -47,7 +47,7 @@ class RequestWait(msgspec.Struct, frozen=True):
 
 
 class RequestReplay(msgspec.Struct, frozen=True):
-    """One sequence of the request in the recording of its device, and the command that decides and tells it again."""
+    """Place of one sequence of the request in its device's recording, and the command that explains its decisions."""
 
     model: str
     engine: str
