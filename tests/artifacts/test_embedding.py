@@ -1,0 +1,167 @@
+"""Files that describe how a model makes vectors: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.artifacts.embedding import files_of, from_gguf_metadata, read_sentence_transformers
+from lockstep.artifacts.metadata import Metadata
+from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
+
+MODULES = "sentence_transformers.models."
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+def write_tensors(path: Path, **tensors: np.ndarray) -> None:
+    """Write float32 tensors in the safetensors format, with ``__`` for a point in their names."""
+    header, data = {}, b""
+    for name, values in tensors.items():
+        offsets = [len(data), len(data) + 4 * values.size]
+        header[name.replace("__", ".")] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": offsets}
+        data += values.astype("<f4").tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def write_model(path: Path, *kinds: str) -> Path:
+    """A directory with these modules, each in its own directory; dense layers take 4 values and give 3."""
+    listed = []
+    for index, kind in enumerate(kinds):
+        directory = "" if index == 0 else f"{index}_{kind}"
+        listed.append({"idx": index, "name": str(index), "path": directory, "type": f"{MODULES}{kind}"})
+        if directory:
+            (path / directory).mkdir()
+        if kind == "Pooling":
+            (path / directory / "config.json").write_text('{"pooling_mode": "mean"}')
+        if kind == "Dense":
+            config = {"in_features": 4, "out_features": 3, "bias": True, "activation_function": IDENTITY}
+            (path / directory / "config.json").write_text(json.dumps(config))
+            write_tensors(
+                path / directory / "model.safetensors", linear__weight=np.ones((3, 4)), linear__bias=np.ones(3)
+            )
+    (path / "modules.json").write_text(json.dumps(listed))
+    return path
+
+
+def test_a_directory_without_modules_has_no_pooling_of_its_own(tmp_path: Path) -> None:
+    assert read_sentence_transformers(tmp_path) is None
+    assert files_of(tmp_path) == ()
+
+
+def test_a_transformer_alone_pools_nothing(tmp_path: Path) -> None:
+    assert read_sentence_transformers(write_model(tmp_path, "Transformer")) is None
+
+
+def test_all_modules_and_files_are_read(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "Transformer", "Pooling", "Dense", "Normalize")
+    prompts = {"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    (path / "sentence_bert_config.json").write_text('{"max_seq_length": 256, "do_lower_case": false}')
+    found = read_sentence_transformers(path)
+    assert found is not None
+    assert (found.pooling, found.normalize, found.max_tokens) == ("mean", True, 256)
+    assert (dict(found.prompts), found.default_prompt) == ({"query": "q: ", "document": ""}, "query")
+    [layer] = found.dense
+    assert layer.weight.shape == (3, 4)
+    assert layer.bias is not None
+    assert layer.activation == "identity"
+    assert files_of(path) == (
+        "modules.json",
+        "config_sentence_transformers.json",
+        "sentence_bert_config.json",
+        "1_Pooling/config.json",
+        "2_Dense/config.json",
+        "2_Dense/model.safetensors",
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"pooling_mode": "cls"}, "cls"),
+        ({"pooling_mode": ["lasttoken"]}, "last"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({}, "mean"),
+    ],
+)
+def test_the_pooling_mode_of_each_version_is_read(tmp_path: Path, config: dict[str, object], pooling: str) -> None:
+    path = write_model(tmp_path, "Transformer", "Pooling")
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    found = read_sentence_transformers(path)
+    assert found is not None
+    assert (found.pooling, found.normalize) == (pooling, False)
+
+
+def edited(name: str, **values: object) -> Callable[[Path], object]:
+    """Replace values of a JSON object in the model's directory; None removes one."""
+
+    def edit(path: Path) -> None:
+        file = path / name
+        config = {**(json.loads(file.read_text()) if file.exists() else {}), **values}
+        file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+    return edit
+
+
+def module(**values: object) -> Callable[[Path], object]:
+    """Replace values of the second module."""
+
+    def edit(path: Path) -> None:
+        listed = json.loads((path / "modules.json").read_text())
+        listed[1] |= values
+        (path / "modules.json").write_text(json.dumps(listed))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (module(type=f"{MODULES}CNN"), UnsupportedArtifactError),
+        (module(path="../elsewhere"), CorruptArtifactError),
+        (module(path=".."), CorruptArtifactError),
+        (module(path=7), CorruptArtifactError),
+        (lambda path: (path / "modules.json").write_text("[]"), CorruptArtifactError),
+        (lambda path: (path / "modules.json").write_text("{"), CorruptArtifactError),
+        (edited("1_Pooling/config.json", pooling_mode="max"), UnsupportedArtifactError),
+        (edited("1_Pooling/config.json", pooling_mode=["cls", "mean"]), UnsupportedArtifactError),
+        (edited("1_Pooling/config.json", include_prompt=False), UnsupportedArtifactError),
+        (edited("2_Dense/config.json", activation_function="torch.nn.SELU"), UnsupportedArtifactError),
+        (edited("2_Dense/config.json", use_residual=True), UnsupportedArtifactError),
+        (edited("2_Dense/config.json", in_features=5), CorruptArtifactError),
+        (edited("2_Dense/config.json", bias=False), CorruptArtifactError),
+        (lambda path: (path / "2_Dense" / "model.safetensors").unlink(), ArtifactNotFoundError),
+        (edited("config_sentence_transformers.json", default_prompt_name="query"), CorruptArtifactError),
+        (edited("config_sentence_transformers.json", prompts={"query": 7}), CorruptArtifactError),
+        (edited("sentence_bert_config.json", max_seq_length=-1), CorruptArtifactError),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, change: Callable[[Path], object], error: type[ArtifactError]) -> None:
+    path = write_model(tmp_path, "Transformer", "Pooling", "Dense")
+    change(path)
+    with pytest.raises(error) as raised:
+        read_sentence_transformers(path)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_dense_layers_must_fit_each_other(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "Transformer", "Pooling", "Dense", "Dense")
+    with pytest.raises(CorruptArtifactError, match="3 values"):
+        read_sentence_transformers(path)
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [(0, None), (1, "mean"), (2, "cls"), (3, "last"), (4, None)])
+def test_gguf_files_name_the_pooling_by_a_number(kind: int, pooling: str | None) -> None:
+    found = from_gguf_metadata(Metadata(Path("model.gguf"), {"bert.pooling_type": kind}), "bert")
+    assert (None if found is None else found.pooling) == pooling
+
+
+def test_an_unknown_pooling_of_a_gguf_file_is_refused() -> None:
+    with pytest.raises(CorruptArtifactError, match=r"bert\.pooling_type"):
+        from_gguf_metadata(Metadata(Path("model.gguf"), {"bert.pooling_type": 9}), "bert")
