@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.artifacts.huggingface import read_safetensors
 from lockstep.artifacts.model import Artifact, Encoding, RopeScaling
+from lockstep.artifacts.safetensors_file import read_safetensors
 from lockstep.artifacts.source import open_artifact
 from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError

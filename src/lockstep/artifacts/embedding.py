@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
 from lockstep.artifacts.model import Tensor
+from lockstep.artifacts.safetensors_file import read_safetensors
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 
 Pooling = Literal["mean", "last", "cls"]
@@ -194,8 +195,6 @@ def _pooling(config: Metadata) -> Pooling:
 
 
 def _dense(directory: Path) -> DenseLayer:
-    from lockstep.artifacts.huggingface import read_safetensors
-
     config = read_json(directory / "config.json")
     activation = config.text("activation_function", "torch.nn.modules.activation.Tanh")
     if activation not in _ACTIVATIONS:

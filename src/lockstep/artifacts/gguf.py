@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
+from lockstep.artifacts.embedding import from_gguf_metadata
 from lockstep.artifacts.fingerprint import file_fingerprint
 from lockstep.artifacts.generation_config import from_gguf
 from lockstep.artifacts.gguf_file import GgufFile, read_gguf
@@ -82,6 +83,7 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
     check_config(config, path)
     tensors = split_fused(config, tensors, path)
     check_tensors(config, tensors, path)
+    embedding = from_gguf_metadata(file.metadata, config.architecture)
     return Artifact(
         source=source,
         name=path.stem,
@@ -93,6 +95,8 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
         weights=MappedWeights(path, tensors, _interleaved(config, tensors)),
         load_tokenizer=functools.partial(read_vocabulary, file.metadata, config.vocab_size),
         sampling_defaults=from_gguf(file.metadata.values, path),
+        task="generate" if embedding is None else "embed",
+        embedding=embedding,
     )
 
 

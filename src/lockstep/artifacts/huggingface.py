@@ -1,25 +1,24 @@
 """Hugging Face artifacts: read a directory with config.json, safetensors (sharded or not), tokenizer and defaults.
 
-`huggingface_config` reads the configuration. The safetensors format is described in the README of
-huggingface/safetensors: a length, a JSON header and the data, which are memory-mapped. The `safetensors` package is not
-used, because its numpy interface copies every tensor and does not support bfloat16. The tests compare with it.
+`huggingface_config` reads the configuration, `safetensors_file` the tensors, and `embedding` how vectors are made.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.artifacts.embedding import files_of, read_sentence_transformers
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
 from lockstep.artifacts.huggingface_config import read_config
 from lockstep.artifacts.layout import MappedWeights, check_config, check_tensors, split_fused
-from lockstep.artifacts.metadata import Metadata, parse_object, read_bytes, read_json, read_optional_json
-from lockstep.artifacts.model import Artifact, Encoding, Tensor, TokenizerParts
-from lockstep.artifacts.tensors import FLOAT_TYPES, MappedTensors, num_stored_bytes
-from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError
+from lockstep.artifacts.metadata import Metadata, read_bytes, read_json, read_optional_json
+from lockstep.artifacts.model import Artifact, Tensor, TokenizerParts
+from lockstep.artifacts.safetensors_file import read_safetensors
+from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, MissingTokenizerError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,10 +32,6 @@ SMALL_FILES = (
     "chat_template.jinja",
 )
 """Files other than the weights that are read here and affect the model's behavior."""
-_MAX_HEADER_BYTES = 100_000_000
-"""Maximum header size, defined by the format."""
-_MAX_DIMENSIONS = 4
-_ENCODINGS: Mapping[str, Encoding] = {encoding.value: encoding for encoding in FLOAT_TYPES}
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
 
 
@@ -55,17 +50,20 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     tensors = split_fused(config, _read_all(path, files), path)
     check_tensors(config, tensors, path)
     small = [name for name in SMALL_FILES if (path / name).is_file()]
+    embedding = read_sentence_transformers(path)
     return Artifact(
         source=source,
         name=path.absolute().name,
         path=path,
         format="safetensors",
-        fingerprint=files_fingerprint(path, [*small, *files], cache_dir),
+        fingerprint=files_fingerprint(path, [*small, *files_of(path), *files], cache_dir),
         num_bytes=sum((path / name).stat().st_size for name in files),
         config=config,
         weights=MappedWeights(path, tensors),
         load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation)),
         sampling_defaults=defaults,
+        task="generate" if embedding is None else "embed",
+        embedding=embedding,
     )
 
 
@@ -94,29 +92,6 @@ def weight_files(path: Path) -> list[str]:
     others = [entry.name for entry in sorted(path.iterdir()) if entry.suffix in (".bin", ".pt", ".pth")]
     hint = f" ({others[0]} is a pickle, which is never loaded: convert it)" if others else ""
     raise ArtifactNotFoundError(f"has no *.safetensors{hint}", path=path)
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of one file in header order, as views that keep the memory map open.
-
-    Raises:
-        ArtifactNotFoundError: the file cannot be read.
-        CorruptArtifactError: the file is truncated or inconsistent.
-        UnsupportedArtifactError: a dtype is not supported.
-    """
-    file = MappedTensors(path, 8, "a safetensors header")
-    header_bytes = int.from_bytes(file.buffer[:8], "little")
-    if header_bytes > min(_MAX_HEADER_BYTES, len(file.buffer) - 8):
-        raise CorruptArtifactError(
-            f"declares a header of {header_bytes} bytes in a file of {len(file.buffer)}; is the download complete?",
-            path=path,
-        )
-    header = parse_object(file.buffer[8 : 8 + header_bytes], path)
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        encoding, shape, begin = _entry(name, entry, path)
-        file.add(name, encoding, shape, 8 + header_bytes + begin)
-    return file.tensors()
 
 
 def read_tokenizer(directory: Path, vocab_size: int, declared: Sequence[Metadata]) -> TokenizerParts:
@@ -156,28 +131,6 @@ def _read_all(path: Path, files: list[str]) -> dict[str, Tensor]:
             raise CorruptArtifactError(f"tensor {min(twice)!r} is also in an earlier shard", path=path / name)
         tensors |= found
     return tensors
-
-
-def _entry(name: str, entry: object, path: Path) -> tuple[Encoding, tuple[int, ...], int]:
-    """Encoding, shape and offset in the data part. The size is checked against the shape."""
-    match entry:
-        case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
-            pass
-        case _:
-            raise CorruptArtifactError(f"the header entry of tensor {name!r} is malformed", path=path)
-    if len(shape) > _MAX_DIMENSIONS or not all(type(length) is int and length > 0 for length in shape):
-        raise CorruptArtifactError(f"tensor {name!r} has shape {shape}", path=path)
-    if dtype_name not in _ENCODINGS:
-        raise UnsupportedArtifactError(
-            f"tensor {name!r} is {dtype_name}; the types that are read are {', '.join(_ENCODINGS)}", path=path
-        )
-    encoding = _ENCODINGS[dtype_name]
-    num_bytes = num_stored_bytes(encoding, tuple(shape))
-    if begin < 0 or end - begin != num_bytes:
-        raise CorruptArtifactError(
-            f"tensor {name!r} of shape {shape} lies at {begin}..{end}; {num_bytes} bytes are expected", path=path
-        )
-    return encoding, tuple(shape), begin
 
 
 def _load(directory: Path, vocab_size: int) -> Tokenizer:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from lockstep.artifacts.embedding import EmbeddingConfig
 
 
 class Encoding(Enum):
@@ -137,6 +139,11 @@ class TokenizerParts:
     """Sorted ids of all tokens that end a sequence."""
 
 
+Task = Literal["generate", "embed", "rerank"]
+"""What a model is for: text, vectors, or scores of pairs of texts."""
+TASKS: tuple[Task, ...] = get_args(Task)
+
+
 @dataclass(frozen=True, slots=True)
 class Artifact:
     """A model on disk that has been opened and checked. Large data has not been read yet."""
@@ -157,3 +164,6 @@ class Artifact:
     """Reads the tokenizer. Raises MissingTokenizerError if there is none."""
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     """Defaults from generation_config.json: any of temperature, top_k, top_p, min_p, repetition_penalty."""
+    task: Task = "generate"
+    embedding: EmbeddingConfig | None = None
+    """How the model makes vectors; None: the artifact does not describe it."""

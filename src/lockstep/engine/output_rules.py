@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.embedding import Pooling
 from lockstep.executors.logits import TokenLogprobs, token_logprobs
 
 
@@ -220,34 +220,32 @@ def _shown(text: str, cut: int) -> int:
     return max(len(text[:cut].rstrip()), cut - MAX_HELD_BLANKS)
 
 
-Pooling = Literal["mean", "last"]
-POOLINGS: tuple[Pooling, ...] = ("mean", "last")
-
-
 class Pooler:
-    """Pools the hidden states of a prompt into one vector: the mean over its positions, or the last one.
+    """Pools the hidden states of a prompt into one vector: the mean over its tokens, the first one, or the last one.
 
     States come in position order, chunk by chunk. They come again if a preempted prompt is recomputed; each position
     counts once. Sums are float64 in position order, so a vector does not depend on how its prompt was divided into
     chunks.
 
     Args:
-        num_prompt_tokens: number of positions in the vector.
+        num_prompt_tokens: number of tokens whose states are pooled.
+        first: position of the first one. In a model with several stages, the states are those of the last stage.
     """
 
-    __slots__ = ("_num_positions", "_pooling", "_seen", "_sum")
+    __slots__ = ("_begin", "_end", "_num_tokens", "_pooling", "_seen", "_sum")
 
-    def __init__(self, pooling: Pooling, num_prompt_tokens: int) -> None:
+    def __init__(self, pooling: Pooling, num_prompt_tokens: int, first: int = 0) -> None:
         self._pooling = pooling
-        self._num_positions = num_prompt_tokens
-        self._seen = 0
+        self._num_tokens = num_prompt_tokens
+        self._begin = first + num_prompt_tokens - 1 if pooling == "last" else first
+        self._end = first + 1 if pooling == "cls" else first + num_prompt_tokens
+        self._seen = self._begin
         self._sum: npt.NDArray[np.float64] | None = None
 
     def rows_of(self, start: int, length: int) -> range:
         """Offsets in a chunk whose hidden states are still needed."""
-        end = min(start + length, self._num_positions)
-        first = self._seen if self._pooling == "mean" else max(self._seen, self._num_positions - 1)
-        return range(max(first, start) - start, max(end, start) - start)
+        end = min(start + length, self._end)
+        return range(max(self._seen, start) - start, max(end, start) - start)
 
     def add(self, start: int, offsets: range, states: npt.NDArray[np.float32]) -> None:
         """Add the states [len(offsets), hidden_size] of the offsets that ``rows_of`` returned."""
@@ -259,8 +257,8 @@ class Pooler:
     def vector(self) -> npt.NDArray[np.float32]:
         """The pooled vector, [hidden_size]. The whole prompt must have been added."""
         assert self._sum is not None, "no hidden state was collected"
-        assert self._seen == self._num_positions, f"{self._seen} of {self._num_positions} positions were collected"
-        vector = self._sum / self._num_positions if self._pooling == "mean" else self._sum
+        assert self._seen == self._end, f"{self._seen} of {self._end} positions were collected"
+        vector = self._sum / self._num_tokens if self._pooling == "mean" else self._sum
         return vector.astype(np.float32)
 
 

@@ -33,6 +33,14 @@ class Geometry:
     """Memory of the weights, including mapped files; None: a stub, which has no weights."""
     mapped_bytes: int = 0
     """Part of the weights that is mapped from files. The system counts it as free, and other processes share it."""
+    num_stages: int = 1
+    """Number of parts into which the work on each prompt token is divided. 1: a decoder. An encoder has more: every
+    token passes a stage before any token passes the next one. A sequence of T tokens then has T positions per stage,
+    position p is token p % T in stage p // T, and the sizes above are in such positions."""
+
+    def text_limit(self, num_positions: int) -> int:
+        """Number of tokens, including one of output, for which this many positions have room."""
+        return (num_positions - 1) // self.num_stages + 1
 
 
 class StepBatch(msgspec.Struct, frozen=True):
@@ -112,6 +120,16 @@ class HiddenStates(Protocol):
     @property
     def hidden_states(self) -> npt.NDArray[np.float32]:
         """[len(hidden_rows), hidden_size] of the last step: the input of the LM head, valid until the next call."""
+        ...
+
+
+@runtime_checkable
+class VectorHead(Protocol):
+    """Additional protocol of an `Executor` whose model ends with layers on the pooled vector: the dense layers of an
+    embedding model, or a classifier."""
+
+    def project(self, vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Apply the layers to ``vectors`` [n, hidden_size]: [n, size]."""
         ...
 
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from lockstep.artifacts.huggingface import read_safetensors
 from lockstep.artifacts.model import Encoding
+from lockstep.artifacts.safetensors_file import read_safetensors
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 from tools.random_models import as_float, write_safetensors
 
