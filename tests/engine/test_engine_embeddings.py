@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from lockstep import LLM, AsyncEngine, EngineOptions, GenerationRequest, LoadOptions, SamplingParams
+from lockstep.artifacts.embedding import POOLINGS, Pooling
 from lockstep.engine.engine import Engine
 from lockstep.engine.input_processing import prepare
-from lockstep.engine.output_rules import POOLINGS, Pooling
 from lockstep.errors import InvalidParameterError, PromptTooLongError
 
 TEXTS = ["I was charged twice", "My login page shows an error " * 12, "Is a clause enforceable", "hi"]
@@ -68,7 +68,7 @@ async def test_an_async_program_gets_the_same(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_a_wrong_pooling_and_a_model_without_hidden_states_are_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidParameterError, match="it must be mean or last"):
+    with pytest.raises(InvalidParameterError, match="it must be one of model, mean, last, cls"):
         llm.embed("x", pooling="max")  # type: ignore[arg-type]  # the wrong value is the point
     with LLM("stub://x") as stub, pytest.raises(InvalidParameterError, match="does not provide hidden states"):
         stub.embed("x")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engine.output_rules import POOLINGS, Pooler, Pooling
+from lockstep.artifacts.embedding import POOLINGS, Pooling
+from lockstep.engine.output_rules import Pooler
 
 LENGTH, SIZE = 23, 8
 STATES = np.random.default_rng(2).standard_normal((LENGTH, SIZE)).astype(np.float32)

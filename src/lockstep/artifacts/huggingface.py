@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.embedding import files_of, read_sentence_transformers
+from lockstep.artifacts.embedding import EmbeddingConfig, files_of, read_sentence_transformers
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
 from lockstep.artifacts.huggingface_config import read_config
@@ -60,7 +60,7 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         num_bytes=sum((path / name).stat().st_size for name in files),
         config=config,
         weights=MappedWeights(path, tensors),
-        load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation)),
+        load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation), embedding),
         sampling_defaults=defaults,
         task="generate" if embedding is None else "embed",
         embedding=embedding,
@@ -94,13 +94,16 @@ def weight_files(path: Path) -> list[str]:
     raise ArtifactNotFoundError(f"has no *.safetensors{hint}", path=path)
 
 
-def read_tokenizer(directory: Path, vocab_size: int, declared: Sequence[Metadata]) -> TokenizerParts:
+def read_tokenizer(
+    directory: Path, vocab_size: int, declared: Sequence[Metadata], embedding: EmbeddingConfig | None = None
+) -> TokenizerParts:
     """Read a directory's tokenizer. The post-processor in tokenizer.json determines whether it adds BOS.
 
     Args:
         directory: directory with tokenizer.json.
         vocab_size: number of rows of the embedding. All token ids must be smaller.
         declared: config.json and generation_config.json, for their ``eos_token_id``.
+        embedding: the model's prompts for texts to embed.
 
     Raises:
         MissingTokenizerError: there is no tokenizer.json.
@@ -119,6 +122,8 @@ def read_tokenizer(directory: Path, vocab_size: int, declared: Sequence[Metadata
         bos_token=bos,
         eos_token=eos,
         end_token_ids=end_token_ids(named if eos_id is None else [*named, eos_id], special),
+        prompts={} if embedding is None else embedding.prompts,
+        default_prompt=None if embedding is None else embedding.default_prompt,
     )
 
 

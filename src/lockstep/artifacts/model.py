@@ -137,6 +137,10 @@ class TokenizerParts:
     eos_token: str | None
     end_token_ids: tuple[int, ...]
     """Sorted ids of all tokens that end a sequence."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Texts that are put before a text to embed, by name, e.g. ``query``."""
+    default_prompt: str | None = None
+    """Name of the prompt that is used if a request names none; None: no prompt."""
 
 
 Task = Literal["generate", "embed", "rerank"]

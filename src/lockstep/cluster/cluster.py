@@ -465,7 +465,7 @@ class Cluster:
             root=model.entry.source,
             created_s=self._created_s,
             tier=model.status(self._state.now_s()),
-            max_model_len=recorded.max_model_len if recorded else loaded.config.max_model_len if loaded else None,
+            max_model_len=recorded.max_model_len if recorded else loaded.max_model_len if loaded else None,
             has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
             parent=mates[0].id if mates and mates[0] is not model else None,
         )

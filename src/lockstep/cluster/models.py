@@ -73,7 +73,7 @@ class Model:
             aliases=entry.aliases,
             replica=None if replica is None else replica.key,
             size_bytes=0 if replica is None else replica.bytes,
-            max_model_len=None if replica is None or replica.loaded is None else replica.loaded.config.max_model_len,
+            max_model_len=None if replica is None or replica.loaded is None else replica.loaded.max_model_len,
             num_requests=self.num_requests,
             num_running=self.num_running,
             num_waiting=self.num_waiting,

@@ -205,7 +205,7 @@ def _check_recordable(call: GenerationRequest) -> None:
     }
     for name in (name for name, is_wanted in wanted.items() if is_wanted):
         raise InvalidParameterError(f"{name}: a recording has no log-probabilities; leave it out", param=name)
-    if call.pooling is not None:
+    if call.gives_vector:
         raise InvalidParameterError("a recording has no embeddings; use a live server", param="input")
 
 

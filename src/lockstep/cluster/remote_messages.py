@@ -124,7 +124,7 @@ def _refuse(id_: str, call: GenerationRequest) -> None:
     unavailable: Mapping[str, tuple[bool, str]] = {
         "logprobs": (call.params.logprobs is not None, "log-probabilities"),
         "prompt_logprobs": (call.prompt_logprobs is not None, "log-probabilities of the prompt"),
-        "input": (call.pooling is not None, "embeddings"),
+        "input": (call.gives_vector, "embeddings"),
         "prompt": (not isinstance(call.prompt, (str, Conversation)), "prompts of token ids"),
     }
     for param, (is_set, what) in unavailable.items():

@@ -285,7 +285,7 @@ def _engine(loaded: Loaded) -> EngineSnapshot:
     config, geometry = loaded.config, loaded.geometry
     environment, machine = loaded.environment, loaded.machine
     return EngineSnapshot(
-        max_model_len=config.max_model_len,
+        max_model_len=loaded.max_model_len,
         max_num_seqs=config.max_num_seqs,
         kv_tokens=config.num_blocks * geometry.block_size,
         kv_bytes=config.num_blocks * geometry.bytes_per_block,

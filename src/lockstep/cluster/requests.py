@@ -65,7 +65,7 @@ class RequestHandler:
         if self._state.sessions.begin(call.session_id, model.id, self._clock()):
             self._state.session_event("session_admitted", call.session_id or "", model=model.id)
         try:
-            if router is not None and model.id == router.entry and call.pooling is None:
+            if router is not None and model.id == router.entry and not call.gives_vector:
                 routed = await self._route(router, model, call, progress)
                 hops = (routed.hop,)
                 if routed.target is None:
@@ -196,7 +196,7 @@ class RequestHandler:
         limits = [limit for limit in (call.deadline_s, call.queue_deadline_s) if limit is not None]
         try:
             async with asyncio.timeout(min(limits, default=None)):
-                request = await self._prompts.tokenised(replica.tokenizer, replica.loaded.config.max_model_len, call)
+                request = await self._prompts.tokenised(replica.tokenizer, replica.loaded.max_model_len, call)
         except TimeoutError:
             raise _too_late(model, call, self._clock() - began_s) from None
         if replica.phase is not Phase.RESIDENT:

@@ -36,7 +36,7 @@ class Generation:
     max_step_tokens: int
     """Maximum tokens that one step may add, including jump-forward tokens."""
     tokens: list[int] = field(init=False)
-    """Token ids of the prompt and the output."""
+    """Token ids by position: of the prompt, once per stage, and of the output."""
     prompt_len: int = field(init=False)
     min_len: int = field(init=False)
     max_len: int = field(init=False)
@@ -47,6 +47,8 @@ class Generation:
     bad_words: BadWords | None = None
     splitter: ReasoningSplitter | None = None
     pooler: Pooler | None = None
+    vector: npt.NDArray[np.float32] | None = None
+    """Answer of an embedding request that has ended, or the logits that a request for logits asked for."""
     prompt_logprobs: PromptLogprobs | None = None
     """Set only for the first sequence, since its siblings have the same prompt."""
     takes_likeliest: bool = False
@@ -72,7 +74,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         live, request, params = self.live, self.live.request, self.live.request.params
-        self.tokens = list(live.prompt_ids)
+        self.tokens = list(live.prompt_ids) * live.num_stages
         self.prompt_len = len(self.tokens)
         self.block_hashes = live.core_request.block_hashes
         self.min_len = self.prompt_len + params.min_tokens
@@ -87,7 +89,9 @@ class Generation:
         if request.reasoning is not None:
             self.splitter = ReasoningSplitter(request.reasoning)
         if request.pooling is not None:
-            self.pooler = Pooler(request.pooling, self.prompt_len)
+            assert request.pooling != "model", "input processing resolves it"
+            num_tokens = len(live.prompt_ids)
+            self.pooler = Pooler(request.pooling, num_tokens, self.prompt_len - num_tokens)
         if request.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = PromptLogprobs(live.prompt_ids, request.prompt_logprobs)
         if params.logprobs is not None:
@@ -132,8 +136,8 @@ class Generation:
         return bits
 
     def embedding(self) -> npt.NDArray[np.float32] | None:
-        """The pooled vector, if the request is an embedding request and has ended normally."""
-        return self.pooler.vector() if self.pooler is not None and self.finish_reason is FinishReason.STOP else None
+        """The vector, if the request asked for one and has ended normally."""
+        return self.vector if self.finish_reason is FinishReason.STOP else None
 
     def prompt_entries(self) -> tuple[TokenLogprobs | None, ...] | None:
         """Log-probabilities of the prompt's tokens, if they were requested and the prompt was computed."""
@@ -276,7 +280,7 @@ class Generation:
             live.first_scheduled_s,
             self.first_token_s,
             self.last_token_s,
-            self.prompt_len,
+            len(live.prompt_ids),
             self.num_output,
             self.num_cached_tokens or 0,
             self.max_len - self.prompt_len,
@@ -316,6 +320,8 @@ class LiveRequest:
     """Special tokens whose text is part of the answer."""
     banned_runs: Runs = ()
     """Token sequences that may not be generated."""
+    num_stages: int = 1
+    """Positions of each prompt token, see `Geometry`."""
     request_id: int = -1
     """Id of the request. It and the following fields are set at submission."""
     arrival_s: float = 0.0

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from lockstep.artifacts.embedding import POOLINGS, Pooling
 from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import Request
 from lockstep.engine.deadlines import check_deadlines
 from lockstep.engine.generation import LiveRequest
 from lockstep.engine.loading import LoadedModel
-from lockstep.engine.output_rules import POOLINGS, Runs
+from lockstep.engine.output_rules import Runs
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer, too_many_tokens
 from lockstep.errors import InvalidParameterError
@@ -42,11 +43,15 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     check_deadlines(request)
     check_session(request)
     _check_labels(request)
-    request = tokenised(model.tokenizer, config.max_model_len, request)
+    request = tokenised(model.tokenizer, model.text_limit(config), request)
     prompt_ids = request.prompt_ids
     _check_ids(prompt_ids, vocab_size)
-    if request.pooling is not None:
-        return _prepare_pooling(model, config, request, prompt_ids)
+    if request.gives_vector:
+        return _prepare_vector(model, config, request, prompt_ids)
+    if model.executor.geometry.num_stages > 1:
+        raise InvalidParameterError(
+            f"model {model.name!r} is for {model.task} and generates no text; see `lockstep models info`", param="model"
+        )
     check_logprobs("prompt_logprobs", request.prompt_logprobs, vocab_size)
     hashes: tuple[bytes, ...] = ()
     if config.enable_prefix_caching:
@@ -100,23 +105,39 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
             most=most,
         )
         reasoning = tokenizer.reasoning_after(ids) if prompt.reasoning == "auto" else None
+    elif isinstance(prompt, str) and request.pooling is not None:
+        return _tokenised_text(tokenizer, max_model_len, request, prompt)
     else:
         ids = tokenizer.encode(prompt, most=most) if isinstance(prompt, str) else prompt
     if most is not None and len(ids) > most:
         raise too_many_tokens(len(ids), most)
-    ids = _truncated(tuple(ids), max_model_len, request)
-    return replace(request, prompt=ids, reasoning=reasoning, truncate_prompt_tokens=None)
+    if (num_kept := _num_kept(max_model_len, request)) is not None:
+        ids = ids[:num_kept] if request.pooling is not None else ids[-num_kept:]
+    return replace(request, prompt=tuple(ids), reasoning=reasoning, truncate_prompt_tokens=None)
 
 
-def _truncated(ids: tuple[int, ...], max_model_len: int, request: GenerationRequest) -> tuple[int, ...]:
-    """The last tokens of the prompt, as many as the request keeps."""
+def _tokenised_text(
+    tokenizer: Tokenizer, max_model_len: int, request: GenerationRequest, text: str
+) -> GenerationRequest:
+    """Tokenise the text, or the pair of texts, of an embedding request. If it is cut, its beginning is kept, with the
+    special tokens around it, as sentence-transformers does."""
+    if request.document is None:
+        text = tokenizer.prompt_text(request.prompt_name) + text
+    ids = tokenizer.encode_text(
+        text, request.document, most=max_model_len - 1, num_kept=_num_kept(max_model_len, request)
+    )
+    return replace(request, prompt=tuple(ids), document=None, prompt_name=None, truncate_prompt_tokens=None)
+
+
+def _num_kept(max_model_len: int, request: GenerationRequest) -> int | None:
+    """Number of prompt tokens that the request keeps; None: all."""
     num_kept = request.truncate_prompt_tokens
     if num_kept is None:
-        return ids
+        return None
     room = max_model_len - (request.params.max_tokens or 1)
     if not (num_kept == -1 or 1 <= num_kept <= room):
         raise InvalidParameterError.of("truncate_prompt_tokens", num_kept, f"-1 or an integer of 1..{room}")
-    return ids[-(room if num_kept == -1 else num_kept) :]
+    return room if num_kept == -1 else num_kept
 
 
 def banned_runs(tokenizer: Tokenizer, words: Sequence[str]) -> Runs:
@@ -137,18 +158,32 @@ def banned_runs(tokenizer: Tokenizer, words: Sequence[str]) -> Runs:
     return tuple(dict.fromkeys(runs))
 
 
-def _prepare_pooling(
+def _prepare_vector(
     model: LoadedModel, config: SchedulerConfig, request: GenerationRequest, prompt_ids: tuple[int, ...]
 ) -> LiveRequest:
-    """Prepare an embedding request. It is computed without the prefix cache, since the hidden state of every position
-    is needed."""
-    if not hasattr(type(model.executor), "hidden_states"):
-        raise InvalidParameterError(f"model {model.name!r} does not provide hidden states", param="pooling")
-    if request.pooling not in POOLINGS:
-        raise InvalidParameterError(f"pooling is {request.pooling!r}; it must be mean or last", param="pooling")
+    """Prepare a request whose answer is a vector.
+
+    Pooling uses no prefix cache, since the hidden state of every position is needed. Logits need only the last one.
+    """
+    num_stages = model.executor.geometry.num_stages
     if request.prompt_logprobs is not None:
         raise InvalidParameterError("an embedding request cannot have prompt_logprobs", param="prompt_logprobs")
-    core_request = Request(len(prompt_ids), 1, (), request.priority, request.tenant, reads_cache=False, is_bulk=True)
+    hashes: tuple[bytes, ...] = ()
+    if request.pooling is None:
+        _check_logit_ids(model, request)
+        if config.enable_prefix_caching:
+            hashes = block_hashes(model.namespace(request.cache_salt), prompt_ids, config.block_size)
+    else:
+        request = replace(request, pooling=_pooling(model, request))
+    core_request = Request(
+        len(prompt_ids) * num_stages,
+        1,
+        hashes,
+        request.priority,
+        request.tenant,
+        reads_cache=bool(hashes),
+        is_bulk=request.pooling is not None,
+    )
     return LiveRequest(
         request=replace(request, params=SamplingParams(temperature=0.0, max_tokens=1)),
         prompt_ids=prompt_ids,
@@ -156,7 +191,26 @@ def _prepare_pooling(
         max_output_tokens=output_limit(config, core_request),
         sampling=SamplingParams(temperature=0.0).resolve({}),
         seed=0,
+        num_stages=num_stages,
     )
+
+
+def _pooling(model: LoadedModel, request: GenerationRequest) -> Pooling:
+    if not hasattr(type(model.executor), "hidden_states"):
+        raise InvalidParameterError(f"model {model.name!r} does not provide hidden states", param="pooling")
+    if request.pooling == "model":
+        return model.embedding.pooling
+    if request.pooling not in POOLINGS:
+        allowed = ", ".join(("model", *POOLINGS))
+        raise InvalidParameterError(f"pooling is {request.pooling!r}; it must be one of {allowed}", param="pooling")
+    return request.pooling
+
+
+def _check_logit_ids(model: LoadedModel, request: GenerationRequest) -> None:
+    if model.executor.geometry.num_stages > 1:
+        raise InvalidParameterError(f"model {model.name!r} has no logits of tokens", param="logit_ids")
+    if not all(0 <= token < model.vocab_size for token in request.logit_ids):
+        raise InvalidParameterError.of("logit_ids", request.logit_ids, f"token ids below {model.vocab_size}")
 
 
 def check_session(request: GenerationRequest) -> None:
@@ -184,7 +238,7 @@ def check_session(request: GenerationRequest) -> None:
         )
     if request.max_active_sessions < 1:
         raise InvalidParameterError.of("max_active_sessions", request.max_active_sessions, "at least 1")
-    if request.pooling is not None:
+    if request.gives_vector:
         raise InvalidParameterError("an embedding request leaves no KV for a session to keep", param="session_id")
 
 

@@ -11,21 +11,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.embedding import Pooling
 from lockstep.engine.engine import Engine, Observer, OutputStream
 from lockstep.engine.generation import Sink
 from lockstep.engine.loading import load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions, Progress
-from lockstep.engine.output_rules import Pooling
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.engine.scoring import cosine, cut, pair_request, pair_score
 from lockstep.errors import ConfigError, RequestFailedError, UsageError
-from lockstep.executors.row_math import row_math
 from lockstep.executors.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -106,19 +106,47 @@ class LLM:
         return self._run([_chat_request(each, params, template_kwargs, reasoning) for each in conversations])
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "mean", normalize: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | Literal["model"] = "model",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Embed one or several prompts: [number of prompts, hidden_size], the hidden states of each prompt as one
-        vector.
+        """Embed one or several prompts: [number of prompts, size], a vector of each prompt.
 
         Args:
-            pooling: ``mean`` over all positions, or the ``last`` position.
+            pooling: ``mean`` over all tokens, the first (``cls``) or the ``last`` token, or as the ``model`` does.
             normalize: whether each vector is divided by its length.
+            dimensions: number of elements to keep from the start of each vector; None: all.
+            prompt_name: name of one of the model's prompts, which is put before each text; empty: none; None: the
+                model's default.
+
+        Raises:
+            InvalidParameterError: the vectors have fewer dimensions, or the model has no such prompt.
         """
         batch: Any = [prompts] if _is_one_prompt(prompts) else prompts
-        outputs = self._run([GenerationRequest(prompt, pooling=pooling) for prompt in batch])
-        vectors = np.stack([_vector(output) for output in outputs])
-        return row_math().unit(vectors) if normalize else vectors
+        calls = [GenerationRequest(prompt, pooling=pooling, prompt_name=prompt_name) for prompt in batch]
+        return cut(np.stack([_vector(output) for output in self._run(calls)]), dimensions, normalize)
+
+    def score(self, query: str, documents: Sequence[str], *, instruction: str | None = None) -> list[float]:
+        """Score how relevant each document is to a query: 0 to 1, or the cosine of an embedding model.
+
+        Args:
+            instruction: what relevance means, for a reranker that reads one; None: its default.
+
+        Raises:
+            InvalidParameterError: the model gives no scores, or takes no instruction.
+        """
+        model = self.model
+        scoring = model.scoring
+        if scoring == "cosine":
+            first, *others = self.embed([query, *documents])
+            return [cosine(first, other) for other in others]
+        call = GenerationRequest(query)
+        calls = [pair_request(call, scoring, model.tokenizer, document, instruction) for document in documents]
+        return [pair_score(scoring, _vector(output)) for output in self._run(calls)]
 
     def stream(self, request: GenerationRequest) -> Generator[TokenOutput]:
         """Yield the output of each step. Leaving the loop, or an interrupt in it, aborts the request.
@@ -211,12 +239,18 @@ class AsyncEngine:
         return self.engine.stream(self._request(prompt, params))
 
     async def embed(
-        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True
+        self,
+        prompt: Prompt,
+        *,
+        pooling: Pooling | Literal["model"] = "model",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Embed a prompt: [hidden_size], its hidden states as one vector; see `LLM.embed`."""
-        request = self._checked(GenerationRequest(prompt, pooling=pooling))
+        """Embed a prompt: [size]; see `LLM.embed`."""
+        request = self._checked(GenerationRequest(prompt, pooling=pooling, prompt_name=prompt_name))
         vector = _vector(await self.engine.submit_async(request))
-        return row_math().unit(vector[None])[0] if normalize else vector
+        return cut(vector[np.newaxis], dimensions, normalize)[0]
 
     async def chat(
         self,

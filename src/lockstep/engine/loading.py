@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.model import TokenizerParts
+from lockstep.artifacts.embedding import EmbeddingConfig
+from lockstep.artifacts.model import Task, TokenizerParts
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import namespace_of
 from lockstep.engine.options import LoadOptions, Progress, plan_config
+from lockstep.engine.scoring import Scoring, scoring_of
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, UsageError
 from lockstep.executors.base import Executor
@@ -49,6 +51,9 @@ class LoadedModel:
     sampling_defaults: Mapping[str, float | int]
     weights_bytes: int | None = None
     """Memory of the packed weights, including mapped files; None: a stub, which has no weights."""
+    task: Task = "generate"
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    """How the model makes vectors."""
 
     @property
     def vocab_size(self) -> int:
@@ -57,6 +62,21 @@ class LoadedModel:
     def namespace(self, cache_salt: str) -> bytes:
         """Root of this model's prefix-cache hashes: the artifact's content and the caller's salt."""
         return namespace_of(self.fingerprint, cache_salt)
+
+    @property
+    def scoring(self) -> Scoring:
+        """How the model scores pairs of texts.
+
+        Raises:
+            InvalidParameterError: it is for text.
+        """
+        return scoring_of(self.name, self.task, self.executor.geometry.num_stages)
+
+    def text_limit(self, config: SchedulerConfig) -> int:
+        """Maximum tokens of prompt and output together."""
+        limit = self.executor.geometry.text_limit(config.max_model_len)
+        longest = self.embedding.max_tokens
+        return limit if longest is None or self.task == "generate" else min(limit, longest + 1)
 
     def close(self) -> None:
         self.executor.close()
@@ -114,6 +134,8 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
         grammars=_grammars(tokenizer, executor),
         sampling_defaults=artifact.sampling_defaults,
         weights_bytes=executor.geometry.weights_bytes,
+        task=artifact.task,
+        embedding=artifact.embedding or EmbeddingConfig(),
     )
     return loaded, config
 

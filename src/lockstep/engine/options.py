@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 KV_SHARE = 0.3
 """Default share of the memory available at load that the KV pool may take."""
 LIMIT_NAMES = tuple(each.name for each in fields(SchedulerLimits))
+TOKEN_LIMITS = ("max_num_prefill_tokens", "max_chunk_tokens", "max_num_queued_tokens")
+"""Those limits that are numbers of prompt tokens."""
 DEFAULT_BATCHED_TOKENS = 512
 """Default tokens of a step, if the number of sequences does not require more."""
 HOST_SHARE = 0.5
@@ -75,20 +77,31 @@ class EngineOptions(SchedulerLimits):
         num_decode_seqs = self.max_num_decode_seqs or self.max_num_seqs
         return max(DEFAULT_BATCHED_TOKENS, least_batched_tokens(num_decode_seqs, self.max_forced_tokens))
 
-    def config(self, *, block_size: int, num_blocks: int, num_host_blocks: int, max_model_len: int) -> SchedulerConfig:
+    def config(
+        self, *, block_size: int, num_blocks: int, num_host_blocks: int, max_model_len: int, num_stages: int = 1
+    ) -> SchedulerConfig:
         """The scheduler's configuration with the sizes chosen at load.
+
+        Args:
+            num_stages: positions per token, see `Geometry`. The limits of this object are in tokens; the other sizes,
+                and the result, in positions.
 
         Raises:
             ConfigError: the limits conflict.
         """
+        limits = {name: getattr(self, name) for name in LIMIT_NAMES}
+        if num_stages > 1:
+            for name in TOKEN_LIMITS:
+                limits[name] = None if limits[name] is None else min(limits[name] * num_stages, MOST)
+            limits["enable_prefix_caching"] = False
         return SchedulerConfig(
             block_size=block_size,
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             max_model_len=max_model_len,
-            max_num_batched_tokens=self.batched_tokens,
+            max_num_batched_tokens=self.batched_tokens * num_stages,
             order=self.order or "fcfs",
-            **{name: getattr(self, name) for name in LIMIT_NAMES},
+            **limits,
         )
 
 
@@ -153,12 +166,13 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
     Raises:
         ConfigError: a limit is impossible, or not even one sequence would fit.
     """
-    max_model_len = geometry.max_model_len if options.max_model_len is None else options.max_model_len
-    check_model_len(max_model_len, geometry.max_model_len)
-    if options.block_size not in (None, geometry.block_size):
-        raise ConfigError(
-            f"block_size is {options.block_size}; this executor has blocks of {geometry.block_size} tokens"
-        )
+    max_model_len = geometry.max_model_len
+    if options.max_model_len is not None:
+        check_model_len(options.max_model_len, geometry.text_limit(max_model_len))
+        max_model_len = (options.max_model_len - 1) * geometry.num_stages + 1
+    block_tokens = geometry.block_size // geometry.num_stages
+    if options.block_size not in (None, block_tokens):
+        raise ConfigError(f"block_size is {options.block_size}; this executor has blocks of {block_tokens} tokens")
     blocks_of_all = -(-max_model_len // geometry.block_size) * options.max_num_seqs
     num_blocks = options.num_blocks
     if num_blocks is None:
@@ -170,7 +184,9 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
             f"the KV pool would hold no block: one takes {geometry.bytes_per_block} bytes; "
             "raise kv_cache_memory_bytes or num_blocks"
         )
-    if options.num_host_blocks is not None:
+    if geometry.num_stages > 1:
+        num_host_blocks = 0  # nothing is ever preempted
+    elif options.num_host_blocks is not None:
         num_host_blocks = options.num_host_blocks
     elif options.host_kv_memory_bytes is None:
         num_host_blocks = int(num_blocks * HOST_SHARE)
@@ -188,6 +204,7 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         max_model_len=max_model_len,
+        num_stages=geometry.num_stages,
     )
 
 

@@ -16,7 +16,7 @@ from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.output_rules import Pooler
 from lockstep.engine.outputs import Started
 from lockstep.errors import NumericsError
-from lockstep.executors.base import HiddenStates, StepBatch
+from lockstep.executors.base import HiddenStates, StepBatch, VectorHead
 from lockstep.executors.grammar import TokenBits
 from lockstep.executors.sampling import Samples, likeliest, sample
 
@@ -102,6 +102,10 @@ class OutputProcessor:
         if self._with_prompt_logprobs:
             self._add_prompt_logits()
         sampling = self._sampling
+        if plan.num_prompt_tokens:
+            for generation, row in zip(sampling, logits, strict=True):
+                if generation.live.request.logit_ids:
+                    generation.vector = row[list(generation.live.request.logit_ids)]  # a copy
         if all(generation.takes_likeliest for generation in sampling):
             return likeliest(logits)
         states = [generation.sampler for generation in sampling]
@@ -124,7 +128,7 @@ class OutputProcessor:
         for generation, token, logprobs, finite in zip(
             touched, samples.token_ids, samples.logprobs, samples.finite, strict=True
         ):
-            if not finite or generation.fault is not None or generation.pooler is not None:
+            if not finite or generation.fault is not None or generation.live.request.gives_vector:
                 counts.append(1)
                 finishes.append(self._end_without_token(generation, finite, now_s))
                 continue
@@ -145,19 +149,29 @@ class OutputProcessor:
             metrics.observe_itl_s(now_s - last_s, count)
         metrics.num_steps += 1
         metrics.generation_tokens += num_tokens
-        metrics.observe_step_tokens(num_tokens + plan.num_prompt_tokens)
+        metrics.observe_step_tokens(num_tokens + plan.num_prompt_tokens // self._executor.geometry.num_stages)
         return StepResult(tuple(counts), tuple(finishes)), touched
 
     def _end_without_token(self, generation: Generation, finite: bool, now_s: float) -> FinishReason:
         """End a sequence that has invalid logits, a failed grammar, or a complete embedding. Returns the reason."""
+        if generation.pooler is not None:
+            generation.vector = self._projected(generation.pooler.vector())
+            finite = bool(np.isfinite(generation.vector).all())
         if finite and generation.fault is None:
             generation.end(FinishReason.STOP)
             self._first_token(generation, now_s)
             return FinishReason.STOP
         self._metrics.corrupted_requests += not finite or isinstance(generation.fault, NumericsError)
-        generation.live.error = generation.fault or self._not_finite(len(generation.tokens))
+        generation.live.error = generation.fault or self._not_finite(
+            len(generation.tokens) // generation.live.num_stages
+        )
         generation.end(FinishReason.ERROR)
         return FinishReason.ERROR
+
+    def _projected(self, vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Apply the model's layers for pooled vectors, if it has any."""
+        executor = self._executor
+        return executor.project(vector[np.newaxis])[0] if isinstance(executor, VectorHead) else vector
 
     def undo_finishes(self, plan: StepPlan) -> list[int]:
         """Undo the ends of sequences after a step that failed before its commit. Returns the ids of the plan's
@@ -197,7 +211,7 @@ class OutputProcessor:
     def _first_token(self, generation: Generation, now_s: float) -> None:
         live = generation.live
         generation.first_token_s = now_s
-        self._metrics.prompt_tokens += generation.prompt_len
+        self._metrics.prompt_tokens += len(live.prompt_ids)
         self._metrics.cached_prompt_tokens += generation.num_cached_tokens or 0
         self._metrics.observe_ttft_s(now_s - live.arrival_s)
         if live.first_token_s is None:

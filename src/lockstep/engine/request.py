@@ -7,12 +7,13 @@ replaced.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from lockstep.artifacts.embedding import Pooling
 from lockstep.core.request import Priority
-from lockstep.engine.output_rules import Pooling, Reasoning
+from lockstep.engine.output_rules import Reasoning
 from lockstep.executors.sampling_params import SamplingParams
 
 DEFAULT_MAX_ACTIVE_SESSIONS = 16
@@ -57,9 +58,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning: Reasoning | None = None
     """How reasoning is separated from content; None: everything is content, except in a conversation, which has its own
     setting. Stop strings apply only to content."""
-    pooling: Pooling | None = None
+    pooling: Pooling | Literal["model"] | None = None
     """Not None: an embedding request, whose answer is one vector of the prompt's hidden states and no text; ``params``
-    is unused."""
+    is unused. ``model``: the pooling that the model's files describe, else the mean."""
+    logit_ids: tuple[int, ...] = ()
+    """Not empty: the answer is one vector, the logits of these tokens after the prompt, and no text; ``params`` is
+    unused."""
+    document: str | None = None
+    """Second text of a pair, in an embedding request whose prompt is a text: the model scores it against the prompt."""
+    prompt_name: str | None = None
+    """Name of one of the model's prompts, which is put before the text of an embedding request; empty: no prompt;
+    None: the model's default prompt."""
     shown_specials: tuple[str, ...] = ()
     """Special tokens whose text is part of the answer, e.g. those of tool calls. Other special tokens are skipped."""
     prompt_logprobs: int | None = None
@@ -84,6 +93,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The caller's label for a part of the traffic. It affects no decision and is recorded."""
     model: str | None = None
     """The requested model name; None: the default model for requests without a name. An engine has one model."""
+
+    @property
+    def gives_vector(self) -> bool:
+        """True if the answer is a vector and no text."""
+        return self.pooling is not None or bool(self.logit_ids)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from lockstep.errors import ChatTemplateError, InvalidParameterError, PromptTooL
 from lockstep.executors.grammar_compiler import Vocabulary
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as Library
 
 
@@ -116,6 +117,53 @@ class Tokenizer:
         """
         return self._ids(self._tokenizer, text, add_special_tokens, most)
 
+    def prompt_text(self, name: str | None) -> str:
+        """Text of one of the model's prompts for embeddings, by its name.
+
+        Args:
+            name: empty: no text; None: the default prompt, if the model has one.
+
+        Raises:
+            InvalidParameterError: there is no prompt of this name.
+        """
+        prompts = self.parts.prompts
+        name = self.parts.default_prompt if name is None else name
+        if not name:
+            return ""
+        if name not in prompts:
+            known = ", ".join(sorted(prompts)) or "none"
+            raise InvalidParameterError(
+                f"prompt_name is {name!r}; this model's prompts are: {known}", param="prompt_name"
+            )
+        return prompts[name]
+
+    def encode_text(self, text: str, second: str | None = None, *, most: int, num_kept: int | None = None) -> list[int]:
+        """Tokenise a text for an embedding, or a pair of texts for a score, with the special tokens around them. A
+        special token that is written in a text is treated as ordinary characters.
+
+        Args:
+            most: maximum number of tokens, unless the text is cut.
+            num_kept: cut the text to this many tokens, special tokens included; of a pair, the longer text is cut.
+
+        Raises:
+            InvalidParameterError: a text contains half of a character.
+            PromptTooLongError: there are more than ``most`` tokens.
+        """
+        texts = [text] if second is None else [text, second]
+        if num_kept is None:
+            self.check_length(texts, most)
+        encodings = [self._encoding(self._plain, each, add_special_tokens=False) for each in texts]
+        lengths = [len(each) for each in encodings]
+        num_special = self._tokenizer.num_special_tokens_to_add(second is not None)
+        if num_kept is not None:
+            lengths = _cut_longest(lengths, max(num_kept - num_special, 0))
+            for encoding, length in zip(encodings, lengths, strict=True):
+                encoding.truncate(length)
+        elif sum(lengths) + num_special > most:
+            raise too_many_tokens(sum(lengths) + num_special, most)
+        ids: list[int] = self._tokenizer.post_process(encodings[0], *encodings[1:], add_special_tokens=True).ids
+        return ids
+
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise texts without special tokens: one that is written in a text is treated as ordinary characters."""
         return [self._ids(self._plain, text, add_special_tokens=False) for text in texts]
@@ -144,23 +192,24 @@ class Tokenizer:
         return TokenReach(self._tokenizer)
 
     def _ids(self, library: Library, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        is_long = len(text) > _LONG_CHARS
-        if is_long and most is not None:
+        if most is not None and len(text) > _LONG_CHARS:
             self.check_length([text], most)
+        encoding = self._encoding(library, text, add_special_tokens)
+        if most is not None and len(encoding) > most:
+            raise too_many_tokens(len(encoding), most)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _encoding(self, library: Library, text: str, add_special_tokens: bool) -> Encoding:
         try:
-            if is_long:
-                [encoding] = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            else:
-                encoding = library.encode(text, add_special_tokens=add_special_tokens)
+            if len(text) > _LONG_CHARS:
+                return library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            return library.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:  # raised by the library for a string that UTF-8 cannot encode
             raise InvalidParameterError(
                 "the prompt contains half of a character (a surrogate, or a byte that was not UTF-8); send UTF-8",
                 param="prompt",
             ) from error
-        if most is not None and len(encoding) > most:
-            raise too_many_tokens(len(encoding), most)
-        ids: list[int] = encoding.ids
-        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Convert tokens to text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are skipped."""
@@ -264,6 +313,18 @@ class Tokenizer:
             self._guard = SpecialTokenGuard(parts.tokenizer, template, parts.end_token_ids)
             self._template = template
         return self._template
+
+
+def _cut_longest(lengths: list[int], room: int) -> list[int]:
+    """Lengths of one or two texts together in a room: the longer one is cut first, like ``longest_first`` in
+    tokenizers."""
+    if sum(lengths) <= room:
+        return lengths
+    if len(lengths) == 1:
+        return [room]
+    first, second = lengths
+    shorter = min(first, second, room // 2)
+    return [shorter, room - shorter] if first <= second else [room - shorter, shorter]
 
 
 def too_many_tokens(num_tokens: int, most: int) -> PromptTooLongError:

@@ -122,7 +122,7 @@ def read_answers(trace: Trace) -> RecordedAnswers:
 def _answers_of(requests: Iterable[_Request], notes: tuple[str, ...]) -> RecordedAnswers:
     found = RecordedAnswers(notes=notes)
     for each in requests:
-        if each.request.pooling is not None:
+        if each.request.gives_vector:
             found.num_others += 1
             continue
         ended = [RecordedCompletion(s.tokens, s.end.reason) for s in each.sequences if s.end is not None]

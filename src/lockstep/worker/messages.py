@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from lockstep.artifacts.model import TokenizerParts
+from lockstep.artifacts.model import Task, TokenizerParts
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import ContentNews
 from lockstep.core.request import Priority
@@ -264,10 +264,20 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
     bos_token: str | None
     eos_token: str | None
     end_token_ids: tuple[int, ...]
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
 
     @classmethod
     def of(cls, parts: TokenizerParts) -> TokenizerPayload:
-        return cls(parts.tokenizer.to_str(), parts.chat_template, parts.bos_token, parts.eos_token, parts.end_token_ids)
+        return cls(
+            parts.tokenizer.to_str(),
+            parts.chat_template,
+            parts.bos_token,
+            parts.eos_token,
+            parts.end_token_ids,
+            dict(parts.prompts),
+            parts.default_prompt,
+        )
 
     def parts(self) -> TokenizerParts:
         """Rebuild the tokenizer's parts. Reading a large vocabulary takes a second."""
@@ -279,6 +289,8 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
             self.bos_token,
             self.eos_token,
             self.end_token_ids,
+            self.prompts,
+            self.default_prompt,
         )
 
 
@@ -301,6 +313,9 @@ class Loaded(_Event, frozen=True):
     text: TokenizerPayload
     weights_bytes: int | None = None
     """Memory that the replica takes in addition to its blocks; None: it could not be measured."""
+    task: Task = "generate"
+    max_model_len: int = 0
+    """Maximum tokens of prompt and output together."""
 
 
 class LoadFailed(_Event, frozen=True):

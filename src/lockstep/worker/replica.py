@@ -99,6 +99,8 @@ def open_replica(
         time.perf_counter() - started_s,
         TokenizerPayload.of(model.tokenizer.parts),
         model.weights_bytes,
+        model.task,
+        model.text_limit(config),
     )
 
 

@@ -20,7 +20,17 @@ _SOURCE = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9._/-]{{1,200}}))?(?:#(.{
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 """Names of the weights in a repository: the index of several files, or a single file."""
-_TEXT_FILES = ("config.json", "generation_config.json", "chat_template.jinja", INDEX)
+_TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    INDEX,
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+)
+_MODULE_FILE = re.compile(r"[0-9]+_[A-Za-z]+/(config\.json|model\.safetensors)", re.ASCII)
+"""Files of sentence-transformers' modules, each of which has a directory."""
 _TOKENIZER = re.compile(r"tokenizer[a-z_]*\.json")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
 _PROJECTOR = re.compile(r"(^|/)mmproj[^/]*$", re.IGNORECASE)
@@ -113,7 +123,9 @@ def is_gguf(source: HubSource, listing: Listing) -> bool:
 
 def text_files(listing: Listing) -> list[str]:
     """Required files of a Hugging Face directory other than its weights, in order of name."""
-    return sorted(name for name in listing if name in _TEXT_FILES or _TOKENIZER.fullmatch(name))
+    return sorted(
+        name for name in listing if name in _TEXT_FILES or _TOKENIZER.fullmatch(name) or _MODULE_FILE.fullmatch(name)
+    )
 
 
 def weight_files_without_index(source: HubSource, listing: Listing) -> list[str]:

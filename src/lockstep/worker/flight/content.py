@@ -10,9 +10,10 @@ token of either. A recording with content also contains what is needed to comput
   ``tokens``, ``vector`` or ``session``. Without the key a prompt cannot be guessed by its digest. Two things
   that differ have equal digests once in 2**64.
 - Tokens are unsigned numbers of four bytes, vectors floats of four bytes, both little-endian.
-- Parameters are msgpack, keys text and sorted: an array of what the request named of `SamplingParams`, and its pooling
-  or nil. That is all of a request that decides its model's output beside the prompt, but for the seed, which is drawn
-  where none was named and is in the recording by itself. ``n`` and ``logprobs`` decide nothing and are left out.
+- Parameters are msgpack, keys text and sorted: an array of what the request named of `SamplingParams`, and its
+  pooling, its `logit_ids` or nil. That is all of a request that decides its model's output beside the prompt, but for
+  the seed, which is drawn where none was named and is in the recording by itself. ``n`` and ``logprobs`` decide nothing
+  and are left out.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Digests:
 
     def output(self, generation: Generation) -> bytes:
         """The digest of a sequence that has ended: of its tokens, or of its vector where it was to give one."""
-        if generation.pooler is None:
+        if not generation.live.request.gives_vector:
             return self._digest(b"tokens", _packed(generation.tokens[generation.prompt_len :]))
         vector = generation.embedding()
         return self._digest(b"vector", b"" if vector is None else vector.astype("<f4").tobytes())
@@ -108,7 +109,7 @@ class Numbers(Generic[Key]):
 def parameters_as_bytes(request: GenerationRequest) -> bytes:
     """All of a request that decides its model's output, but for its prompt and its seed; as msgpack."""
     params = replace(request.params, seed=None, n=1, logprobs=None)
-    plain = msgspec.to_builtins((params, request.pooling), str_keys=True, order="sorted")
+    plain = msgspec.to_builtins((params, request.pooling or request.logit_ids or None), str_keys=True, order="sorted")
     return msgspec.msgpack.encode(plain)
 
 

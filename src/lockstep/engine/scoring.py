@@ -1,0 +1,119 @@
+"""Scores of pairs of texts: how relevant a document is to a query, by each kind of model.
+
+- A classifier reads both texts as one, and its head gives the score.
+- A model of text answers whether the document meets the query: the score is the probability of ``yes`` against ``no``,
+  as in the model card of Qwen3-Reranker.
+- An embedding model gives a vector of each text, and the score is their cosine.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from lockstep.artifacts.model import Task
+from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.row_math import row_math
+
+Scoring = Literal["classifier", "answer", "cosine"]
+YES, NO = "yes", "no"
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""Default instruction to a model of text, from the model card of Qwen3-Reranker."""
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    f'Note that the answer can only be "{YES}" or "{NO}".'
+)
+
+
+def scoring_of(name: str, task: Task, num_stages: int) -> Scoring:
+    """How a model scores pairs of texts.
+
+    Raises:
+        InvalidParameterError: its task is to generate text.
+    """
+    if task == "generate":
+        raise InvalidParameterError(
+            f"model {name!r} generates text; scores need a reranker or an embedding model, or this model with the task "
+            "'rerank'",
+            param="model",
+        )
+    return "cosine" if task == "embed" else "classifier" if num_stages > 1 else "answer"
+
+
+def pair_request(
+    call: GenerationRequest, scoring: Scoring, tokenizer: Tokenizer, document: str, instruction: str | None = None
+) -> GenerationRequest:
+    """Request whose vector `pair_score` turns into the score of a pair.
+
+    Args:
+        call: its prompt is the query, as text.
+        scoring: ``classifier`` or ``answer``. The cosine of two vectors needs two requests.
+
+    Raises:
+        InvalidParameterError: the model takes no instruction, or its answers are not single tokens.
+    """
+    assert isinstance(call.prompt, str), "a query is text"
+    if scoring == "classifier":
+        if instruction is not None:
+            raise InvalidParameterError("this model takes no instruction", param="instruction")
+        return replace(call, document=document, pooling="model")
+    assert scoring == "answer", "the cosine of two vectors needs two requests"
+    question = (
+        f"<Instruct>: {INSTRUCTION if instruction is None else instruction}\n"
+        f"<Query>: {call.prompt}\n<Document>: {document}"
+    )
+    messages = ({"role": "system", "content": _SYSTEM}, {"role": "user", "content": question})
+    conversation = Conversation(messages, {"enable_thinking": False}, reasoning="off")
+    return replace(call, prompt=conversation, logit_ids=tuple(_only_token(tokenizer, word) for word in (YES, NO)))
+
+
+def pair_score(scoring: Scoring, vector: npt.NDArray[np.float32]) -> float:
+    """Score between 0 and 1 from the vector of a `pair_request`: a classifier's value, or two logits.
+
+    Raises:
+        InvalidParameterError: the classifier has several labels, so that no one value is the score.
+    """
+    if scoring == "answer":
+        value = float(vector[0]) - float(vector[1])
+    elif len(vector) == 1:
+        value = float(vector[0])
+    else:
+        raise InvalidParameterError(
+            f"this model's classifier has {len(vector)} labels, and a score needs exactly one", param="model"
+        )
+    power = float(row_math().weigh(np.array([-abs(value)], np.float32), 0.0, 1.0)[0])
+    return (1.0 if value >= 0 else power) / (1.0 + power)
+
+
+def cosine(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
+    """Cosine of the angle between two vectors, the same on every processor; 0 if one is zero."""
+    first, second = row_math().unit(np.stack([one, other]))
+    return row_math().total(first.astype(np.float64) * second)
+
+
+def cut(vectors: npt.NDArray[np.float32], dimensions: int | None, normalize: bool) -> npt.NDArray[np.float32]:
+    """Keep the first dimensions of vectors [n, size], and divide each by its length.
+
+    Raises:
+        InvalidParameterError: the vectors have fewer dimensions.
+    """
+    if dimensions is not None and not 1 <= dimensions <= vectors.shape[1]:
+        raise InvalidParameterError(
+            f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}", param="dimensions"
+        )
+    vectors = vectors[:, :dimensions]
+    return row_math().unit(vectors) if normalize else vectors
+
+
+def _only_token(tokenizer: Tokenizer, word: str) -> int:
+    [ids] = tokenizer.encode_plain([word])
+    if len(ids) != 1:
+        raise InvalidParameterError(
+            f"this model has no single token for {word!r}, so it gives no scores", param="model"
+        )
+    return ids[0]
