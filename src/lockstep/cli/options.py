@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from lockstep.artifacts.model import Task
 from lockstep.cli.flag_groups import Flag, OptionFlags
 from lockstep.engine.options import EngineOptions, LoadOptions, check_limits, check_sizes
 from lockstep.errors import UsageError
@@ -42,6 +43,10 @@ ChatTemplateKwargs = Annotated[
     str | None,
     typer.Option(metavar="JSON", help="Variables for the chat template, e.g. '{\"enable_thinking\": false}'."),
 ]
+TaskFlag = Annotated[
+    Task | None,
+    typer.Option("--task", help="What the model is for: generate, embed or rerank (default: what its files say)."),
+]
 Reasoning = Annotated[
     Literal["auto", "off"], typer.Option(help="auto keeps thoughts apart from the answer; off leaves them in it.")
 ]
@@ -67,6 +72,7 @@ class LocalModelFlags:
     chat_template: ChatTemplate = None
     chat_template_kwargs: ChatTemplateKwargs = None
     reasoning: Reasoning = "auto"
+    task: TaskFlag = None
     pool: Pool = field(default_factory=EngineOptions)
     executor: Executor = field(default_factory=ExecutorOptions)
     cache_dir: CacheDir = None
@@ -74,7 +80,7 @@ class LocalModelFlags:
     def load_options(self, max_num_seqs: int) -> LoadOptions:
         """Options of loading it; ConfigError and UsageError for values that no engine can satisfy."""
         engine = checked(replace(self.pool, max_num_seqs=max_num_seqs))
-        return LoadOptions(engine, self.executor, self.cache_dir, read_template(self.chat_template))
+        return LoadOptions(engine, self.executor, self.cache_dir, read_template(self.chat_template), self.task)
 
     def template_variables(self) -> dict[str, Any]:
         """The value of --chat-template-kwargs; UsageError where it is not a JSON object."""

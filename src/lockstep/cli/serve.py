@@ -96,7 +96,7 @@ class ServeFlags:
     def load(self) -> LoadOptions:
         """Options of loading the models; ConfigError where they cannot work with any model, or on this machine."""
         decided = decided_options(self.engine, "fcfs" if self.cluster.manifest is None else "priority")
-        return LoadOptions(decided, self.executor, self.worker.cache_dir)
+        return LoadOptions(decided, self.executor, self.worker.cache_dir, task=self.model_flags.task)
 
 
 @with_flags
@@ -300,6 +300,7 @@ def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: C
     single = {
         "--served-model-name": bool(model_flags.served_model_name),
         "--chat-template": model_flags.chat_template is not None,
+        "--task": model_flags.task is not None,
     }
     for flag in (flag for flag, is_given in single.items() if is_given):
         raise UsageError(f"{flag} applies to one model; in a manifest each model has its own")

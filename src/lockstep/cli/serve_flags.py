@@ -77,6 +77,7 @@ class ModelFlags:
     chat_template: flags.ChatTemplate = None
     chat_template_kwargs: flags.ChatTemplateKwargs = None
     reasoning: flags.Reasoning = "auto"
+    task: flags.TaskFlag = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from lockstep.artifacts.model import Task
 from lockstep.cluster.dispatch import DispatchRule
 from lockstep.core.balancer import RoutingPolicy
 
@@ -82,6 +83,8 @@ class ModelEntry:
     """Fields of EngineOptions that override the server's."""
     chat_template: str | None = None
     """Jinja source that replaces the artifact's template; None: the artifact's own template."""
+    task: Task | None = None
+    """What the model is for; None: what its artifact says."""
     keep_alive_s: float | None = None
     """Idle time in seconds after which a loaded standby model is unloaded; None: it is only unloaded to make room."""
     remote: Remote | None = None
@@ -90,7 +93,8 @@ class ModelEntry:
     def variant(self) -> str:
         """Key of its replica among models with the same source: equal options give an equal text."""
         options = sorted((name, repr(value)) for name, value in self.engine.items())
-        return repr(options if self.chat_template is None else (options, self.chat_template))
+        others = [value for value in (self.chat_template, self.task) if value is not None]
+        return repr((options, *others) if others else options)
 
 
 @dataclass(frozen=True, slots=True)

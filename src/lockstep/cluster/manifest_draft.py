@@ -44,7 +44,8 @@ class EntryDraft:
     def replica_key(self) -> object:
         """Key that is equal for models that share a replica, as far as the text determines it."""
         fields = self.fields
-        return (fields.get("source"), repr(sorted(fields.get("engine", {}).items())), fields.get("chat_template"))
+        engine = repr(sorted(fields.get("engine", {}).items()))
+        return (fields.get("source"), engine, fields.get("chat_template"), fields.get("task"))
 
 
 @dataclass(slots=True)
@@ -163,7 +164,7 @@ def _check_entry(entry: EntryDraft, draft: ManifestDraft, reading: Reading) -> N
         message = f"is {tier.value!r}, but `remote:` names a server; write remote or leave one out"
         reading.fault(f"{entry.where}.tier", message)
     if entry.is_remote:
-        for key in ("engine", "size", "chat_template"):
+        for key in ("engine", "size", "chat_template", "task"):
             if f"{entry.where}.{key}" in reading.lines:
                 message = "does not apply to a remote model, which another server loads; leave it out"
                 reading.fault(f"{entry.where}.{key}", message)

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
+from lockstep.artifacts.model import TASKS
 from lockstep.cluster.manifest import PRIORITIES, Persona, Remote, Tier
 from lockstep.cluster.quantities import duration_text, parse_budget, parse_duration, parse_size, size_text
 from lockstep.engine.options import EngineOptions, check_limits
@@ -407,6 +408,7 @@ def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, ManifestKe
         "size": ManifestKey(size(1), "size_bytes", size_text),
         "engine": ManifestKey(engine_block, write=engine_written),
         "chat_template": ManifestKey(text),
+        "task": ManifestKey(one_of({task: task for task in TASKS})),
         "keep_alive": ManifestKey(duration(), "keep_alive_s", duration_text),
         "remote": ManifestKey(
             lambda node: _remote(read_fields(node, remote, ("base_url",))),

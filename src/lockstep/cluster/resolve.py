@@ -235,7 +235,8 @@ class OpenedSource:
         if self.is_stub and engine.num_blocks is None and not is_alone:
             engine = replace(engine, num_blocks=STUB_BLOCKS)
         template = base.chat_template if entry.chat_template is None else entry.chat_template
-        options = replace(base, engine=replace(engine, **entry.engine), chat_template=template)
+        task = base.task if entry.task is None else entry.task
+        options = replace(base, engine=replace(engine, **entry.engine), chat_template=template, task=task)
         try:
             check_limits(options.engine, self.max_model_len)
             if not self.is_stub:

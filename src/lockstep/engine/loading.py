@@ -134,7 +134,7 @@ def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple
         grammars=_grammars(tokenizer, executor),
         sampling_defaults=artifact.sampling_defaults,
         weights_bytes=executor.geometry.weights_bytes,
-        task=artifact.task,
+        task=options.task or artifact.task,
         embedding=artifact.embedding or EmbeddingConfig(),
     )
     return loaded, config

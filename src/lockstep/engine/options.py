@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from lockstep.artifacts.model import Task
 from lockstep.core.policy import Order, SchedulerConfig, SchedulerLimits, least_batched_tokens
 from lockstep.errors import ConfigError
 from lockstep.executors.options import ExecutorOptions
@@ -115,6 +116,8 @@ class LoadOptions:
     """Folder for fingerprints and packed weights; by default the user's cache directory."""
     chat_template: str | None = None
     """Jinja source that replaces the artifact's chat template."""
+    task: Task | None = None
+    """What the model is for; None: what its artifact says."""
 
 
 def check_limits(options: EngineOptions, declared_max_model_len: int | None = None) -> None:
