@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from lockstep import LLM, EngineOptions, LoadOptions
-from lockstep.server import embeddings as embeddings_module
 from lockstep.server.embeddings import EmbeddingBody, calls_of
 from lockstep.server.generation import Caller
 from lockstep.server.options import ServerOptions
+from lockstep.server.vectors import MAX_OPEN_INPUTS
 from tests.server.living import Living
 from tests.server.process import ServerProcess
 
@@ -70,7 +70,7 @@ def test_usage_counts_every_token_once(client: openai.OpenAI, llm: LLM) -> None:
 
 def test_many_inputs_take_their_turns(client: openai.OpenAI, llm: LLM) -> None:
     """More than are in the queue at once."""
-    count = 3 * embeddings_module.MAX_OPEN_INPUTS + 1
+    count = 3 * MAX_OPEN_INPUTS + 1
     texts = [f"number {index}" for index in range(count)]
     assert np.array_equal(vectors(client, texts)[::50], llm.embed(texts[::50]))
 
@@ -80,7 +80,7 @@ def test_long_inputs_are_rejected_unless_truncation_is_requested(client: openai.
     with pytest.raises(openai.BadRequestError, match=r"input: the prompt has 3000 tokens") as caught:
         vectors(client, ids)
     assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
-    assert np.array_equal(vectors(client, ids, truncate_prompt_tokens=9), llm.embed([ids[-9:]]))
+    assert np.array_equal(vectors(client, ids, truncate_prompt_tokens=9), llm.embed([ids[:9]]))
 
 
 def test_vectors_are_cut_to_fewer_dimensions_and_have_length_one_again(client: openai.OpenAI) -> None:
@@ -132,8 +132,7 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 
 def test_calls_carry_who_asks_and_the_servers_limits() -> None:
     options = ServerOptions(queue_timeout_s=3.0, request_timeout_s=9.0)
-    body = EmbeddingBody.model_validate({"input": ["a", [1, 2]], "user": "u"})
-    first, second = calls_of(body, Caller("", options))
-    assert (first.prompt, second.prompt) == ("a", (1, 2))
-    assert (first.tenant, first.queue_deadline_s, first.deadline_s, first.pooling) == ("u", 3.0, 9.0, "mean")
-    assert calls_of(body, Caller("key", options))[0].tenant == "key"
+    body = EmbeddingBody.model_validate({"input": ["a", [1, 2]]})
+    (name, first), (_, second) = calls_of(body, Caller("key", options))
+    assert (name, first.prompt, second.prompt) == ("input[0]", "a", (1, 2))
+    assert (first.tenant, first.queue_deadline_s, first.deadline_s, first.pooling) == ("key", 3.0, 9.0, "model")

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lockstep.artifacts.model import Task
 from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.scoring import Scoring
 
 
 class Hop(msgspec.Struct, frozen=True):
@@ -78,6 +80,10 @@ class ModelCard:
     """Context length; None, like the following fields, until the model is loaded."""
     has_chat_template: bool | None
     parent: str | None = None
+    task: Task | None = None
+    """What the model is for; None: a remote model."""
+    scoring: Scoring | None = None
+    """How the model scores pairs of texts; None: it does not, or it was never loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -468,4 +468,6 @@ class Cluster:
             max_model_len=recorded.max_model_len if recorded else loaded.max_model_len if loaded else None,
             has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
             parent=mates[0].id if mates and mates[0] is not model else None,
+            task=None if replica is None else replica.spec.options.task,
+            scoring=None if loaded is None else loaded.scoring,
         )

@@ -22,6 +22,7 @@ from lockstep.cluster.state import ClusterState
 from lockstep.engine.input_processing import check_session
 from lockstep.engine.outputs import TokenOutput, WaitReason
 from lockstep.engine.request import GenerationRequest
+from lockstep.engine.scoring import pair_request
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
 from lockstep.worker.progress import LOADING, PLACE, CallObserver, CallProgress
 
@@ -196,6 +197,7 @@ class RequestHandler:
         limits = [limit for limit in (call.deadline_s, call.queue_deadline_s) if limit is not None]
         try:
             async with asyncio.timeout(min(limits, default=None)):
+                call = pair_request(call, model.id, replica.loaded.scoring, replica.tokenizer)
                 request = await self._prompts.tokenised(replica.tokenizer, replica.loaded.max_model_len, call)
         except TimeoutError:
             raise _too_late(model, call, self._clock() - began_s) from None

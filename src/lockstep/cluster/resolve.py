@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.artifacts.hub.source import SCHEME as HUB
 from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
-from lockstep.artifacts.model import TokenizerParts
+from lockstep.artifacts.model import Task, TokenizerParts
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
 from lockstep.cluster.manifest import Manifest, ModelEntry, Resources, Tier
@@ -202,6 +202,7 @@ class OpenedSource:
     """Function that reads the tokenizer's parts."""
     max_model_len: int
     is_stub: bool
+    task: Task = "generate"
 
     @classmethod
     def open(
@@ -226,6 +227,7 @@ class OpenedSource:
             artifact.load_tokenizer,
             artifact.config.max_model_len,
             is_stub=False,
+            task=artifact.task,
         )
 
     def options(self, entry: ModelEntry, base: LoadOptions, is_alone: bool) -> LoadOptions:
@@ -235,7 +237,7 @@ class OpenedSource:
         if self.is_stub and engine.num_blocks is None and not is_alone:
             engine = replace(engine, num_blocks=STUB_BLOCKS)
         template = base.chat_template if entry.chat_template is None else entry.chat_template
-        task = base.task if entry.task is None else entry.task
+        task = entry.task or base.task or self.task
         options = replace(base, engine=replace(engine, **entry.engine), chat_template=template, task=task)
         try:
             check_limits(options.engine, self.max_model_len)

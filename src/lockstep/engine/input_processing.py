@@ -16,6 +16,7 @@ from lockstep.engine.generation import LiveRequest
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.output_rules import Runs
 from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.engine.scoring import pair_request
 from lockstep.engine.tokenizer import Tokenizer, too_many_tokens
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import SamplingParams, check_logprobs
@@ -43,14 +44,16 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     check_deadlines(request)
     check_session(request)
     _check_labels(request)
+    request = pair_request(request, model.name, model.scoring, model.tokenizer)
     request = tokenised(model.tokenizer, model.text_limit(config), request)
     prompt_ids = request.prompt_ids
     _check_ids(prompt_ids, vocab_size)
     if request.gives_vector:
         return _prepare_vector(model, config, request, prompt_ids)
-    if model.executor.geometry.num_stages > 1:
+    if model.task != "generate":
         raise InvalidParameterError(
-            f"model {model.name!r} is for {model.task} and generates no text; see `lockstep models info`", param="model"
+            f"model {model.name!r} has the task {model.task!r} and generates no text; choose a model for text",
+            param="model",
         )
     check_logprobs("prompt_logprobs", request.prompt_logprobs, vocab_size)
     hashes: tuple[bytes, ...] = ()

@@ -24,7 +24,7 @@ from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
-from lockstep.engine.scoring import cosine, cut, pair_request, pair_score
+from lockstep.engine.scoring import cosine, cut, no_scores, pair_score
 from lockstep.errors import ConfigError, RequestFailedError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 
@@ -141,11 +141,12 @@ class LLM:
         """
         model = self.model
         scoring = model.scoring
+        if scoring is None:
+            raise no_scores(model.name)
         if scoring == "cosine":
             first, *others = self.embed([query, *documents])
             return [cosine(first, other) for other in others]
-        call = GenerationRequest(query)
-        calls = [pair_request(call, scoring, model.tokenizer, document, instruction) for document in documents]
+        calls = [GenerationRequest(query, document=document, instruction=instruction) for document in documents]
         return [pair_score(scoring, _vector(output)) for output in self._run(calls)]
 
     def stream(self, request: GenerationRequest) -> Generator[TokenOutput]:

@@ -64,13 +64,9 @@ class LoadedModel:
         return namespace_of(self.fingerprint, cache_salt)
 
     @property
-    def scoring(self) -> Scoring:
-        """How the model scores pairs of texts.
-
-        Raises:
-            InvalidParameterError: it is for text.
-        """
-        return scoring_of(self.name, self.task, self.executor.geometry.num_stages)
+    def scoring(self) -> Scoring | None:
+        """How the model scores pairs of texts; None: it generates text."""
+        return scoring_of(self.task, self.executor.geometry.num_stages)
 
     def text_limit(self, config: SchedulerConfig) -> int:
         """Maximum tokens of prompt and output together."""

@@ -65,7 +65,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Not empty: the answer is one vector, the logits of these tokens after the prompt, and no text; ``params`` is
     unused."""
     document: str | None = None
-    """Second text of a pair, in an embedding request whose prompt is a text: the model scores it against the prompt."""
+    """Not None: a request for a score. The prompt is a query, as text, and the answer is the vector from which
+    `engine.scoring` computes how relevant this document is to it."""
+    instruction: str | None = None
+    """What relevance means, for a model that scores documents by an answer; None: its default."""
     prompt_name: str | None = None
     """Name of one of the model's prompts, which is put before the text of an embedding request; empty: no prompt;
     None: the model's default prompt."""
@@ -97,7 +100,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def gives_vector(self) -> bool:
         """True if the answer is a vector and no text."""
-        return self.pooling is not None or bool(self.logit_ids)
+        return self.pooling is not None or bool(self.logit_ids) or self.document is not None
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

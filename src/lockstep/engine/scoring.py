@@ -30,46 +30,48 @@ _SYSTEM = (
 )
 
 
-def scoring_of(name: str, task: Task, num_stages: int) -> Scoring:
-    """How a model scores pairs of texts.
-
-    Raises:
-        InvalidParameterError: its task is to generate text.
-    """
+def scoring_of(task: Task, num_stages: int) -> Scoring | None:
+    """How a model scores pairs of texts; None: it generates text."""
     if task == "generate":
-        raise InvalidParameterError(
-            f"model {name!r} generates text; scores need a reranker or an embedding model, or this model with the task "
-            "'rerank'",
-            param="model",
-        )
+        return None
     return "cosine" if task == "embed" else "classifier" if num_stages > 1 else "answer"
 
 
-def pair_request(
-    call: GenerationRequest, scoring: Scoring, tokenizer: Tokenizer, document: str, instruction: str | None = None
-) -> GenerationRequest:
-    """Request whose vector `pair_score` turns into the score of a pair.
+def no_scores(name: str) -> InvalidParameterError:
+    """The error for a model that gives no scores."""
+    return InvalidParameterError(
+        f"model {name!r} generates text; a score needs a reranker or an embedding model (or, if it was trained as a "
+        "reranker, the task 'rerank' in the manifest or by --task)",
+        param="model",
+    )
 
-    Args:
-        call: its prompt is the query, as text.
-        scoring: ``classifier`` or ``answer``. The cosine of two vectors needs two requests.
+
+def pair_request(
+    call: GenerationRequest, name: str, scoring: Scoring | None, tokenizer: Tokenizer
+) -> GenerationRequest:
+    """Convert a request for a score to the form in which its model computes it. Other requests are not changed.
 
     Raises:
-        InvalidParameterError: the model takes no instruction, or its answers are not single tokens.
+        InvalidParameterError: the model gives no scores, takes no instruction, or has no single tokens for its answers.
     """
-    assert isinstance(call.prompt, str), "a query is text"
+    if call.document is None:
+        return call
+    if not isinstance(call.prompt, str):
+        raise InvalidParameterError("the query of a score must be text", param="query")
+    if scoring in (None, "cosine"):  # the cosine of two vectors is two requests
+        raise no_scores(name)
     if scoring == "classifier":
-        if instruction is not None:
-            raise InvalidParameterError("this model takes no instruction", param="instruction")
-        return replace(call, document=document, pooling="model")
-    assert scoring == "answer", "the cosine of two vectors needs two requests"
+        if call.instruction is not None:
+            raise InvalidParameterError(f"model {name!r} takes no instruction", param="instruction")
+        return replace(call, pooling="model")
     question = (
-        f"<Instruct>: {INSTRUCTION if instruction is None else instruction}\n"
-        f"<Query>: {call.prompt}\n<Document>: {document}"
+        f"<Instruct>: {INSTRUCTION if call.instruction is None else call.instruction}\n"
+        f"<Query>: {call.prompt}\n<Document>: {call.document}"
     )
     messages = ({"role": "system", "content": _SYSTEM}, {"role": "user", "content": question})
     conversation = Conversation(messages, {"enable_thinking": False}, reasoning="off")
-    return replace(call, prompt=conversation, logit_ids=tuple(_only_token(tokenizer, word) for word in (YES, NO)))
+    answers = tuple(_only_token(tokenizer, word) for word in (YES, NO))
+    return replace(call, prompt=conversation, document=None, instruction=None, logit_ids=answers)
 
 
 def pair_score(scoring: Scoring, vector: npt.NDArray[np.float32]) -> float:

@@ -78,6 +78,7 @@ class ModelBody(BaseModel):
     parent: str | None
     max_model_len: int | None
     tier: str
+    task: str | None
 
 
 class ModelListBody(BaseModel):
@@ -336,4 +337,5 @@ def _body(name: str, card: ModelCard) -> ModelBody:
         parent=card.parent,
         max_model_len=card.max_model_len,
         tier=card.tier,
+        task=card.task,
     )

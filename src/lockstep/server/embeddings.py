@@ -5,35 +5,39 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
-from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from fastapi import APIRouter
+from msgspec.structs import replace
 from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.cluster.cluster import Cluster
-from lockstep.engine.outputs import RequestOutput, TokenOutput
-from lockstep.engine.request import GenerationRequest, Prompt
-from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
+from lockstep.artifacts.embedding import Pooling
+from lockstep.engine.outputs import RequestOutput
+from lockstep.errors import InvalidParameterError
 from lockstep.executors.row_math import row_math
-from lockstep.server.answer_response import all_of, conclude
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.errors import ERROR_RESPONSES
-from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Name, ParameterBody, Shape, TextOrTokens, Tokens, tokens_or_list
+from lockstep.server.fields import (
+    MAX_NAME_CHARS,
+    MAX_SEQUENCE_TOKENS,
+    Name,
+    ParameterBody,
+    Shape,
+    TextOrTokens,
+    Tokens,
+    tokens_or_list,
+)
 from lockstep.server.generation import Caller
-from lockstep.server.request_context import CLIENT_LEFT_STATUS, ClientLeft, context_of, disconnected, while_connected
-from lockstep.server.serving import serving_of, translated
-from lockstep.worker.progress import CallProgress
+from lockstep.server.request_context import context_of
+from lockstep.server.vectors import Calls, num_prompt_tokens, vector_call, vector_of, vector_outputs
 
 MAX_INPUTS = 2_048
 """Maximum number of inputs per request, as in OpenAI's API."""
-MAX_OPEN_INPUTS = 64
-"""Maximum number of inputs of one request that are queued at once, so that one request cannot fill the queue."""
 
 router = APIRouter(route_class=LongBodyRoute, responses=ERROR_RESPONSES)
 
@@ -57,12 +61,16 @@ class EmbeddingBody(ParameterBody):
     dimensions: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """Number of elements of each vector to return, from the start. The shortened vectors are normalized again. A
     warning is returned if the number is smaller than the model's."""
-    pooling: Literal["mean", "last"] | None = None
-    """Pooling of the hidden states of the prompt. Default: `mean`."""
+    pooling: Pooling | None = None
+    """Pooling of the hidden states of the text. Default: the model's own, or `mean` if its files name none."""
+    prompt_name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
+    """Name of one of the model's prompts, which is put before each text, e.g. `query`; empty: none. Default: the
+    model's default prompt."""
     normalize: bool | None = None
     """Whether vectors are scaled to length 1. Default: true."""
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
-    """Keeps only this many tokens from the end of each input; -1: as many as fit in the context."""
+    """Keeps only the first tokens of each input, this many with the special tokens around them; -1: as many as fit in
+    the context."""
     user: Name | None = None
     """Logged. Without API keys, the scheduler's fair share is per user."""
 
@@ -101,82 +109,36 @@ async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
     Raises:
         ClientLeft: the client disconnected; the request's context has recorded it.
     """
-    serving, context = serving_of(request), context_of(request)
-    context.model = model = serving.cluster.card(body.model).name
-    context.labels = {} if body.user is None else {"user": body.user}
-    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
-    calls = context.with_priority(await translated(request, lambda: calls_of(body, caller)))
-    try:
-        outputs = await while_connected(
-            disconnected(request.receive), _answer_all(serving.cluster, body, calls, context.progress), context
-        )
-    except ClientLeft:
-        context.status = CLIENT_LEFT_STATUS
-        raise
-    conclude(context, outputs)
-    num_dimensions = len(_vector(outputs[0]))
+    outputs = await vector_outputs(
+        request,
+        body.model,
+        body.user,
+        lambda caller: calls_of(body, caller),
+        lambda vector: check_dimensions(body, vector),
+    )
+    context = context_of(request)
+    num_dimensions = len(vector_of(outputs[0]))
     if body.dimensions not in (None, num_dimensions):
         shortened = (
             f"dimensions: the model's vectors have {num_dimensions}; shorter ones require a model trained for them"
         )
         context.warnings = [shortened]
-    return await asyncio.to_thread(lambda: embeddings_object(body, model, outputs))
+    return await asyncio.to_thread(lambda: embeddings_object(body, context.model, outputs))
 
 
-def calls_of(body: EmbeddingBody, caller: Caller) -> list[GenerationRequest]:
+def calls_of(body: EmbeddingBody, caller: Caller) -> Calls:
     """Create one engine call per input, in order."""
     given = body.input
     is_one = isinstance(given, str) or isinstance(given[0], int)
     prompts: Sequence[Any] = [given] if is_one else given
-    return [
-        GenerationRequest(
-            prompt if isinstance(prompt, str) else tuple(prompt),
-            model=body.model,
-            tenant=caller.tenant or body.user or "",
-            queue_deadline_s=caller.options.queue_timeout_s,
-            deadline_s=caller.options.request_timeout_s,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            pooling=body.pooling or "mean",
-            external_id=caller.request_id,
-            segment=caller.segment,
+    calls = []
+    for index, prompt in enumerate(prompts):
+        made = vector_call(
+            caller, prompt if isinstance(prompt, str) else tuple(prompt), body.model, body.truncate_prompt_tokens
         )
-        for prompt in prompts
-    ]
-
-
-async def _answer_all(
-    cluster: Cluster, body: EmbeddingBody, calls: Sequence[GenerationRequest], progress: CallProgress
-) -> list[RequestOutput]:
-    """Execute the calls and return their outputs in order. The first error, in order, cancels the rest."""
-    is_list = isinstance(body.input, list) and not isinstance(body.input[0], int)
-
-    async def answer(index: int) -> RequestOutput:
-        call = calls[index]
-        try:
-            output = await _answer(cluster, call, progress)
-        except RequestError as error:
-            raise with_input_name(error, f"input[{index}]" if is_list else "input", call.prompt) from None
-        check_dimensions(body, _vector(output))
-        return output
-
-    return await all_of(answer, range(len(calls)), MAX_OPEN_INPUTS)
-
-
-async def _answer(cluster: Cluster, call: GenerationRequest, progress: CallProgress) -> RequestOutput:
-    async with aclosing(cluster.stream(call, progress)) as stream:
-        async for events in stream:
-            last = events[-1]
-            if isinstance(last, TokenOutput) and last.request is not None:
-                return last.request
-    raise RequestFailedError("a call ended without its final output; this is a bug in Lockstep")
-
-
-def with_input_name(error: RequestError, where: str, prompt: Prompt) -> RequestError:
-    """Add the input's path to an error about its prompt. Other errors concern the whole request and are unchanged."""
-    if error.param == "prompt":
-        text = "the text is empty" if prompt == "" else str(error)
-        error.args, error.param = (f"{where}: {text}",), where
-    return error
+        made = replace(made, pooling=body.pooling or "model", prompt_name=body.prompt_name)
+        calls.append(("input" if is_one else f"input[{index}]", made))
+    return calls
 
 
 def check_dimensions(body: EmbeddingBody, vector: npt.NDArray[np.float32]) -> None:
@@ -189,23 +151,17 @@ def check_dimensions(body: EmbeddingBody, vector: npt.NDArray[np.float32]) -> No
 
 def embeddings_object(body: EmbeddingBody, model: str, outputs: Sequence[RequestOutput]) -> Embeddings:
     """Create the answer in OpenAI's format."""
-    vectors = np.stack([_vector(output) for output in outputs])[:, : body.dimensions]
+    vectors = np.stack([vector_of(output) for output in outputs])[:, : body.dimensions]
     if body.normalize is not False:
         vectors = row_math().unit(vectors)
     rows = [_base64(row) for row in vectors] if body.encoding_format == "base64" else vectors.tolist()
-    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_tokens = num_prompt_tokens(outputs)
     return {
         "object": "list",
         "data": [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)],
         "model": model,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-
-
-def _vector(output: RequestOutput) -> npt.NDArray[np.float32]:
-    if output.embedding is None:
-        raise RequestFailedError("the request ended without a vector")
-    return output.embedding
 
 
 def _base64(vector: npt.NDArray[np.float32]) -> str:

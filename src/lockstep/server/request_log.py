@@ -64,7 +64,7 @@ KINDS: Mapping[str, Kind] = {
 """By what a wait's reason is called where it is found."""
 LISTED = frozenset({
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages", "/api/chat",
-    "/api/generate", "/api/embed", "/api/embeddings",
+    "/api/generate", "/api/embed", "/api/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score",
 })  # fmt: skip
 REFUSED = (401, 403)
 """Statuses of callers who are not let in, and are therefore not remembered."""

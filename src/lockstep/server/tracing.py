@@ -28,6 +28,8 @@ OPERATIONS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rerank",
+    "/v1/score": "rerank",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
     "/api/chat": "chat",

@@ -20,6 +20,7 @@ from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.outputs import Started, TokenOutput, WaitReason
 from lockstep.engine.request import GenerationRequest
+from lockstep.engine.scoring import Scoring, scoring_of
 from lockstep.engine.sessions import SessionChange, SessionReport
 from lockstep.errors import LockstepError
 from lockstep.executors.base import Geometry
@@ -316,6 +317,11 @@ class Loaded(_Event, frozen=True):
     task: Task = "generate"
     max_model_len: int = 0
     """Maximum tokens of prompt and output together."""
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """How the model scores pairs of texts; None: it generates text."""
+        return scoring_of(self.task, self.geometry.num_stages)
 
 
 class LoadFailed(_Event, frozen=True):

@@ -1,0 +1,119 @@
+"""Requests that are answered by vectors: runs the engine calls of one HTTP request, a limited number at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+
+from lockstep.cluster.cluster import Cluster
+from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.request import GenerationRequest, Prompt
+from lockstep.errors import RequestError, RequestFailedError
+from lockstep.server.answer_response import all_of, conclude
+from lockstep.server.generation import Caller
+from lockstep.server.request_context import CLIENT_LEFT_STATUS, ClientLeft, context_of, disconnected, while_connected
+from lockstep.server.serving import serving_of, translated
+from lockstep.worker.progress import CallProgress
+
+MAX_OPEN_INPUTS = 64
+"""Maximum number of inputs of one request that are queued at once, so that one request cannot fill the queue."""
+
+Calls = Sequence[tuple[str, GenerationRequest]]
+"""Engine calls, each with the name of its input in the HTTP request, e.g. ``input[3]``."""
+Check = Callable[[npt.NDArray[np.float32]], None]
+
+
+async def vector_outputs(
+    request: Request,
+    model: str | None,
+    user: str | None,
+    calls_of: Callable[[Caller], Calls],
+    check: Check | None = None,
+) -> list[RequestOutput]:
+    """Run the calls and return their outputs in order. The first error, in order, cancels the rest.
+
+    Args:
+        model: requested model name.
+        user: ``user`` of the request, for the log.
+        calls_of: creates the calls.
+        check: raises for a vector that does not fit the request.
+
+    Raises:
+        RequestError: a call failed; an error about its text names the input.
+        ClientLeft: the client disconnected; the request's context has recorded it.
+    """
+    serving, context = serving_of(request), context_of(request)
+    context.model = serving.cluster.card(model).name
+    context.labels = {} if user is None else {"user": user}
+    caller = Caller(context.tenant or user or "", serving.options, context.request_id, context.segment)
+    named = await translated(request, lambda: calls_of(caller))
+    calls = context.with_priority([call for _, call in named])
+
+    async def answer(index: int) -> RequestOutput:
+        call = calls[index]
+        try:
+            output = await _answer(serving.cluster, call, context.progress)
+        except RequestError as error:
+            raise with_input_name(error, named[index][0], call.prompt) from None
+        if check is not None:
+            check(vector_of(output))
+        return output
+
+    try:
+        outputs = await while_connected(
+            disconnected(request.receive), all_of(answer, range(len(calls)), MAX_OPEN_INPUTS), context
+        )
+    except ClientLeft:
+        context.status = CLIENT_LEFT_STATUS
+        raise
+    conclude(context, outputs)
+    return outputs
+
+
+def vector_call(
+    caller: Caller, prompt: Prompt, model: str | None, truncate_prompt_tokens: int | None
+) -> GenerationRequest:
+    """Create a call with what all of them have in common."""
+    return GenerationRequest(
+        prompt,
+        model=model,
+        tenant=caller.tenant,
+        queue_deadline_s=caller.options.queue_timeout_s,
+        deadline_s=caller.options.request_timeout_s,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        external_id=caller.request_id,
+        segment=caller.segment,
+    )
+
+
+def vector_of(output: RequestOutput) -> npt.NDArray[np.float32]:
+    """The vector of an output."""
+    if output.embedding is None:
+        raise RequestFailedError("the request ended without a vector")
+    return output.embedding
+
+
+def num_prompt_tokens(outputs: Sequence[RequestOutput]) -> int:
+    """Number of tokens of all texts together."""
+    return sum(len(output.prompt_token_ids) for output in outputs)
+
+
+def with_input_name(error: RequestError, where: str, prompt: Prompt) -> RequestError:
+    """Add the input's path to an error about its prompt. Other errors concern the whole request and are unchanged."""
+    if error.param == "prompt":
+        text = "the text is empty" if prompt == "" else str(error)
+        error.args, error.param = (f"{where}: {text}",), where
+    return error
+
+
+async def _answer(cluster: Cluster, call: GenerationRequest, progress: CallProgress) -> RequestOutput:
+    async with aclosing(cluster.stream(call, progress)) as stream:
+        async for events in stream:
+            last = events[-1]
+            if isinstance(last, TokenOutput) and last.request is not None:
+                return last.request
+    raise RequestFailedError("a call ended without its final output; this is a bug in Lockstep")
