@@ -251,7 +251,8 @@ class AsyncEngine:
         """Embed a prompt: [size]; see `LLM.embed`."""
         request = self._checked(GenerationRequest(prompt, pooling=pooling, prompt_name=prompt_name))
         vector = _vector(await self.engine.submit_async(request))
-        return cut(vector[np.newaxis], dimensions, normalize)[0]
+        [kept] = cut(vector[np.newaxis], dimensions, normalize)
+        return kept
 
     async def chat(
         self,

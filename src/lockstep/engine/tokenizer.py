@@ -161,7 +161,8 @@ class Tokenizer:
                 encoding.truncate(length)
         elif sum(lengths) + num_special > most:
             raise too_many_tokens(sum(lengths) + num_special, most)
-        ids: list[int] = self._tokenizer.post_process(encodings[0], *encodings[1:], add_special_tokens=True).ids
+        first, *others = encodings
+        ids: list[int] = self._tokenizer.post_process(first, others[0] if others else None).ids
         return ids
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:

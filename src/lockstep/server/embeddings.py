@@ -109,7 +109,7 @@ async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
     Raises:
         ClientLeft: the client disconnected; the request's context has recorded it.
     """
-    outputs = await vector_outputs(
+    model, outputs = await vector_outputs(
         request,
         body.model,
         body.user,
@@ -123,7 +123,7 @@ async def embedded(body: EmbeddingBody, request: Request) -> Embeddings:
             f"dimensions: the model's vectors have {num_dimensions}; shorter ones require a model trained for them"
         )
         context.warnings = [shortened]
-    return await asyncio.to_thread(lambda: embeddings_object(body, context.model, outputs))
+    return await asyncio.to_thread(lambda: embeddings_object(body, model, outputs))
 
 
 def calls_of(body: EmbeddingBody, caller: Caller) -> Calls:

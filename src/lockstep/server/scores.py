@@ -151,11 +151,10 @@ async def score(body: ScoreBody, request: Request) -> Response:
     """Score pairs of texts."""
     pairs = pairs_of(body.text_1, body.text_2)
     found, outputs = await _scored(request, body, pairs)
-    context = context_of(request)
     content: Scores = {
-        "id": f"score-{context.request_id}",
+        "id": f"score-{context_of(request).request_id}",
         "object": "list",
-        "model": context.model,
+        "model": serving_of(request).cluster.card(body.model).name,
         "data": [{"index": index, "object": "score", "score": each} for index, each in enumerate(found)],
         "usage": _usage(outputs),
     }
@@ -173,10 +172,9 @@ async def _reranked(body: RerankBody, request: Request, returns_documents: bool)
         if returns_documents:
             result["document"] = {"text": texts[index]}
         results.append(result)
-    context = context_of(request)
     content: Reranked = {
-        "id": f"rerank-{context.request_id}",
-        "model": context.model,
+        "id": f"rerank-{context_of(request).request_id}",
+        "model": serving_of(request).cluster.card(body.model).name,
         "results": results,
         "usage": _usage(outputs),
     }
@@ -218,7 +216,7 @@ async def _scored(
     _check_not_empty(pairs)
     if card.task == "embed":
         return await _cosines(request, body, pairs)
-    outputs = await vector_outputs(request, body.model, body.user, lambda caller: _pair_calls(body, pairs, caller))
+    _, outputs = await vector_outputs(request, body.model, body.user, lambda caller: _pair_calls(body, pairs, caller))
     scoring = cluster.card(body.model).scoring  # known, since the model has answered
     assert scoring is not None, "a reranker gives scores"
     return [pair_score(scoring, vector_of(output)) for output in outputs], outputs
@@ -254,7 +252,7 @@ async def _cosines(
             for text, name in names.items()
         ]
 
-    outputs = await vector_outputs(request, body.model, body.user, calls)
+    _, outputs = await vector_outputs(request, body.model, body.user, calls)
     vectors = {text: vector_of(output) for text, output in zip(names, outputs, strict=True)}
     pairs_of_vectors = [(vectors[pair.query], vectors[pair.document]) for pair in pairs]
     found = await asyncio.to_thread(lambda: [cosine(*each) for each in pairs_of_vectors])

@@ -33,8 +33,8 @@ async def vector_outputs(
     user: str | None,
     calls_of: Callable[[Caller], Calls],
     check: Check | None = None,
-) -> list[RequestOutput]:
-    """Run the calls and return their outputs in order. The first error, in order, cancels the rest.
+) -> tuple[str, list[RequestOutput]]:
+    """Run the calls. Returns the model's name, and the outputs in order. The first error, in order, cancels the rest.
 
     Args:
         model: requested model name.
@@ -47,7 +47,7 @@ async def vector_outputs(
         ClientLeft: the client disconnected; the request's context has recorded it.
     """
     serving, context = serving_of(request), context_of(request)
-    context.model = serving.cluster.card(model).name
+    context.model = name = serving.cluster.card(model).name
     context.labels = {} if user is None else {"user": user}
     caller = Caller(context.tenant or user or "", serving.options, context.request_id, context.segment)
     named = await translated(request, lambda: calls_of(caller))
@@ -71,7 +71,7 @@ async def vector_outputs(
         context.status = CLIENT_LEFT_STATUS
         raise
     conclude(context, outputs)
-    return outputs
+    return name, outputs
 
 
 def vector_call(
