@@ -25,9 +25,10 @@ from lockstep.cluster.manifest import (
     SessionLimits,
     Tier,
 )
-from lockstep.cluster.manifest_file import ROUTING, dump, parse, plain, top_keys
+from lockstep.cluster.manifest_file import dump, parse, plain, top_keys
 from lockstep.cluster.manifest_hosts import HOSTS, REPLICAS, TLS
 from lockstep.cluster.manifest_keys import RESOURCES, SAMPLING_KEYS, SESSIONS, engine_keys, entry_keys, remote_keys
+from lockstep.cluster.manifest_routing import DISPATCH, ROUTING
 from lockstep.core.balancer import RoutingPolicy
 from lockstep.engine.options import EngineOptions
 from lockstep.errors import ManifestError, Problem
@@ -306,6 +307,7 @@ def test_the_document_names_every_key_and_its_example_is_right() -> None:
     blocks = [
         top_keys({}, {}),
         ROUTING,
+        DISPATCH,
         HOSTS,
         REPLICAS,
         TLS,
@@ -319,6 +321,6 @@ def test_the_document_names_every_key_and_its_example_is_right() -> None:
     blocks.append([each.name for each in fields(StubOptions) if each.name != "name"])
     missing = [key for block in blocks for key in block if f"`{key}`" not in document]
     assert not missing
-    example, hosts = re.findall(r"```yaml\n(.*?)```", document, re.DOTALL)
+    example, _, hosts = re.findall(r"```yaml\n(.*?)```", document, re.DOTALL)
     assert parse(example).routing is not None
     assert parse(example + hosts).hosts is not None

@@ -7,6 +7,7 @@ from enum import StrEnum
 from urllib.parse import quote, urlencode
 
 from lockstep.cluster.manifest import Manifest, ModelEntry, Persona, Tier
+from lockstep.cluster.nearest import NearestRule
 from lockstep.cluster.recorded import RecordedBackend
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.executors.stub import StubOptions
@@ -69,6 +70,8 @@ def _routing_stub(manifest: Manifest, entry: ModelEntry) -> ModelEntry:
     if routing is None or routing.entry != entry.id or entry.tier is Tier.REMOTE or not entry.source.startswith(STUB):
         return entry
     options = StubOptions.parse(entry.source)
+    if isinstance(routing.rule, NearestRule):
+        return entry
     *words, _ = routing.rule.constraint_words(manifest.targets)
     missing = {
         **({} if options.field else {"field": routing.rule.field_name}),

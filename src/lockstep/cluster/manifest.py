@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.artifacts.model import Task
 from lockstep.cluster.dispatch import DispatchRule
+from lockstep.cluster.nearest import NearestRule
 from lockstep.core.balancer import RoutingPolicy
 
 PRIORITIES: Mapping[str, int] = {"critical": -2, "high": -1, "normal": 0, "low": 1}
@@ -135,7 +136,7 @@ class Routing:
     """Routing of requests that name no model."""
 
     entry: str
-    rule: DispatchRule
+    rule: DispatchRule | NearestRule
 
 
 @dataclass(frozen=True, slots=True)

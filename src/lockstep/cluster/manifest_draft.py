@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from lockstep.cluster.dispatch import NONE_OF_THESE, DispatchRule
 from lockstep.cluster.manifest import Hosts, Manifest, ModelEntry, Resources, Routing, SessionLimits, Tier
+from lockstep.cluster.nearest import NearestRule
 from lockstep.cluster.quantities import size_text
 from lockstep.spelling import did_you_mean, listed
 from lockstep.yaml_reading import Reading
@@ -113,8 +114,11 @@ def check_draft(draft: ManifestDraft, reading: Reading) -> None:
         _check_fallback(draft, draft.fallback_id, reading)
     if "entry" in draft.routing:
         _check_known("routing.entry", draft.routing["entry"], draft.ids, reading)
-    if "rule" in draft.routing:
-        _check_rule(draft, draft.routing["rule"], reading)
+    rule = draft.routing.get("rule")
+    if isinstance(rule, NearestRule):
+        _check_nearest(draft, rule, reading)
+    elif rule is not None:
+        _check_rule(draft, rule, reading)
     _check_replicas(draft, reading)
     _check_bytes(draft, reading)
 
@@ -175,6 +179,22 @@ def _check_fallback(draft: ManifestDraft, fallback: str, reading: Reading) -> No
     if _check_known(where, fallback, draft.ids, reading) and fallback == draft.routing.get("entry"):
         message = f"is {fallback!r}, the entry; without a fallback the entry's own answer is returned, so leave it out"
         reading.fault(where, message)
+
+
+def _check_nearest(draft: ManifestDraft, rule: NearestRule, reading: Reading) -> None:
+    where = "routing.dispatch"
+    sets = list(dict.fromkeys(each.set for each in draft.entries if each.set is not None))
+    if not _check_known(f"{where}.set", rule.set, sets, reading, "lists of models"):
+        return
+    ids = [str(each.id) for each in draft.entries if each.set == rule.set and each.id is not None]
+    for id_ in rule.examples:
+        _check_known(f"{where}.examples.{id_}", id_, ids, reading, f"models of {rule.set}")
+    entry = draft.routing.get("entry")
+    if entry in ids:
+        reading.fault("routing.entry", f"is {entry!r}, an embedding model, which cannot be a model of {rule.set}")
+    if rule.min_score is not None and draft.fallback_id is None:
+        message = "has no effect without a `fallback:`, which answers below it; add one, or leave this out"
+        reading.fault(f"{where}.min_score", message)
 
 
 def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> None:

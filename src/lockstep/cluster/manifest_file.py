@@ -14,8 +14,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.cluster.dispatch import NONE_OF_THESE, parse_literal, parse_rule
-from lockstep.cluster.manifest import Manifest, Routing
+from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.manifest_draft import AuthorCheck, EntryDraft, ManifestDraft, check_draft
 from lockstep.cluster.manifest_hosts import hosts_block, hosts_written
 from lockstep.cluster.manifest_keys import (
@@ -31,6 +30,7 @@ from lockstep.cluster.manifest_keys import (
     text,
     written,
 )
+from lockstep.cluster.manifest_routing import routing_block, routing_written
 from lockstep.errors import ConfigError, ManifestError, Problem
 from lockstep.yaml_reading import INVALID, PlainDumper, Reading, YamlNode, shown
 
@@ -115,17 +115,12 @@ def plain(manifest: Manifest) -> dict[str, Any]:
         "resources": written(RESOURCES, manifest.resources),
         "models": models,
         "fallback": fallback,
-        "routing": None if manifest.routing is None else _routing_written(manifest.routing),
+        "routing": None if manifest.routing is None else routing_written(manifest.routing),
         "sessions": written(SESSIONS, manifest.sessions),
         "hosts": None if manifest.hosts is None else hosts_written(manifest.hosts),
         "rollouts": manifest.rollouts,
     }
     return {key: block for key, block in blocks.items() if block not in (None, {})}
-
-
-def _routing_written(routing: Routing) -> dict[str, Any]:
-    literal = {"literal": dict(routing.rule.literal)} if routing.rule.literal else {}
-    return {"entry": routing.entry, "dispatch_rule": str(routing.rule), **literal}
 
 
 def top_keys(validators: Mapping[str, Validator], environment: Mapping[str, str] | None) -> Mapping[str, ManifestKey]:
@@ -136,7 +131,7 @@ def top_keys(validators: Mapping[str, Validator], environment: Mapping[str, str]
         "resources": ManifestKey(mapping(RESOURCES)),
         "models": ManifestKey(partial(_models, keys)),
         "fallback": ManifestKey(partial(_fallback, keys)),
-        "routing": ManifestKey(_routing),
+        "routing": ManifestKey(routing_block),
         "sessions": ManifestKey(mapping(SESSIONS)),
         "hosts": ManifestKey(hosts_block),
         "rollouts": ManifestKey(partial(_validated_block, validators)),
@@ -204,37 +199,6 @@ def _id_equal_to_key(key: str, node: YamlNode) -> str:
     if (value := text(node)) != key:
         raise ConfigError(f"is {shown(value)}, but the key {key!r} is the model's id; leave `id:` out")
     return value
-
-
-def _routing(node: YamlNode) -> dict[str, Any]:
-    values = read_fields(node, ROUTING, ("entry", "dispatch_rule"))
-    literal = values.pop("literal", {})
-    if "rule" in values:  # read last, because the rule depends on the map
-        values["rule"] = values["rule"].read(lambda rule: parse_rule(text(rule), literal))
-    return {key: value for key, value in values.items() if value is not INVALID}
-
-
-def _literal(node: YamlNode) -> dict[str, str]:
-    """Read ``literal:``, the id for each output of the router: a map, or ``value=id`` pairs in one string."""
-    if not node.is_map:
-        literal = parse_literal(text(node))
-    else:
-        read = {key: child.read(name) for key, child in node.entries().items()}
-        literal = {key: id_ for key, id_ in read.items() if id_ is not INVALID}
-    if not literal and not node.reading.problems:
-        raise ConfigError("is empty; write value=id pairs, or leave it out")
-    for value in literal:
-        check_name(value)
-        if value.lower() == NONE_OF_THESE:
-            raise ConfigError(f"renames {value!r}, the value for no matching specialist, which leads to the fallback")
-    return literal
-
-
-ROUTING: Mapping[str, ManifestKey] = {
-    "entry": ManifestKey(name),
-    "dispatch_rule": ManifestKey(lambda node: node, "rule"),
-    "literal": ManifestKey(_literal),
-}
 
 
 def _validated_block(validators: Mapping[str, Validator], node: YamlNode) -> object:

@@ -251,7 +251,7 @@ class AsyncEngine:
         """Embed a prompt: [size]; see `LLM.embed`."""
         request = self._checked(GenerationRequest(prompt, pooling=pooling, prompt_name=prompt_name))
         vector = _vector(await self.engine.submit_async(request))
-        [kept] = cut(vector[np.newaxis], dimensions, normalize)
+        kept: npt.NDArray[np.float32] = cut(vector[np.newaxis], dimensions, normalize)[0]
         return kept
 
     async def chat(

@@ -1,0 +1,97 @@
+"""Dispatch by nearest examples: an embedding model turns the message into a vector, and the model with the most similar
+example answers. Pure.
+
+The similarity is the cosine of two vectors, computed by the native library, so that a message has the same scores on
+every machine. Of equal scores, the model that is named first wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from lockstep.engine.request import Conversation, GenerationRequest, Prompt
+from lockstep.engine.scoring import cosine
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.sampling_params import SamplingParams
+
+Vector = npt.NDArray[np.float32]
+MAX_EXAMPLES = 1_024
+"""Maximum number of examples of a rule, all models together. Each is compared with every message."""
+
+
+@dataclass(frozen=True, slots=True)
+class NearestRule:
+    """Examples by the model that should answer messages like them."""
+
+    set: str
+    """List that contains the target models."""
+    examples: Mapping[str, tuple[str, ...]]
+    """Texts by target id, in order of definition."""
+    min_score: float | None = None
+    """Smallest cosine with which an example decides; below it the fallback answers. None: the best example decides."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All examples, in order."""
+        return tuple(text for texts in self.examples.values() for text in texts)
+
+
+@dataclass(frozen=True, slots=True)
+class NearestDecision:
+    """Decision for one message."""
+
+    target: str | None
+    """Id of the model with the most similar example; None: no example is similar enough."""
+    scores: tuple[tuple[str, float], ...]
+    """Best cosine of each model's examples, in order of definition."""
+
+
+def decide(rule: NearestRule, examples: Sequence[Vector], message: Vector) -> NearestDecision:
+    """Decide which model answers a message.
+
+    Args:
+        examples: vectors of ``rule.texts``, in order.
+        message: vector of the message.
+    """
+    vectors = iter(examples)
+    scores = tuple((id_, max(cosine(next(vectors), message) for _ in texts)) for id_, texts in rule.examples.items())
+    best = max(scores, key=lambda each: each[1])  # the first of equal ones
+    is_similar = rule.min_score is None or best[1] >= rule.min_score
+    return NearestDecision(best[0] if is_similar else None, scores)
+
+
+def embedding_of(text: str, entry: str, call: GenerationRequest) -> GenerationRequest:
+    """Request for the vector of a text, with the caller and the deadlines of a call."""
+    return replace(
+        call,
+        model=entry,
+        prompt=text,
+        params=SamplingParams(),
+        pooling="model",
+        truncate_prompt_tokens=-1,
+        prompt_logprobs=None,
+        shown_specials=(),
+        session_id=None,
+    )
+
+
+def message_of(prompt: Prompt) -> str:
+    """Text that decides: the last message of a user, or the whole prompt.
+
+    Raises:
+        InvalidParameterError: the prompt has no text.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Conversation):
+        for message in reversed(prompt.messages):
+            if message.get("role") == "user" and isinstance(content := message.get("content"), str) and content:
+                return content
+    raise InvalidParameterError(
+        "the request has no text of a user by which it could be routed; name a model, or send text", param="messages"
+    )
