@@ -34,7 +34,7 @@ class RoutedRequests:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--routed {path} cannot be read ({error})") from None
         router = Router.of(self._manifest)
-        if router is None or not self._manifest.targets:
+        if not isinstance(router, Router) or not self._manifest.targets:
             raise UsageError(f"--routed {path} routes nothing: its manifest needs `routing:` and models that it names")
         self._router = router
         self._entry_tokens = 8

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import dump, parse
 from lockstep.cluster.nearest import NearestRule, decide, embedding_of, message_of
+from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError, ManifestError
+from lockstep.replay.trace import open_trace
+from lockstep.worker.flight.entries import Dispatched
+from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.link import WorkerOptions
+from tests.cluster.clusters import say
+from tests.waiting import HANG_S
 
 RULE = NearestRule("specialists", {"billing": ("refund", "charge"), "technical": ("error",)})
 EAST, NORTH = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
@@ -96,3 +107,26 @@ def test_a_wrong_block_names_its_place(before: str, after: str, where: str) -> N
     with pytest.raises(ManifestError) as raised:
         parse(MANIFEST.replace(before, after))
     assert where in [problem.where for problem in raised.value.problems]
+
+
+async def test_a_message_goes_to_the_model_of_its_nearest_example(tmp_path: Path) -> None:
+    text = MANIFEST.replace("min_score: 0.5", "min_score: -1")
+    worker = WorkerOptions("process", trace=TraceOptions(str(tmp_path)))
+    cluster = Cluster(parse(text), ClusterOptions(worker=worker))
+    await asyncio.wait_for(cluster.start(), HANG_S)
+    try:
+        first, again = await say(cluster, "refund", max_tokens=2), await say(cluster, "refund", max_tokens=2)
+        other = await say(cluster, "error", max_tokens=2)
+    finally:
+        await asyncio.wait_for(cluster.close(), HANG_S)
+    assert (first.model, other.model) == ("billing", "technical")
+    [hop], [same] = first.hops, again.hops
+    assert (hop.model, hop.completion, hop.intent, hop.target) == ("embedder", "", "billing", "specialists.billing")
+    assert dict(hop.scores)["billing"] == pytest.approx(1)
+    assert hop.scores == same.scores
+    decided = [entry for entry in open_trace(tmp_path).entries() if isinstance(entry, Dispatched)]
+    assert [(each.target, each.scores) for each in decided] == [
+        ("billing", hop.scores),
+        ("billing", hop.scores),
+        ("technical", other.hops[0].scores),
+    ]

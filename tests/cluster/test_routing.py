@@ -26,7 +26,7 @@ PERSONA = ModelEntry("m", "stub://m", system_prompt="Be kind.", sampling={"tempe
 
 def router_of(manifest: Manifest) -> Router:
     router = Router.of(manifest)
-    assert router is not None
+    assert isinstance(router, Router)
     return router
 
 

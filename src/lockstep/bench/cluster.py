@@ -19,6 +19,7 @@ import numpy as np
 from lockstep.bench.runner import loop_factory
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.cluster import Cluster
+from lockstep.cluster.dispatch import DispatchRule
 from lockstep.cluster.manifest import Manifest, ModelEntry, Tier
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.planner import Observed, Phase, PlanPolicy, Replica, plan
@@ -194,6 +195,8 @@ async def decisions(manifest: Manifest, targets: Sequence[str]) -> list[float]:
     all replicas. No engine, no tokenizer, no queue."""
     routing = manifest.routing
     assert routing is not None, "the examples have routing"
+    rule = routing.rule
+    assert isinstance(rule, DispatchRule), "the examples' entry models answer in words"
     router = Router(manifest, routing)
     entries: Mapping[str, ModelEntry] = {entry.id: entry for entry in manifest.entries}
     observed = Observed(tuple(_replica(entry) for entry in manifest.entries), manifest.resources.gpu_budget_bytes)
@@ -202,7 +205,7 @@ async def decisions(manifest: Manifest, targets: Sequence[str]) -> list[float]:
     taken = []
     for index in range(NUM_DECISIONS):
         target = targets[index % len(targets)]
-        call, answer, id_ = _call(target), f"{routing.rule.field_name}={target}", f"s{index % NUM_SESSIONS}"
+        call, answer, id_ = _call(target), f"{rule.field_name}={target}", f"s{index % NUM_SESSIONS}"
         started_s = time.perf_counter()
         sessions.begin(id_, router.entry, started_s)
         await held[router.entry].enter(id_)

@@ -32,6 +32,8 @@ class Hop(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    scores: tuple[tuple[str, float], ...] = ()
+    """Best cosine of each model's examples, if the nearest example decided; the completion is then empty."""
 
 
 class Routed(msgspec.Struct, frozen=True):

@@ -151,7 +151,7 @@ class Cluster:
         worker = self._state.worker
         if chunks and progress.sequences and isinstance(worker, SupervisedWorker):
             place = progress.sequences[-1]  # an entry model's part comes before
-            worker.shown(AnswerShown(place.replica, place.seq_id, tuple(chunks)))
+            worker.record(AnswerShown(place.replica, place.seq_id, tuple(chunks)))
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
         """Metrics of each replica, under the first of the models that share it. Can be read while a step runs."""

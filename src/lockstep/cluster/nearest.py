@@ -20,6 +20,8 @@ from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import SamplingParams
 
 Vector = npt.NDArray[np.float32]
+Scores = tuple[tuple[str, float], ...]
+"""Best cosine of each model's examples, in order of definition."""
 MAX_EXAMPLES = 1_024
 """Maximum number of examples of a rule, all models together. Each is compared with every message."""
 
@@ -47,8 +49,7 @@ class NearestDecision:
 
     target: str | None
     """Id of the model with the most similar example; None: no example is similar enough."""
-    scores: tuple[tuple[str, float], ...]
-    """Best cosine of each model's examples, in order of definition."""
+    scores: Scores
 
 
 def decide(rule: NearestRule, examples: Sequence[Vector], message: Vector) -> NearestDecision:

@@ -4,7 +4,7 @@ only."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import NamedTuple
 
@@ -12,19 +12,22 @@ from msgspec.structs import replace
 
 from lockstep.cluster.base import Accepted, EventStream, Hop, Routed
 from lockstep.cluster.models import Model
+from lockstep.cluster.nearest import Scores, Vector, embedding_of, message_of
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.prompt_tokeniser import PromptTokeniser
 from lockstep.cluster.remote import RemoteModel
 from lockstep.cluster.replica_state import ReplicaState
-from lockstep.cluster.routing import Router, addressed
+from lockstep.cluster.routing import DispatchDecision, NearestRouter, Router, addressed
 from lockstep.cluster.sessions import SessionName
 from lockstep.cluster.state import ClusterState
 from lockstep.engine.input_processing import check_session
-from lockstep.engine.outputs import TokenOutput, WaitReason
+from lockstep.engine.outputs import RequestOutput, TokenOutput, WaitReason
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.scoring import pair_request
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
+from lockstep.worker.messages import DispatchDecided
 from lockstep.worker.progress import LOADING, PLACE, CallObserver, CallProgress
+from lockstep.worker.supervised import SupervisedWorker
 
 MAX_WAIT_S = 300.0
 """Time limit in seconds for the wait for a session and a replica, for calls without a deadline."""
@@ -54,6 +57,7 @@ class RequestHandler:
         self._state = state
         self._clock = state.now_s
         self._prompts = PromptTokeniser()
+        self._example_lock = asyncio.Lock()
         self.num_open = 0
 
     async def stream(self, call: GenerationRequest, progress: CallProgress) -> EventStream:
@@ -86,25 +90,94 @@ class RequestHandler:
     # -- hops -----------------------------------------------------------------------------------------------------
 
     async def _route(
-        self, router: Router, entry: Model, call: GenerationRequest, progress: CallProgress
+        self, router: Router | NearestRouter, entry: Model, call: GenerationRequest, progress: CallProgress
     ) -> _EntryAnswer:
         """Run the entry model's hop to its end and decide which model answers. The hop's first step was that of the
         call."""
         started_s = self._clock()
         self._state.counters.router_hits += 1
         try:
+            if isinstance(router, NearestRouter):
+                return await self._route_by_example(router, entry, call, progress)
             accepted, outputs = await self._entry_answer(router, entry, router.question(call), progress)
         except PromptTooLongError as error:
             text = f"the prompt is too long for routing by {entry.id}: {error}; or name a model with a longer context"
             raise PromptTooLongError(text, param=error.param) from None
         answer = outputs[-1].request
         assert answer is not None, "the last output of a stream has the whole answer"
-        models = self._state.models  # the manifest may have been replaced meanwhile; the current one decides
-        decision = (models.router or router).decide(answer.text)
-        target = None if decision.target is None else models.by_id.get(decision.target)
+        current = self._state.models.router  # the manifest may have been replaced meanwhile; the current one decides
+        decision = (current if isinstance(current, Router) else router).decide(answer.text)
+        hop, target = self._dispatched(entry, call, decision, answer, self._clock() - started_s)
+        return _EntryAnswer(accepted, outputs, hop, target)
+
+    async def _route_by_example(
+        self, router: NearestRouter, entry: Model, call: GenerationRequest, progress: CallProgress
+    ) -> _EntryAnswer:
+        """Embed the message, and decide by the most similar example."""
+        started_s = self._clock()
+        question = embedding_of(message_of(call.prompt), entry.id, call)
+        accepted, outputs = await self._vector(entry, question, progress)
+        answer = outputs[-1].request
+        assert answer is not None, "the last output of a stream has the whole answer"
+        assert answer.embedding is not None, "an embedding request without an error has a vector"
+        examples = await self._examples(router, entry, call)
+        decision, scores = router.decide(examples, answer.embedding)
+        worker = self._state.worker
+        if progress.sequences and isinstance(worker, SupervisedWorker):
+            computed = progress.sequences[-1]
+            chosen = "" if decision.is_fallback else decision.target or ""
+            worker.record(DispatchDecided(computed.replica, computed.seq_id, chosen, scores))
+        hop, target = self._dispatched(entry, call, decision, answer, self._clock() - started_s, scores)
+        return _EntryAnswer(accepted, outputs, hop, target)
+
+    async def _examples(self, router: NearestRouter, entry: Model, call: GenerationRequest) -> Sequence[Vector]:
+        """Vectors of the examples, computed once for each content of the embedding model."""
+        assert entry.replica is not None, "an embedding model is local"
+        assert entry.replica.loaded is not None, "it has embedded the message"
+        fingerprint = entry.replica.loaded.fingerprint
+        async with self._example_lock:
+            if (known := router.vectors_of(fingerprint)) is not None:
+                return known
+            vectors = []
+            for text in router.rule.texts:
+                _, outputs = await self._vector(entry, embedding_of(text, entry.id, call), CallProgress())
+                answer = outputs[-1].request
+                assert answer is not None, "the last output of a stream has the whole answer"
+                assert answer.embedding is not None, "an embedding request without an error has a vector"
+                vectors.append(answer.embedding)
+            router.remember(fingerprint, vectors)
+            return vectors
+
+    async def _vector(
+        self, entry: Model, question: GenerationRequest, progress: CallProgress
+    ) -> tuple[Accepted, list[TokenOutput]]:
+        accepted, outputs = Accepted(entry.id, ()), list[TokenOutput]()
+        async with aclosing(self._answered(entry, question, (), progress)) as stream:
+            async for events in stream:
+                for event in events:
+                    if isinstance(event, TokenOutput):
+                        outputs.append(event)
+                    elif isinstance(event, Accepted):
+                        accepted = event
+        return accepted, outputs
+
+    def _dispatched(
+        self,
+        entry: Model,
+        call: GenerationRequest,
+        decision: DispatchDecision,
+        answer: RequestOutput,
+        latency_s: float,
+        scores: Scores = (),
+    ) -> tuple[Hop, Model | None]:
+        """Describe a completed hop, and count, emit and keep its decision. Returns the model that answers next.
+
+        Raises:
+            UnavailableError: that model has been removed from the manifest.
+        """
+        target = None if decision.target is None else self._state.models.by_id.get(decision.target)
         if decision.target is not None and target is None:
             raise UnavailableError(f"{decision.target} was removed from the manifest meanwhile; send the request again")
-        latency_s = self._clock() - started_s
         where = None if target is None else _qualified(target)
         hop = Hop(
             model=entry.id,
@@ -115,6 +188,7 @@ class RequestHandler:
             num_prompt_tokens=len(answer.prompt_token_ids),
             num_cached_tokens=answer.num_cached_tokens,
             num_output_tokens=answer.num_output_tokens,
+            scores=scores,
         )
         self._state.events.emit(
             "hop",
@@ -130,7 +204,7 @@ class RequestHandler:
                 session.model = target.id
             self._state.counters.dispatch_hits += not decision.is_fallback
             self._state.counters.dispatch_fallbacks += decision.is_fallback
-        return _EntryAnswer(accepted, outputs, hop, target)
+        return hop, target
 
     async def _entry_answer(
         self, router: Router, entry: Model, question: GenerationRequest, progress: CallProgress

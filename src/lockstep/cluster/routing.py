@@ -8,7 +8,9 @@ from typing import Any
 
 from msgspec.structs import fields, replace
 
+from lockstep.cluster.dispatch import DispatchRule
 from lockstep.cluster.manifest import Manifest, ModelEntry, Persona, Routing
+from lockstep.cluster.nearest import NearestRule, Scores, Vector, decide
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
@@ -33,6 +35,7 @@ class Router:
     """Routing of one manifest, with derived values computed once."""
 
     def __init__(self, manifest: Manifest, routing: Routing) -> None:
+        assert isinstance(routing.rule, DispatchRule), "`of` creates the router of each kind"
         self.entry = routing.entry
         self._rule = routing.rule
         self._fallback = manifest.fallback
@@ -50,9 +53,14 @@ class Router:
         self._targets = tuple((choice, decision.target) for choice, decision in self._decisions.items())
 
     @staticmethod
-    def of(manifest: Manifest) -> Router | None:
+    def of(manifest: Manifest) -> Router | NearestRouter | None:
         """Return the routing of a manifest; None: requests are not routed."""
-        return None if manifest.routing is None else Router(manifest, manifest.routing)
+        routing = manifest.routing
+        if routing is None:
+            return None
+        if isinstance(routing.rule, NearestRule):
+            return NearestRouter(routing.entry, routing.rule, manifest.fallback)
+        return Router(manifest, routing)
 
     def question(self, call: GenerationRequest) -> GenerationRequest:
         """Request for the entry model's hop: greedy, and constrained to the words of the rule.
@@ -86,6 +94,36 @@ class Router:
         not yet."""
         possible = {target for choice, target in self._targets if choice.startswith(beginning)}
         return possible.pop() if beginning and len(possible) == 1 else None
+
+
+class NearestRouter:
+    """Routing by nearest examples, with the vectors of the examples once they have been computed.
+
+    Args:
+        entry: id of the embedding model.
+        fallback: id of the model that answers if no example is similar enough.
+    """
+
+    def __init__(self, entry: str, rule: NearestRule, fallback: str | None) -> None:
+        self.entry = entry
+        self.rule = rule
+        self._fallback = fallback
+        self._vectors: tuple[str, Sequence[Vector]] | None = None
+
+    def vectors_of(self, fingerprint: str) -> Sequence[Vector] | None:
+        """Vectors of the examples by the artifact with this fingerprint; None: they have not been computed."""
+        return self._vectors[1] if self._vectors is not None and self._vectors[0] == fingerprint else None
+
+    def remember(self, fingerprint: str, vectors: Sequence[Vector]) -> None:
+        """Set the vectors of the examples."""
+        self._vectors = fingerprint, vectors
+
+    def decide(self, examples: Sequence[Vector], message: Vector) -> tuple[DispatchDecision, Scores]:
+        """Decide which model answers a message, and return the scores of all models."""
+        found = decide(self.rule, examples, message)
+        if found.target is not None:
+            return DispatchDecision(found.target, found.target), found.scores
+        return DispatchDecision(None, self._fallback, is_fallback=True), found.scores
 
 
 def addressed(call: GenerationRequest, entry: ModelEntry) -> GenerationRequest:

@@ -53,6 +53,8 @@ class RoutedHop(Shape):
     """The intent that was parsed from the router's answer."""
     latency_ms: float
     usage: Usage
+    scores: NotRequired[dict[str, float]]
+    """Best cosine of each model's examples, if the nearest example decided."""
 
 
 class Extension(Shape):
@@ -217,7 +219,7 @@ def extension_of(
 def _routed_hops(accepted: Sequence[Accepted], outputs: Sequence[RequestOutput]) -> list[RoutedHop]:
     hops: list[RoutedHop] = []
     for each, output in zip(accepted, outputs, strict=True):
-        hops += [_hop(hop.model, hop.completion, hop.intent, hop.latency_s, hop) for hop in each.hops]
+        hops += map(_completed, each.hops)
         if each.hops and each.hops[-1].target is not None:
             hops.append(_hop(each.model, output.text, None, output.timings.total_s, output))
     return hops
@@ -231,6 +233,13 @@ def _hop(model: str, completion: str, intent: str | None, latency_s: float, coun
         "latency_ms": round(MS * latency_s, 3),
         "usage": usage_of(counts),
     }
+
+
+def _completed(hop: Hop) -> RoutedHop:
+    routed = _hop(hop.model, hop.completion, hop.intent, hop.latency_s, hop)
+    if hop.scores:
+        routed["scores"] = dict(hop.scores)
+    return routed
 
 
 def dispatch_calls(answer_id: str, hops: Sequence[Hop]) -> list[AnswerToolCall]:

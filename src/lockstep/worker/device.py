@@ -39,6 +39,7 @@ from lockstep.worker.messages import (
     AskKept,
     AskMetrics,
     Command,
+    DispatchDecided,
     HealthReport,
     KeptReport,
     KVRejected,
@@ -138,7 +139,7 @@ class DeviceWorker:
                 self._prioritise(replica, priority)
             case Unload():  # queued after the load that it may have to wait for
                 self._loads.submit(self._steps.order, command)
-            case Ask() | AnswerShown():
+            case Ask() | AnswerShown() | DispatchDecided():
                 self._steps.order(command)
             case WatchSteps(max_per_s):
                 self._steps.sampler.watch(max_per_s)

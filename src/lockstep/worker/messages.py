@@ -170,11 +170,24 @@ class AnswerShown(_Command, frozen=True):
     """Same format as in `lockstep.worker.flight.entries.Shown`."""
 
 
+class DispatchDecided(_Command, frozen=True):
+    """Record a decision by nearest examples. Not answered."""
+
+    replica: str
+    """Replica that computed the vector of the message."""
+    seq_id: int
+    target: str
+    """Id of the model that answers; empty: the fallback."""
+    scores: tuple[tuple[str, float], ...]
+
+
 class Stop(_Command, frozen=True):
     """Abort every request, free every replica and exit. Not answered."""
 
 
-Command = Load | OpenStore | Prioritise | Unload | Submit | Abort | Ask | WatchSteps | AnswerShown | Stop
+Observation = AnswerShown | DispatchDecided
+"""What happened outside of the worker and belongs into its recording."""
+Command = Load | OpenStore | Prioritise | Unload | Submit | Abort | Ask | WatchSteps | Observation | Stop
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):

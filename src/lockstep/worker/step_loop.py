@@ -28,8 +28,10 @@ from lockstep.worker.messages import (
     Check,
     Checked,
     ContentsChanged,
+    DispatchDecided,
     EndSession,
     Event,
+    Observation,
     Outputs,
     PrefixCacheReset,
     Question,
@@ -51,7 +53,7 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[Event], None]
 """Called by several threads; must not block."""
-Order = Unload | Ask | AnswerShown
+Order = Unload | Ask | Observation
 """Commands that the step thread executes between two steps."""
 IDLE_WAIT_S = 1.0
 MAX_STEP_REPORTS_PER_S = 50.0
@@ -243,6 +245,9 @@ class StepLoop:
             case AnswerShown():
                 if self._recorder is not None:
                     self._recorder.shown(order)
+            case DispatchDecided():
+                if self._recorder is not None:
+                    self._recorder.dispatched(order)
 
     def _answer(self, question: Question) -> Answer:
         replicas = self._registry.present.replicas

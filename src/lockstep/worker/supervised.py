@@ -28,7 +28,6 @@ from lockstep.worker.messages import (
     Abort,
     Answer,
     Answered,
-    AnswerShown,
     Ask,
     AskKept,
     AskMetrics,
@@ -44,6 +43,7 @@ from lockstep.worker.messages import (
     Load,
     Loaded,
     MetricsReport,
+    Observation,
     OpenStore,
     Outputs,
     PrefixCacheReset,
@@ -339,9 +339,9 @@ class SupervisedWorker:
         self._watched_per_s = max_per_s
         self._lifecycle.send(WatchSteps(max_per_s))
 
-    def shown(self, shown: AnswerShown) -> None:
-        """Have the worker record how an answer was streamed."""
-        self._lifecycle.send(shown)
+    def record(self, observation: Observation) -> None:
+        """Have the worker record what happened outside of it."""
+        self._lifecycle.send(observation)
 
     async def _sweep(self, question: Sweep | EndSession) -> SweepResult:
         report = await self._ask(question, SweepReport)

@@ -27,7 +27,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import CreditRow
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 SUFFIX = ".lstrace"
 """Of a recording's files."""
 MARK_BYTES = 4
@@ -337,6 +337,19 @@ class Shown(EntryStruct, frozen=True, tag=24):
     """(completion of ``n``, its tokens that are new, microseconds since the chunk before, or since the request came)"""
 
 
+class Dispatched(EntryStruct, frozen=True, tag=25):
+    """Decision by nearest examples, recorded when the vector of the message had been computed."""
+
+    engine: int
+    """Engine of the embedding model."""
+    seq_id: int
+    """Sequence that computed the vector."""
+    target: str
+    """Id of the model that answers; empty: the fallback."""
+    scores: tuple[tuple[str, float], ...]
+    """Best cosine of each model's examples, in order of definition."""
+
+
 Command = Added | Aborted | Named | Pinned | Unpinned | Filled | CacheReset
 Entry = (
     Header
@@ -357,6 +370,7 @@ Entry = (
     | RequestEntry
     | Tokens
     | Shown
+    | Dispatched
 )
 
 

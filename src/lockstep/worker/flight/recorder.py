@@ -37,6 +37,7 @@ from lockstep.worker.flight.entries import (
     Checkpoint,
     Closed,
     CreditsEntry,
+    Dispatched,
     EngineEntry,
     Entry,
     Filled,
@@ -58,7 +59,7 @@ from lockstep.worker.flight.entries import (
 from lockstep.worker.flight.files import TraceReport
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.flight.writer import RecordingWriter, guarded
-from lockstep.worker.messages import AnswerShown, TokenizerPayload
+from lockstep.worker.messages import AnswerShown, DispatchDecided, TokenizerPayload
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +191,14 @@ class Recorder:
         if engine is not None and self.is_on and self.has_content:
             engine.open()
             self.chunk.put(Shown(engine.number, shown.seq_id, shown.chunks))
+
+    @guarded
+    def dispatched(self, decided: DispatchDecided) -> None:
+        """Record a decision by nearest examples, if its replica is still loaded."""
+        engine = self._engines.get(decided.replica)
+        if engine is not None and self.is_on:
+            engine.open()
+            self.chunk.put(Dispatched(engine.number, decided.seq_id, decided.target, decided.scores))
 
     @guarded
     def closed(self, key: str) -> None:
