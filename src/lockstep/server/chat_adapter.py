@@ -22,12 +22,12 @@ from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.answer_response import Answer, AnswerResponse, Encoder
-from lockstep.server.chat import ChatBody, ChatCall, chat_call
+from lockstep.server.chat import ChatBody, ChatReply, chat_call
 from lockstep.server.choices import open_choices
 from lockstep.server.errors import validation_http_error
-from lockstep.server.generation import Caller, check_tokens_known, labels_of, with_request_param_names
+from lockstep.server.generation import caller_of, check_tokens_known, labels_of, with_request_param_names
 from lockstep.server.request_context import context_of
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 
 _TOOL = re.compile(r"tools\[(\d+)\]")
 
@@ -86,14 +86,13 @@ def chat_body_of(members: Mapping[str, Any], param_names: ParamNames) -> ChatBod
 
 def adapted_call(
     request: Request, make_body: Callable[[], ChatBody], param_names: ParamNames, tokenizer: Tokenizer
-) -> ChatCall:
+) -> tuple[GenerationRequest, ChatReply]:
     """Create the engine call for a request of another API. Errors have that API's parameter names.
 
     Args:
         make_body: translates the request; its own errors already have that API's names.
     """
-    context = context_of(request)
-    caller = Caller(context.tenant, serving_of(request).options, context.request_id, context.segment)
+    context, caller = context_of(request), caller_of(request)
     body = make_body()
     context.labels, context.session_id = labels_of(body), body.session_id
     try:
@@ -107,7 +106,7 @@ async def answer_as_chat(
     model: str | None,
     make_body: Callable[[], ChatBody],
     param_names: ParamNames,
-    make_encoder: Callable[[Accepted, ChatCall], Encoder],
+    make_encoder: Callable[[Accepted], Encoder],
     *,
     is_stream: bool,
     new_call_id: Callable[[], str],
@@ -119,32 +118,31 @@ async def answer_as_chat(
 
     Args:
         make_body: translates the request; called on another thread if the request is long.
-        make_encoder: creates the encoder from the accepted call and the chat call.
+        make_encoder: creates the encoder from the accepted call.
         warnings: warnings about parameters that no model supports.
         earlier_ids: tokens of an earlier conversation that the prompt continues.
         returns_ids: whether choices have the token ids of the answer.
     """
     cluster, context = serving_of(request).cluster, context_of(request)
-    context.model = cluster.card(model).name
-    tokenizer = cluster.tokenizer(model)
+    tokenizer = card_of(request, model).tokenizer
 
-    def translate() -> tuple[ChatCall, GenerationRequest]:
-        chat = adapted_call(request, make_body, param_names, tokenizer)
-        call = replace_struct(chat.call, cuts_to_context=True)  # agents often request too many tokens
-        return chat, _continued(call, tokenizer, earlier_ids) if earlier_ids else call
+    def translate() -> tuple[GenerationRequest, ChatReply]:
+        call, reply = adapted_call(request, make_body, param_names, tokenizer)
+        call = replace_struct(call, cuts_to_context=True)  # agents often request too many tokens
+        return _continued(call, tokenizer, earlier_ids) if earlier_ids else call, reply
 
-    chat, call = await translated(request, translate)
+    call, reply = await translated(request, translate)
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         [first] = accepted
-        own = cluster.tokenizer(first.model)
-        context.warnings = [*warnings, *map(param_names.warning, chat.warnings(own))]
+        own = cluster.card(first.model).tokenizer
+        context.warnings = [*warnings, *map(param_names.warning, reply.warnings(own))]
         choices = open_choices(
-            chat.call.params, own, first, tool_use=chat.tool_use, new_call_id=new_call_id, returns_ids=returns_ids
+            call.params, own, first, tool_use=reply.tool_use, new_call_id=new_call_id, returns_ids=returns_ids
         )
-        return Answer(accepted, choices, make_encoder(first, chat), context)
+        return Answer(accepted, choices, make_encoder(first), context)
 
-    return AnswerResponse(request, (call,), make_answer, param_names.names(chat.names), is_stream=is_stream)
+    return AnswerResponse(request, (call,), make_answer, param_names.names(reply.names), is_stream=is_stream)
 
 
 def _continued(call: GenerationRequest, tokenizer: Tokenizer, earlier_ids: Sequence[int]) -> GenerationRequest:

@@ -13,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lockstep.cluster.base import Accepted
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
-from lockstep.server.chat import MAX_WARNINGS, ChatCall
+from lockstep.server.chat import MAX_WARNINGS, ChatReply
 from lockstep.server.chat_adapter import adapted_call
 from lockstep.server.choices import open_choices
 from lockstep.server.errors import ERROR_RESPONSES
@@ -27,7 +28,7 @@ from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, respons
 from lockstep.server.responses.store import ResponseStore, StoredResponse
 from lockstep.server.responses.tools import shown_tools, tool_warnings
 from lockstep.server.responses.translation import PARAM_NAMES, JsonObject, chat_body, items_of, messages_of
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 
 MAX_ITEMS = 100
 """Maximum page size, as in OpenAI's API. So is the default page size below."""
@@ -63,30 +64,29 @@ class ItemList(Shape):
 @router.post("/v1/responses", responses=documented_events())
 async def create_response(body: ResponseBody, request: Request) -> Response:
     """Create a response and store it, so that it can be continued."""
-    serving, context, store = serving_of(request), context_of(request), store_of(request)
-    cluster, tenant = serving.cluster, context.tenant
-    context.model = cluster.card(body.model).name
+    card, context, store = card_of(request, body.model), context_of(request), store_of(request)
+    tenant = context.tenant
     previous_id, param = body.previous_response_id, "previous_response_id"
     earlier = () if previous_id is None else await store.chain(previous_id, tenant, param)
-    tokenizer = cluster.tokenizer(body.model)
+    tokenizer = card.tokenizer
     tools = shown_tools(body.tools or ())
     param_names = PARAM_NAMES.with_tools([shown.place for shown in tools])
 
-    def translate() -> tuple[tuple[JsonObject, ...], ChatCall]:
+    def translate() -> tuple[tuple[JsonObject, ...], GenerationRequest, ChatReply]:
         items = items_of(body.input, _new_id)
         messages = messages_of(body.instructions, [*_items_of_chain(earlier), *items])
-        return items, adapted_call(request, lambda: chat_body(body, messages), param_names, tokenizer)
+        return items, *adapted_call(request, lambda: chat_body(body, messages), param_names, tokenizer)
 
-    items, chat = await translated(request, translate)
+    items, call, reply = await translated(request, translate)
     response_id = _new_id("resp")
     encoders: list[ResponseEncoder] = []
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         model, created_s = accepted[0].model, int(time.time())
-        warnings = map(param_names.warning, chat.warnings(cluster.tokenizer(model)))
+        warnings = map(param_names.warning, reply.warnings(serving_of(request).cluster.card(model).tokenizer))
         context.warnings = [*tool_warnings(body.tools or ()), *warnings][:MAX_WARNINGS]
         choices = open_choices(
-            chat.call.params, tokenizer, accepted[0], tool_use=chat.tool_use, new_call_id=lambda: _new_id("call")
+            call.params, tokenizer, accepted[0], tool_use=reply.tool_use, new_call_id=lambda: _new_id("call")
         )
         writer = ResponseWriter(response_base(body, response_id, model, created_s), _new_id)
         encoders.append(ResponseEncoder(writer, tools))
@@ -97,7 +97,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
             await store.put(StoredResponse(response_id, tenant, encoders[0].final(answer), items))
 
     return AnswerResponse(
-        request, (chat.call,), make_answer, param_names.names(chat.names), is_stream=bool(body.stream), before_end=keep
+        request, (call,), make_answer, param_names.names(reply.names), is_stream=bool(body.stream), before_end=keep
     )
 
 
