@@ -117,6 +117,8 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
     if most is not None and len(ids) > most:
         raise too_many_tokens(len(ids), most)
     ids = _truncated(tuple(ids), max_model_len, request)
+    if ids is prompt and request.truncate_prompt_tokens is None:  # tokenised before, by the server
+        return request
     return replace(request, prompt=ids, reasoning=reasoning, truncate_prompt_tokens=None)
 
 
