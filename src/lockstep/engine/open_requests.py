@@ -127,13 +127,14 @@ class OpenRequests:
     def add(self, live: LiveRequest, now_s: float) -> None:
         """Add a request to the queue. A rejected request ends with the reason."""
         try:
-            is_first = self._sessions.enter(live, now_s)
+            is_admitted = self._sessions.enter(live, now_s)
         except QueueFullError as error:
             self._refuse(live, error)
             return
-        if is_first and not self.schedule(live, now_s):
+        if not is_admitted:
+            self.waits.record_wait(live)
+        elif not self.schedule(live, now_s):
             return
-        self.waits.record_wait(live)
         request = live.request
         self.deadlines.add(live.request_id, live.arrival_s, request.queue_deadline_s, request.deadline_s)
         self.deadlines.forget_stale(self.by_id.keys())
