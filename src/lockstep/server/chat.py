@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.cluster.base import Accepted, ModelCard
+from lockstep.cluster.base import Accepted
 from lockstep.engine.chat_template import MAX_CONTENT_PARTS, MAX_MESSAGES, checked_messages
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ from lockstep.server.generation import (
     param_names,
     sampling_params,
 )
-from lockstep.server.request_context import RequestContext, context_of
+from lockstep.server.request_context import context_of
 from lockstep.server.serving import card_of, serving_of, translated
 from lockstep.server.tools.definitions import (
     MAX_TOOLS,
@@ -222,8 +222,26 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     call, reply = await translated(request, lambda: chat_call(body, caller, tokenizer))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        answering = serving_of(request).cluster.card(accepted[0].model)
-        return chat_answer(answering, body, call, reply, accepted[0], context)
+        [first] = accepted
+        answering, returns_ids = serving_of(request).cluster.card(first.model), bool(body.return_token_ids)
+        own, metadata = answering.tokenizer, metadata_of("chatcmpl", answering, body)
+        context.warnings = [*body.warnings, *reply.warnings(own)]
+        check_tokens_known(
+            own,
+            {"return_token_ids": returns_ids, "stream_options.continuous_usage_stats": metadata.continuous_usage},
+        )
+        choices = open_choices(call.params, own, first, tool_use=reply.tool_use, returns_ids=returns_ids)
+        encoder = ChatEncoder(
+            metadata,
+            own,
+            len(choices),
+            has_logprobs=bool(body.logprobs),
+            returns_ids=returns_ids,
+            has_functions=body.functions is not None,
+            echo=_echo(body, call),
+            hops=first.hops if _shows_route(body) else (),
+        )
+        return Answer(accepted, choices, encoder, context)
 
     return AnswerResponse(
         request,
@@ -233,37 +251,6 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         is_stream=bool(body.stream),
         shows_route=_shows_route(body),
     )
-
-
-def chat_answer(
-    card: ModelCard,
-    body: ChatBody,
-    call: GenerationRequest,
-    reply: ChatReply,
-    accepted: Accepted,
-    context: RequestContext,
-) -> Answer:
-    """Create the answer of the model that accepted a call, still empty."""
-    tokenizer, returns_ids = card.tokenizer, bool(body.return_token_ids)
-    context.warnings = [*body.warnings, *reply.warnings(tokenizer)]
-    metadata = metadata_of("chatcmpl", card, body)
-    check_tokens_known(
-        tokenizer,
-        {"return_token_ids": returns_ids, "stream_options.continuous_usage_stats": metadata.continuous_usage},
-    )
-    choices = open_choices(call.params, tokenizer, accepted, tool_use=reply.tool_use, returns_ids=returns_ids)
-    hops = accepted.hops if _shows_route(body) else ()
-    encoder = ChatEncoder(
-        metadata,
-        tokenizer,
-        len(choices),
-        has_logprobs=bool(body.logprobs),
-        returns_ids=returns_ids,
-        has_functions=body.functions is not None,
-        echo=_echo(body, call),
-        hops=hops,
-    )
-    return Answer([accepted], choices, encoder, context)
 
 
 def _shows_route(body: ChatBody) -> bool:
@@ -290,7 +277,7 @@ OLD_CALL_ID = "call_function_"
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """How the answer to a chat is read: its calls, its warnings, and the request's names of the engine's parameters."""
+    """Rules for reading the answer to a chat: its calls, its warnings, and the request's names of parameters."""
 
     tool_use: ToolUse
     names: Mapping[str, str]

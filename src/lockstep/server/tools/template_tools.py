@@ -123,8 +123,9 @@ def with_tools_in_system(messages: Sequence[CheckedMessage], tools: Sequence[Sho
     named: list[CheckedMessage] = [
         {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
     ]
-    first, *others = named if named[0]["role"] == "system" else [{"role": "system", "content": _SYSTEM}, *named]
-    return [{**first, "tools": text}, *others]
+    if named[0]["role"] != "system":
+        named.insert(0, {"role": "system", "content": _SYSTEM})
+    return [{**named[0], "tools": text}, *named[1:]]
 
 
 def calls_text(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

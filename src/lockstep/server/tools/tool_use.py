@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,7 +70,7 @@ class ToolUse:
         Raises:
             InvalidParameterError: a message is invalid; ``param`` names it.
         """
-        if not self._rewrites(roles_of(messages)):
+        if not self._rewrites(messages):
             return messages
         checked = checked_messages(messages, supports_developer=True)
         if self.supports_tools:
@@ -83,9 +83,11 @@ class ToolUse:
             else with_system_text(rewritten, self.system_text, takes_system=self.takes_system)
         )
 
-    def _rewrites(self, roles: Set[object]) -> bool:
-        """True if a conversation with these roles needs changes. The engine checks it in any case; only a conversation
-        to be changed is checked before."""
+    def _rewrites(self, messages: object) -> bool:
+        """True if a conversation needs changes. The engine checks it in any case; only a conversation to be changed is
+        checked before."""
+        listed = messages if isinstance(messages, Sequence) else ()
+        roles = {message.get("role") for message in listed if isinstance(message, Mapping)}
         if self.supports_tools:
             return self.call_format.has_short_ids or self.template_tools.rewrites(roles, self.shown)
         return self.system_text is not None or not roles.isdisjoint(("assistant", "tool"))
@@ -204,12 +206,6 @@ SHORT_ID_CHARS = 9
 _PROBE = "Be brief."
 
 Message = Mapping[str, Any]
-
-
-def roles_of(messages: object) -> Set[object]:
-    """Roles in a conversation that may not have been checked yet."""
-    listed = messages if isinstance(messages, Sequence) else ()
-    return {message.get("role") for message in listed if isinstance(message, Mapping)}
 
 
 def tools_as_text(tools: Sequence[CallableTool]) -> str:
