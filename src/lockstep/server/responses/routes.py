@@ -82,14 +82,13 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     encoders: list[ResponseEncoder] = []
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        model, created_s = accepted[0].model, int(time.time())
-        own = serving_of(request).cluster.card(model).tokenizer
+        model, own = accepted[0].model, serving_of(request).cluster.card(accepted[0].model).tokenizer
         warnings = map(param_names.warning, reply.warnings(own))
         context.warnings = [*tool_warnings(body.tools or ()), *warnings][:MAX_WARNINGS]
         choices = open_choices(
             call.params, own, accepted[0], tool_use=reply.tool_use, new_call_id=lambda: _new_id("call")
         )
-        writer = ResponseWriter(response_base(body, response_id, model, created_s), _new_id)
+        writer = ResponseWriter(response_base(body, response_id, model, int(time.time())), _new_id)
         encoders.append(ResponseEncoder(writer, tools))
         return Answer(accepted, choices, encoders[0], context)
 
