@@ -1,8 +1,8 @@
 """System: clocks, pauses, threads, processes and written files as one value, which tests and simulations replace.
 
-The parts of a server get a `System` from whoever creates them and pass it on, so that a test can replace time, or let a
-disk be full, a thread not start, a process die. Time limits and timers of an event loop are not here: they belong to
-the loop, which a simulation replaces as a whole. Reading and removing files is not here either.
+The parts of a server get a `System` when they are created and pass it on, so that a test can replace time, fill a disk,
+refuse a thread, or end a process. Time limits and timers of an event loop are not here: they belong to the loop, which
+a simulation replaces as a whole. Reading and removing files is not here either.
 """
 
 from __future__ import annotations

@@ -326,3 +326,16 @@ def test_a_tier_that_cannot_be_added_later_is_reported_and_the_others_work(
     ]
     assert [(place, each.budget_bytes) for place, each in store.tiers.stats().items()] == [(KVTierName.HOST, 4 * PAGES)]
     elsewhere.close()
+
+
+def test_a_store_whose_thread_cannot_be_started_leaves_its_folders_to_the_next(open_store: OpenStore) -> None:
+    def refuse(call: str, name: str) -> None:
+        if call == "thread":
+            raise RuntimeError("can't start new thread")
+
+    with pytest.raises(UsageError, match="KV cannot be stored outside of the device: can't start new thread"):
+        open_store(disk_bytes=1 << 20, system=WatchedSystem(refuse))
+    store = open_store(disk_bytes=1 << 20)
+    save(store, 0)
+    assert store.flush(10.0)
+    assert store.has(ENVIRONMENT, hash_of(0))

@@ -20,6 +20,7 @@ from lockstep.engine.kv_files import BlockKey
 from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord, SessionRecords
 from lockstep.engine.kv_tiers import KVStoreOptions, KVTierName, KVTiers
+from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
 from lockstep.system import SYSTEM, System
 
@@ -56,7 +57,7 @@ class KVStore:
             loss of records. Called by any thread; must not block.
 
     Raises:
-        UsageError: a folder cannot be used, or another process uses it.
+        UsageError: a folder cannot be used, another process uses it, or no thread can be started.
     """
 
     def __init__(
@@ -83,7 +84,11 @@ class KVStore:
         self._changed = threading.Condition()
         self._is_working = False
         self._is_closing = False
-        self._thread = system.start_thread(self._run, "lockstep-kv")
+        try:
+            self._thread = system.start_thread(self._run, "lockstep-kv")
+        except RuntimeError as error:
+            self.tiers.close()  # so that another attempt finds the folders unlocked
+            raise UsageError(f"KV cannot be stored outside of the device: {error}") from error
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
