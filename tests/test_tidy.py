@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from lockstep.cli.main import VERBS
 from tools.mutations import MUTATIONS, place_of
 
@@ -81,17 +83,18 @@ CONFINED = {
 # Parts that a simulation runs: a `System` gives them time, threads, processes and files to write.
 SIMULATED = ("cluster", "engine", "hosts", "server.batches", "server.database", "worker")
 OF_THE_SYSTEM = {
-    **dict.fromkeys(("time.monotonic", "time.perf_counter", "time.time"), "now_s or unix_time_s"),
+    **{f"time.{clock}{unit}": "now_s" for clock in ("monotonic", "perf_counter", "time") for unit in ("", "_ns")},
     **dict.fromkeys(("asyncio.sleep", "time.sleep"), "sleep or pause"),
     **dict.fromkeys(("_thread.start_new_thread", "threading.Thread", "threading.Timer"), "start_thread"),
     **dict.fromkeys(("asyncio.to_thread", "concurrent.futures.ThreadPoolExecutor"), "run_in_thread or pool"),
+    **dict.fromkeys(("asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"), "start_process"),
     **dict.fromkeys(("multiprocessing", "os.fork", "os.posix_spawn", "os.system", "subprocess"), "start_process"),
     **dict.fromkeys(("os.fdatasync", "os.fsync"), "sync"),
-    **dict.fromkeys(("os.pwrite", "os.write", "os.writev", "tempfile.mkstemp"), "open"),
+    **dict.fromkeys(("os.pwrite", "os.write", "os.writev", "shutil.copyfile", "tempfile.mkstemp"), "open"),
     **dict.fromkeys(("os.link", "os.rename", "os.replace"), "replace"),
 }
 """What the module `lockstep.system` alone may use, or part of, and the methods of a `System` that do it."""
-METHODS_OF_THE_SYSTEM = {"rename": "replace", "write_bytes": "write_file", "write_text": "write_file"}
+METHODS_OF_THE_SYSTEM = {"rename": "replace", "touch": "open", "write_bytes": "write_file", "write_text": "write_file"}
 """Methods of paths."""
 WRITING = {"O_APPEND", "O_CREAT", "O_RDWR", "O_WRONLY"}
 USES_THE_SYSTEM = {
@@ -181,13 +184,15 @@ def method_instead_of_call(call: ast.Call) -> str:
     name = dotted(call.func)
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     texts = [each.value if isinstance(each, ast.Constant) else "" for each in call.args]
+    modes = [each.value.value for each in call.keywords if each.arg == "mode" and isinstance(each.value, ast.Constant)]
     if name.startswith("SYSTEM."):
         return "a parameter"
     if name == "os.open":
-        return "open" if any(flag in ast.unparse(call) for flag in WRITING) else ""
-    if name == "open" or method == "open":  # a `System`'s own has the path before the mode
-        mode = str((texts[1:] if name == "open" else texts)[:1])
-        return "open" if re.fullmatch(r"\['[rbt]*[wxa+][rbt+]*'\]", mode) else ""
+        text = ast.unparse(call)
+        return "" if "O_RDONLY" in text and not any(flag in text for flag in WRITING) else "open"
+    if name.endswith("FileIO") or name == "open" or method == "open":  # a `System`'s own has the path before the mode
+        modes += texts[:1] if method == "open" else texts[1:2]
+        return "open" if any(re.fullmatch("[rbt]*[wxa+][rbt+]*", str(mode)) for mode in modes) else ""
     if method == "run_in_executor":  # another pool is a `System`'s
         return "run_in_thread" if texts[:1] == [None] else ""
     if method == "replace" and len(texts) == 1 and not call.keywords and name != "msgspec.structs.replace":
@@ -272,6 +277,33 @@ def test_time_threads_processes_and_written_files_come_from_a_system() -> None:
     found = {name: [*faults(path)] for path in MODULES if is_simulated(name := module_name(path)[len("lockstep.") :])}
     refuse(fault for name, each in found.items() if name not in USES_THE_SYSTEM for fault in each)
     assert all(found[name] for name in USES_THE_SYSTEM), "an exception that nothing needs"
+
+
+@pytest.mark.parametrize(
+    ("code", "is_refused"),
+    [
+        ("open(path, 'w')", True),
+        ("open(path, mode='r+')", True),
+        ("FileIO(path, 'xb')", True),
+        ("path.open('ab')", True),
+        ("path.open('rb')", False),
+        ("system.open(path, 'xb')", False),
+        ("os.open(path, flags)", True),
+        ("os.open(path, os.O_RDONLY)", False),
+        ("partial.replace(path)", True),
+        ("text.replace('a', 'b')", False),
+        ("loop.run_in_executor(None, work)", True),
+        ("loop.run_in_executor(pool, work)", False),
+        ("SYSTEM.sleep(1.0)", True),
+        ("Mailbox(clock=time.monotonic)", True),
+        ("subprocess.run(command)", True),
+    ],
+)
+def test_calls_that_go_around_a_system_are_found(code: str, is_refused: bool) -> None:
+    nodes = [*ast.walk(ast.parse(code))]
+    found = [method_instead_of_call(each) for each in nodes if isinstance(each, ast.Call)]
+    found += [method_instead(dotted(each)) for each in nodes if isinstance(each, ast.Attribute)]
+    assert any(found) == is_refused
 
 
 def test_internal_interfaces_are_confined() -> None:
