@@ -111,7 +111,7 @@ def _remember(record: Path, system: System) -> None:
         if len(present) >= MAX_RECORDS:
             for old in present:
                 old.unlink()
-        system.write_file(record)
+        system.write_file(record, permissions=0o600)
 
 
 def main() -> int:
