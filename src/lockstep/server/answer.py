@@ -7,13 +7,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NotRequired, final
-
-import msgspec
+from typing import Literal, NotRequired, final
 
 from lockstep.cluster.base import Accepted, Hop, ModelCard
 from lockstep.engine.outputs import RequestOutput
 from lockstep.server.fields import Shape
+from lockstep.server.framing import encode
 from lockstep.server.generation import GenerationBody
 from lockstep.server.request_context import RequestContext, RequestTotals
 from lockstep.version import __version__
@@ -22,7 +21,6 @@ MS = 1_000.0
 DISPATCH = "dispatch_to_specialist"
 """Name of the function under which the router's decision is shown as a call."""
 CALL_SUFFIX = "_router"
-encode = msgspec.json.Encoder().encode
 
 
 class PromptTokensDetails(Shape):
@@ -96,27 +94,6 @@ class Tier(Shape, total=False):
     service_tier: Literal["default"] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """Framing of a stream, independent of its content."""
-
-    content_type: bytes
-    ping: bytes
-    """Bytes that are sent while there is no output."""
-
-    @property
-    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        return (
-            (b"content-type", self.content_type),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        )
-
-
-SSE = Framing(b"text/event-stream; charset=utf-8", b": ping\n\n")
-"""Framing as server-sent events."""
-
-
 RECORDED_HEADER = b"x-lockstep-recorded"
 """Header with the recorded request whose answer was replayed, and how it was matched."""
 Headers = Sequence[tuple[bytes, bytes]]
@@ -125,12 +102,6 @@ Headers = Sequence[tuple[bytes, bytes]]
 def recorded_headers(accepted: Sequence[Accepted]) -> Headers:
     """Headers for the calls that were answered from a recording, one each."""
     return [(RECORDED_HEADER, each.recorded.encode("latin-1", "replace")) for each in accepted if each.recorded]
-
-
-def documented(shape: Any) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI success response of a route: a complete answer, or a stream, whose events OpenAPI 3.1 cannot describe."""
-    events = {"example": "data: {...}\n\ndata: [DONE]\n\n"}
-    return {200: {"model": shape, "description": "The answer.", "content": {"text/event-stream": events}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +212,7 @@ def dispatch_calls(answer_id: str, hops: Sequence[Hop]) -> list[AnswerToolCall]:
             "type": "function",
             "function": {
                 "name": DISPATCH,
-                "arguments": msgspec.json.encode({"intent": hop.intent, "target": hop.target}).decode(),
+                "arguments": encode({"intent": hop.intent, "target": hop.target}).decode(),
             },
         }
         for index, hop in enumerate(hops)

@@ -32,7 +32,7 @@ from lockstep.server.adapters.ollama_body import (
     warnings_of,
 )
 from lockstep.server.admission import forbidden, is_operator, origin_fault
-from lockstep.server.answer import Extension, Framing, encode
+from lockstep.server.answer import Extension
 from lockstep.server.answer_response import Answer, AnswerResponse, accepted_of
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_adapter import answer_as_chat
@@ -41,6 +41,7 @@ from lockstep.server.completions import completion_calls
 from lockstep.server.dialect import OLLAMA, OllamaErrorBody
 from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
+from lockstep.server.framing import JSON_LINES_TYPE, Framing, documented, json_line
 from lockstep.server.generation import Caller
 from lockstep.server.logprobs import TokenLogprob, chat_logprobs
 from lockstep.server.request_context import RequestContext, context_of, disconnected, refusal, while_connected
@@ -48,7 +49,6 @@ from lockstep.server.serving import serving_of, translated
 from lockstep.worker.progress import LOADING
 
 NS = 1e9
-NDJSON = b"application/x-ndjson"
 ERRORS = documented_errors(OllamaErrorBody)
 
 
@@ -117,7 +117,7 @@ class OllamaEncoder:
     @property
     def framing(self) -> Framing:
         """Framing whose ping is an answer without text, because Ollama's clients ignore empty lines."""
-        return Framing(NDJSON, self._line(self._members(""), is_done=False))
+        return Framing(JSON_LINES_TYPE, self._line(self._members(""), is_done=False))
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         return b""
@@ -136,7 +136,7 @@ class OllamaEncoder:
         return before + self._line(self._members("") | self._final_members(answer), is_done=True)
 
     def failed(self, error: HttpError) -> bytes:
-        return encode(OLLAMA.error_body(error, self._context.request_id)) + b"\n"
+        return json_line(OLLAMA.error_body(error, self._context.request_id))
 
     def whole(self, answer: Answer) -> bytes:
         [choice] = answer.choices
@@ -183,7 +183,7 @@ class OllamaEncoder:
         }
 
     def _line(self, members: Mapping[str, Any], *, is_done: bool) -> bytes:
-        return encode({"model": self._model, "created_at": now_text(), **members, "done": is_done}) + b"\n"
+        return json_line({"model": self._model, "created_at": now_text(), **members, "done": is_done})
 
 
 def _logprobs(choice: Choice) -> dict[str, Any]:
@@ -217,15 +217,13 @@ def served_name(cluster: Cluster, name: str) -> str:
     return name
 
 
-_LINES = {
-    NDJSON.decode(): {"example": '{"model":"pocket","message":{"role":"assistant","content":"It"},"done":false}\n'}
-}
+_EXAMPLE = '{"model":"pocket","message":{"role":"assistant","content":"It"},"done":false}\n'
 router = APIRouter(prefix="/api", route_class=LongBodyRoute, tags=["ollama"], responses=ERRORS)
 
 
 @router.post(
     "/chat",
-    responses={200: {"model": OllamaChat, "description": "The answer.", "content": _LINES}},
+    responses=documented(OllamaChat, _EXAMPLE, kind=JSON_LINES_TYPE),
     operation_id="ollama_chat",
 )
 async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
@@ -237,7 +235,7 @@ async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
 
 @router.post(
     "/generate",
-    responses={200: {"model": OllamaGeneration, "description": "The answer.", "content": _LINES}},
+    responses=documented(OllamaGeneration, _EXAMPLE, kind=JSON_LINES_TYPE),
     operation_id="ollama_generate",
 )
 async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:

@@ -21,8 +21,9 @@ from lockstep.server.chat_adapter import adapted_call
 from lockstep.server.choices import open_choices
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import Shape
+from lockstep.server.framing import documented
 from lockstep.server.request_context import context_of
-from lockstep.server.responses.answer import ResponseEncoder, ResponseObject, ResponseWriter, documented_events
+from lockstep.server.responses.answer import ResponseEncoder, ResponseObject, ResponseWriter
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
 from lockstep.server.responses.store import ResponseStore, StoredResponse
 from lockstep.server.responses.tools import shown_tools, tool_warnings
@@ -60,7 +61,9 @@ class ItemList(Shape):
     has_more: bool
 
 
-@router.post("/v1/responses", responses=documented_events())
+@router.post(
+    "/v1/responses", responses=documented(ResponseObject, "event: response.created\ndata: {...}\n\n", "The response.")
+)
 async def create_response(body: ResponseBody, request: Request) -> Response:
     """Create a response and store it, so that it can be continued."""
     serving, context, store = serving_of(request), context_of(request), store_of(request)
