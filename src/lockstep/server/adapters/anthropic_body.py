@@ -26,6 +26,7 @@ from lockstep.server.fields import (
     ParameterBody,
     in_pieces,
     only_empty,
+    sampled,
     text_or_list,
     unsupported,
 )
@@ -255,7 +256,7 @@ class MessagesBody(SharedBody, CountBody):
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_SEQUENCE_TOKENS)]
     """Maximum number of tokens of the answer, including thinking."""
-    stop_sequences: Annotated[list[StopString] | None, Field(max_length=MAX_STOP_STRINGS)] = None
+    stop_sequences: list[StopString] | None = sampled("stop", max_length=MAX_STOP_STRINGS)
     metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     """Ignored. The answer always reports `standard`."""

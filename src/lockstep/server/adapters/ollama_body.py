@@ -23,12 +23,11 @@ from lockstep.server.fields import (
     JsonObject,
     Name,
     ParameterBody,
-    Penalty,
-    RepetitionPenalty,
     SamplingBody,
     TokenId,
     in_pieces,
     only_empty,
+    sampled,
     text_or_object,
 )
 from lockstep.server.generation import StopStrings
@@ -49,10 +48,10 @@ class OllamaOptions(SamplingBody):
     __pydantic_extra__: dict[str, Any] = Field(init=False)
     num_predict: Annotated[int | None, Field(ge=-2, le=MAX_SEQUENCE_TOKENS)] = None
     """Maximum number of tokens of the answer; -1, -2 and 0: the rest of the context."""
-    stop: StopStrings | None = None
-    repeat_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    stop: StopStrings | None = sampled("stop")
+    repeat_penalty: float | None = sampled("repetition_penalty")
+    presence_penalty: float | None = sampled("presence_penalty")
+    frequency_penalty: float | None = sampled("frequency_penalty")
     repeat_last_n: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
     """Penalties always apply to the whole sequence. Values other than -1 cause a warning."""
     num_ctx: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
