@@ -24,7 +24,7 @@ from starlette.types import Scope
 from lockstep.cluster.base import Accepted, ModelCard
 from lockstep.engine.request import Conversation
 from lockstep.errors import InvalidParameterError
-from lockstep.server.adapters.anthropic_body import CountBody, MessagesBody, chat_body, param_names_of, warnings_of
+from lockstep.server.adapters.anthropic_body import CountBody, MessagesBody, chat_body, table_for, warnings_of
 from lockstep.server.answer import Extension
 from lockstep.server.answer_response import Answer
 from lockstep.server.body import LongBodyRoute
@@ -271,11 +271,11 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
         request,
         body.model,
         lambda: chat_body(body),
-        param_names_of(body),
+        table_for(body),
         make_encoder,
         is_stream=bool(body.stream),
         new_call_id=lambda: f"toolu_{secrets.token_hex(12)}",
-        warnings=list(warnings_of(body)),
+        warnings=warnings_of(body),
     )
 
 
@@ -289,7 +289,7 @@ async def count_message_tokens(body: CountBody, request: Request) -> Response:
     check_tokens_known(tokenizer, {"model": True})
 
     def count() -> int:
-        prompt = adapted_call(request, lambda: chat_body(body), param_names_of(body), tokenizer).call.prompt
+        prompt = adapted_call(request, lambda: chat_body(body), table_for(body), tokenizer).call.prompt
         assert isinstance(prompt, Conversation), "the prompt of a chat is a conversation"
         ids = tokenizer.encode_chat(
             prompt.messages,

@@ -21,12 +21,13 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import InvalidParameterError, ModelNotFoundError, RequestError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.adapters.ollama_body import (
+    CHAT,
+    GENERATE,
     LATEST,
-    PARAM_NAMES,
+    RAW,
     OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
-    chat_body,
     completion_body,
     is_unloading,
     warnings_of,
@@ -248,15 +249,16 @@ async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Respons
 async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *, is_chat: bool) -> Response:
     cluster, context = serving_of(request).cluster, context_of(request)
     body = body.model_copy(update={"model": served_name(cluster, body.model)})
+    table = CHAT if is_chat else GENERATE
     return await answer_as_chat(
         request,
         body.model,
-        lambda: chat_body(body),
-        PARAM_NAMES,
+        lambda: table.request(body),
+        table,
         lambda accepted, _: OllamaEncoder(accepted.model, context, is_chat=is_chat),
         is_stream=body.stream is not False,
         new_call_id=lambda: f"call_{secrets.token_hex(4)}",
-        warnings=list(warnings_of(body, cluster.card(body.model).max_model_len)),
+        warnings=warnings_of(body, cluster.card(body.model).max_model_len),
         earlier_ids=(body.context or ()) if isinstance(body, OllamaGenerateBody) else (),
         returns_ids=not is_chat and cluster.tokenizer(body.model).vocab_size > 0,
     )
@@ -272,7 +274,7 @@ async def _continue(request: Request, body: OllamaGenerateBody) -> Response:
     try:
         completion = await translated(request, lambda: completion_calls(completion_body(body), caller))
     except RequestError as error:
-        raise PARAM_NAMES.error(error) from None
+        raise RAW.error(error) from None
     calls = [replace(call, cuts_to_context=True) for call in completion.calls]
     params = calls[0].params
 
@@ -283,7 +285,7 @@ async def _continue(request: Request, body: OllamaGenerateBody) -> Response:
         choices = open_choices(params, cluster.tokenizer(first.model), first)
         return Answer(accepted, choices, OllamaEncoder(card.name, context, is_chat=False), context)
 
-    names = PARAM_NAMES.names(completion.names)
+    names = RAW.names(completion.names)
     return AnswerResponse(request, calls, make_answer, names, is_stream=body.stream is not False)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from lockstep.engine.chat_template import MAX_CONTENT_PARTS, MAX_MESSAGES
+from lockstep.errors import InvalidParameterError
 from lockstep.server.chat import MAX_TOP_LOGPROBS, ReasoningEffort, RefusalPart, part_kind
+from lockstep.server.chat_adapter import To, dropped, flat
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     MAX_SEQUENCE_TOKENS,
@@ -19,7 +22,7 @@ from lockstep.server.fields import (
     text_or_list,
 )
 from lockstep.server.generation import DeadlineMs, Labels, RequestBody
-from lockstep.server.responses.tools import FunctionTool, ResponseTool
+from lockstep.server.responses.tools import FunctionTool, ResponseTool, shown_name, shown_tools
 from lockstep.server.tools.definitions import MAX_TOOLS, FunctionName, choice_kind
 
 MAX_ID_CHARS = 128
@@ -180,6 +183,21 @@ ToolChoice = Annotated[
 ]
 
 
+def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, ResponseAllowedTools):
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]},
+        }
+    return _named(choice)
+
+
+def _named(tool: NamedTool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": shown_name(tool.namespace, tool.name)}}
+
+
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] | None = None
     """Absent: text."""
@@ -191,14 +209,37 @@ class TextFormat(Body):
     """Ignored: the answer always obeys the schema."""
 
 
+def as_json(body: Body) -> dict[str, Any]:
+    """Serialize a part of the body as the client sent it, without unset members."""
+    return body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
+
+
+def _response_format(given: TextFormat) -> dict[str, Any]:
+    about = as_json(given)
+    kind = about.pop("type", "text")
+    if kind != "json_schema":
+        if about:
+            raise InvalidParameterError(
+                f"text.format.{next(iter(about))} is given with type {kind}; it requires type json_schema",
+                param="text.format",
+            )
+        return {"type": kind}
+    for name in ("schema", "name"):
+        if name not in about:
+            raise InvalidParameterError(
+                f"text.format.{name} is missing; type json_schema requires it", param=f"text.format.{name}"
+            )
+    return {"type": kind, "json_schema": about}
+
+
 class TextConfig(Body):
-    format: TextFormat | None = None
+    format: Annotated[TextFormat | None, To("response_format", _response_format, flat)] = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Passed to chat templates that read it. Otherwise values other than `medium` cause a warning."""
 
 
 class Reasoning(Body):
-    effort: ReasoningEffort | None = None
+    effort: Annotated[ReasoningEffort | None, To("reasoning_effort")] = None
     """Passed to chat templates that read it; `none` also sets `enable_thinking` to false. Otherwise a warning."""
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Ignored: reasoning is returned in full, not as a summary."""
@@ -224,10 +265,14 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+def _functions(tools: Sequence[ResponseTool]) -> list[dict[str, Any]] | None:
+    return [{"type": "function", "function": shown.function} for shown in shown_tools(tools)] or None
+
+
 class ResponseBody(RequestBody):
     """A conversation for a model to answer, with the parameters of the answer."""
 
-    input: Input
+    input: Annotated[Input, To("messages", inner=dropped)]
     model: Name | None = None
     """Name of a served model. Absent: the only served model."""
     instructions: str | None = None
@@ -237,15 +282,15 @@ class ResponseBody(RequestBody):
     store: bool | None = None
     """Whether to store the response, so that it can be continued. Default: true."""
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS), To("max_tokens")] = None
     """Maximum number of tokens of the answer, including reasoning. Absent: the rest of the context."""
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[ResponseTool] | None, Field(max_length=MAX_TOOLS), To("tools", _functions, flat)] = None
+    tool_choice: Annotated[ToolChoice | None, To("tool_choice", _tool_choice, flat)] = None
     parallel_tool_calls: bool | None = None
     """False: the answer has at most one call."""
     reasoning: Reasoning | None = None
-    include: list[Includable] | None = None
+    include: Annotated[list[Includable] | None, To("logprobs", lambda names: LOGPROBS in names or None)] = None
     """Additional output: log-probabilities. Other values have no effect: reasoning is always returned as plain text,
     and the server has no built-in tools."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
@@ -274,11 +319,6 @@ class ResponseBody(RequestBody):
     """Not supported: use `previous_response_id`."""
     prompt: None = None
     """Not supported: use `instructions` and `input`."""
-
-
-def as_json(body: Body) -> dict[str, Any]:
-    """Serialize a part of the body as the client sent it, without unset members."""
-    return body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
 
 
 def response_base(body: ResponseBody, response_id: str, model: str, created_s: int) -> dict[str, Any]:
