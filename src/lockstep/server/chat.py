@@ -30,8 +30,8 @@ from lockstep.server.fields import (
     JsonObject,
     Marked,
     Name,
+    TextOr,
     in_pieces,
-    text_or_list,
     unsupported,
 )
 from lockstep.server.framing import documented
@@ -91,10 +91,7 @@ def part_kind(value: object) -> str:
 Part = Annotated[
     Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(part_kind)
 ]
-Content = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Content = TextOr[Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class CalledFunction(Marked):

@@ -8,7 +8,7 @@ members.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from pydantic import (
@@ -30,6 +30,8 @@ from typing_extensions import TypedDict
 
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.option_fields import field_docs, option_types
+
+ListT = TypeVar("ListT")
 
 MAX_LABEL_CHARS = 64
 """Maximum length of a label; that of its value follows. Both are OpenAI's limits."""
@@ -148,10 +150,9 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_json)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_SEQUENCE_TOKENS)]
 Tokens = Annotated[list[TokenId], *in_pieces(MAX_VALUES)]
-TextOrTokens = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[Tokens, Tag("[list]")],
-    Discriminator(text_or_list),
-]
+TextOr = Annotated[Annotated[str, Tag("[text]")] | Annotated[ListT, Tag("[list]")], Discriminator(text_or_list)]
+"""A string or a list of the given type."""
+TextOrTokens = TextOr[Tokens]
 JsonSchema = Annotated[
     Annotated[JsonObject, Tag("[object]")] | Annotated[str, Tag("[text]")],
     Discriminator(text_or_object),

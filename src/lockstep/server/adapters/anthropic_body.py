@@ -23,10 +23,10 @@ from lockstep.server.fields import (
     Marked,
     Name,
     ParameterBody,
+    TextOr,
     in_pieces,
     only_empty,
     sampled,
-    text_or_list,
     unsupported,
 )
 from lockstep.server.generation import SharedBody, StopString
@@ -44,10 +44,7 @@ class TextBlock(Marked):
     """Ignored. Present when an answer is sent back."""
 
 
-Texts = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Texts = TextOr[Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class Citations(Body):
@@ -129,10 +126,7 @@ ResultBlock = Annotated[
 ]
 
 
-Result = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[ResultBlock], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Result = TextOr[Annotated[list[ResultBlock], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class ToolResultBlock(Marked):
@@ -161,10 +155,7 @@ class TurnMessage(Body):
     """One turn of the conversation. The `content` of an answer can be sent back unchanged."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("[text]")] | Annotated[list[Block], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-        Discriminator(text_or_list),
-    ]
+    content: TextOr[Annotated[list[Block], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class MessagesToolChoice(Body):

@@ -18,8 +18,8 @@ from lockstep.server.fields import (
     JsonObject,
     Marked,
     Name,
+    TextOr,
     in_pieces,
-    text_or_list,
 )
 from lockstep.server.generation import DeadlineMs, Labels, RequestBody
 from lockstep.server.responses.tools import FunctionTool, ResponseTool, shown_name, shown_tools
@@ -48,10 +48,7 @@ class ResponseTextPart(Marked):
 Part = Annotated[
     Annotated[ResponseTextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(part_kind)
 ]
-Content = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Content = TextOr[Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class MessageItem(Body):
@@ -155,10 +152,7 @@ Item = Annotated[
         custom_error_message=f"An item's type must be one of {', '.join(ITEM_KINDS)}; other types are not supported",
     ),
 ]
-Input = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[Item], *in_pieces(MAX_MESSAGES), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Input = TextOr[Annotated[list[Item], *in_pieces(MAX_MESSAGES)]]
 
 
 class NamedTool(Body):
