@@ -29,7 +29,6 @@ from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     JsonObject,
     Marked,
-    Name,
     TextOr,
     in_pieces,
     unsupported,
@@ -38,6 +37,7 @@ from lockstep.server.framing import documented
 from lockstep.server.generation import (
     Caller,
     Constrained,
+    ConversationBody,
     GenerationBody,
     MaxTokens,
     bounded,
@@ -135,7 +135,7 @@ class Message(Marked):
     parsed: Any = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ConversationBody, GenerationBody):
     """A conversation for a model to answer, with the parameters of the answer."""
 
     model_config = ConfigDict(
@@ -171,10 +171,6 @@ class ChatBody(GenerationBody):
     """Requires `logprobs`."""
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    """False: the answer has at most one call."""
-    chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that it does not read."""
     add_generation_prompt: bool | None = None
     """False: the prompt does not end with the start of an assistant message."""
     add_special_tokens: Literal[False] | None = None
@@ -191,14 +187,8 @@ class ChatBody(GenerationBody):
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Passed to chat templates that read it. Otherwise values other than `medium` cause a warning."""
-    safety_identifier: Name | None = None
-    """Logged, like `user`."""
-    prompt_cache_key: Name | None = None
-    """Logged. The prefix cache does not need it."""
-    prompt_cache_retention: Name | None = None
-    """Ignored, like the next two: cached blocks are kept until their space is needed."""
-    prompt_cache_options: JsonObject | None = None
     cache_control: JsonObject | None = None
+    """Ignored: the prefix cache does not need it."""
     functions: Annotated[list[Function] | None, Field(min_length=1, max_length=MAX_TOOLS)] = None
     """Deprecated form of `tools`. The answer has at most one call, as `function_call`."""
     function_call: FunctionChoice | None = None

@@ -119,6 +119,8 @@ class SharedBody(SamplingBody):
 class RequestBody(SharedBody):
     """Parameters of all generating endpoints of the OpenAI API."""
 
+    model: Name | None = None
+    """Name of a served model. Absent: the model that the routing selects, or the only model."""
     user: Name | None = None
     """Logged. Without API keys, the scheduler's fair share is per user."""
     metadata: Labels | None = None
@@ -127,11 +129,25 @@ class RequestBody(SharedBody):
     """Ignored. The answer always reports `default`."""
 
 
+class ConversationBody(RequestBody):
+    """Parameters of chat completions and responses."""
+
+    parallel_tool_calls: bool | None = None
+    """False: the answer has at most one call."""
+    chat_template_kwargs: JsonObject | None = None
+    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that it does not read."""
+    safety_identifier: Name | None = None
+    """Logged, like `user`."""
+    prompt_cache_key: Name | None = None
+    """Logged. The prefix cache does not need it."""
+    prompt_cache_retention: Name | None = None
+    """Ignored, like the next: cached blocks are kept until their space is needed."""
+    prompt_cache_options: JsonObject | None = None
+
+
 class GenerationBody(RequestBody):
     """Parameters of chat completions and completions."""
 
-    model: Name | None = None
-    """Name of a served model. Absent: the model that the routing selects, or the only model."""
     presence_penalty: float | None = sampled("presence_penalty")
     frequency_penalty: float | None = sampled("frequency_penalty")
     logit_bias: LogitBias | None = sampled("logit_bias")

@@ -17,11 +17,10 @@ from lockstep.server.fields import (
     Body,
     JsonObject,
     Marked,
-    Name,
     TextOr,
     in_pieces,
 )
-from lockstep.server.generation import DeadlineMs, Labels, RequestBody
+from lockstep.server.generation import ConversationBody, Labels
 from lockstep.server.responses.tools import FunctionTool, ResponseTool, shown_name, shown_tools
 from lockstep.server.tools.definitions import MAX_TOOLS, FunctionName, choice_kind
 
@@ -263,12 +262,10 @@ def _functions(tools: Sequence[ResponseTool]) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": shown.function} for shown in shown_tools(tools)] or None
 
 
-class ResponseBody(RequestBody):
+class ResponseBody(ConversationBody):
     """A conversation for a model to answer, with the parameters of the answer."""
 
     input: Annotated[Input, To("messages", inner=dropped)]
-    model: Name | None = None
-    """Name of a served model. Absent: the only served model."""
     instructions: str | None = None
     """System message before the conversation. It is not inherited from the previous response."""
     previous_response_id: Id | None = None
@@ -281,8 +278,6 @@ class ResponseBody(RequestBody):
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool] | None, Field(max_length=MAX_TOOLS), To("tools", _functions, flat)] = None
     tool_choice: Annotated[ToolChoice | None, To("tool_choice", _tool_choice, flat)] = None
-    parallel_tool_calls: bool | None = None
-    """False: the answer has at most one call."""
     reasoning: Reasoning | None = None
     include: Annotated[list[Includable] | None, To("logprobs", lambda names: LOGPROBS in names or None)] = None
     """Additional output: log-probabilities. Other values have no effect: reasoning is always returned as plain text,
@@ -297,16 +292,6 @@ class ResponseBody(RequestBody):
     """Labels that are stored with the response and logged."""
     client_metadata: Annotated[dict[str, Any] | None, Field(max_length=MAX_CLIENT_METADATA)] = None
     """Ignored: data for the client's own use."""
-    safety_identifier: Name | None = None
-    """Logged, like `user`."""
-    prompt_cache_key: Name | None = None
-    """Ignored: the prefix cache does not need routing hints."""
-    prompt_cache_retention: Name | None = None
-    prompt_cache_options: JsonObject | None = None
-    deadline_ms: DeadlineMs | None = None
-    """Time limit for the complete answer. When exceeded, the request ends with status 504 or a failed response."""
-    chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that it does not read."""
     max_tool_calls: None = None
     """Not supported: it applies to built-in tools only."""
     conversation: None = None
