@@ -25,10 +25,9 @@ from lockstep.cluster.base import Accepted, Event, EventStream, Routed, ShownChu
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import RequestError, RequestFailedError, SlowReaderError
-from lockstep.server.answer import Extension, Headers, Usage, extension_of, recorded_headers, usage_of
+from lockstep.server.answer import Extension, Framing, Headers, Usage, extension_of, recorded_headers, usage_of
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError, http_error
-from lockstep.server.framing import Framing
 from lockstep.server.generation import with_request_param_names
 from lockstep.server.request_context import (
     CLIENT_LEFT_STATUS,

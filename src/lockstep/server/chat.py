@@ -19,7 +19,7 @@ from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint, ConstraintKind
-from lockstep.server.answer import is_dispatch, metadata_of
+from lockstep.server.answer import documented, is_dispatch, metadata_of
 from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.choices import open_choices
@@ -33,7 +33,6 @@ from lockstep.server.fields import (
     in_pieces,
     unsupported,
 )
-from lockstep.server.framing import documented
 from lockstep.server.generation import (
     Caller,
     Constrained,

@@ -43,7 +43,7 @@ from lockstep.server.answer_response import Answer, AnswerResponse, Encoder
 from lockstep.server.chat import MAX_WARNINGS, ChatBody, ChatCall, chat_call
 from lockstep.server.choices import open_choices
 from lockstep.server.errors import validation_http_error
-from lockstep.server.fields import Body
+from lockstep.server.fields import Body, JsonObject
 from lockstep.server.generation import Caller, check_tokens_known, labels_of, with_request_param_names
 from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of, translated
@@ -120,7 +120,7 @@ class ParameterTable(Generic[T]):
         Raises:
             InvalidParameterError: a value is not valid in the chat request; the error has the other API's name.
         """
-        members: dict[str, Any] = {}
+        members: JsonObject = {}
         for path, entry in self.entries:
             value = _value(body, path)
             if value is not None and entry.convert is not None:

@@ -9,18 +9,22 @@ from typing import Any, Literal, NotRequired
 from lockstep.cluster.base import Hop
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.answer import (
+    DATA,
+    END,
+    SSE,
     AnswerFunction,
     AnswerToolCall,
     Extension,
     ResponseMetadata,
     Usage,
+    data_frame,
     dispatch_calls,
+    encode,
 )
 from lockstep.server.answer_response import Answer
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.fields import FinishReasonName, Shape
-from lockstep.server.framing import DATA, END, SSE, data_frame, encode
 from lockstep.server.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from lockstep.server.tools.parser import CallDelta
 

@@ -18,7 +18,7 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_LOGPROBS
-from lockstep.server.answer import Extension, ResponseMetadata, Usage, metadata_of
+from lockstep.server.answer import Extension, ResponseMetadata, Usage, documented, encode, metadata_of
 from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.choices import Choice, open_choices
@@ -32,7 +32,6 @@ from lockstep.server.fields import (
     tokens_or_list,
     unsupported,
 )
-from lockstep.server.framing import documented, encode
 from lockstep.server.generation import (
     Caller,
     GenerationBody,

@@ -13,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.errors import InvalidParameterError, QueueFullError
+from lockstep.server.answer import SSE, event_frame
 from lockstep.server.answer_response import MAX_STALL_S
 from lockstep.server.cluster_routes import only_of
 from lockstep.server.errors import ERROR_RESPONSES
-from lockstep.server.framing import SSE, event_frame
 from lockstep.server.request_context import disconnected
 from lockstep.server.serving import Lifecycle, Traffic, serving_of
 

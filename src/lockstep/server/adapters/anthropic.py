@@ -25,7 +25,7 @@ from lockstep.cluster.base import Accepted, ModelCard
 from lockstep.engine.request import Conversation
 from lockstep.errors import InvalidParameterError
 from lockstep.server.adapters.anthropic_body import CountBody, MessagesBody, chat_body, table_for, warnings_of
-from lockstep.server.answer import Extension
+from lockstep.server.answer import SSE, Extension, Framing, documented, encode, event_frame, event_frames
 from lockstep.server.answer_response import Answer
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_adapter import adapted_call, answer_as_chat
@@ -33,7 +33,6 @@ from lockstep.server.choices import Choice
 from lockstep.server.dialect import ANTHROPIC, AnthropicErrorBody
 from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
-from lockstep.server.framing import SSE, Framing, documented, encode, event_frame, event_frames
 from lockstep.server.generation import check_tokens_known
 from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of, translated

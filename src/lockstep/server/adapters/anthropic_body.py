@@ -187,7 +187,7 @@ class JsonOutputFormat(Body):
     schema_: Annotated[JsonObject, Field(alias="schema")]
 
 
-def _response_format(given: JsonOutputFormat) -> dict[str, Any]:
+def _response_format(given: JsonOutputFormat) -> JsonObject:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.schema_, "strict": True}}
 
 
@@ -215,13 +215,13 @@ class RequestMetadata(Body):
     """Logged. Without API keys, the scheduler's fair share is per user."""
 
 
-def messages_of(body: CountBody) -> list[dict[str, Any]]:
+def messages_of(body: CountBody) -> list[JsonObject]:
     """Convert the conversation to chat messages. Tool results become separate messages.
 
     Raises:
         InvalidParameterError: a block belongs to another role; ``param`` names it.
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     if body.system:
         texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
         messages.append({"role": "system", "content": _parts(texts)})
@@ -236,8 +236,8 @@ def messages_of(body: CountBody) -> list[dict[str, Any]]:
     return messages
 
 
-def _assistant_turn(blocks: Sequence[Block], where: str, called: dict[str, str]) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": "assistant"}
+def _assistant_turn(blocks: Sequence[Block], where: str, called: dict[str, str]) -> JsonObject:
+    turn: JsonObject = {"role": "assistant"}
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolUseBlock):
@@ -259,7 +259,7 @@ def _assistant_turn(blocks: Sequence[Block], where: str, called: dict[str, str])
     return turn
 
 
-def _other_turn(role: str, blocks: Sequence[Block], where: str, called: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _other_turn(role: str, blocks: Sequence[Block], where: str, called: Mapping[str, str]) -> Iterator[JsonObject]:
     """Chat messages of a user or system turn. Tool results within a user turn become messages of role tool."""
     texts: list[str] = []
     for index, block in enumerate(blocks):
@@ -276,7 +276,7 @@ def _other_turn(role: str, blocks: Sequence[Block], where: str, called: Mapping[
         yield {"role": role, "content": _parts(texts)}
 
 
-def _tool_message(block: ToolResultBlock, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+def _tool_message(block: ToolResultBlock, where: str, called: Mapping[str, str]) -> JsonObject:
     if block.tool_use_id not in called:
         raise InvalidParameterError(
             f"{where}.tool_use_id is {block.tool_use_id!r}; no tool_use before it has that id",
@@ -317,7 +317,7 @@ def _inner_of_tool(inner: str) -> str:
     return flat(inner).replace("].parameters", "].input_schema", 1)
 
 
-def _tool_choice(body: CountBody) -> str | dict[str, Any] | None:
+def _tool_choice(body: CountBody) -> str | JsonObject | None:
     choice, tools = body.tool_choice, body.tools or ()
     assert choice is not None, "only a given choice is converted"
     if (choice.type == "tool") != (choice.name is not None):
@@ -340,7 +340,7 @@ def _enables_thinking(thinking: Thinking) -> bool | None:
     return None if thinking.type == "adaptive" else thinking.type == "enabled"
 
 
-def _without_bound(schema: dict[str, Any]) -> None:
+def _without_bound(schema: JsonObject) -> None:
     """Remove `maxItems` from the schema. The limit on body bytes applies long before it, and request generators that
     read the OpenAPI document would produce messages of this length."""
     schema.pop("maxItems", None)

@@ -33,7 +33,7 @@ from lockstep.server.adapters.ollama_body import (
     warnings_of,
 )
 from lockstep.server.admission import forbidden, is_operator, origin_fault
-from lockstep.server.answer import Extension
+from lockstep.server.answer import JSON_LINES_TYPE, Extension, Framing, documented, json_line
 from lockstep.server.answer_response import Answer, AnswerResponse, accepted_of
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_adapter import answer_as_chat
@@ -42,7 +42,6 @@ from lockstep.server.completions import completion_calls
 from lockstep.server.dialect import OLLAMA, OllamaErrorBody
 from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
-from lockstep.server.framing import JSON_LINES_TYPE, Framing, documented, json_line
 from lockstep.server.generation import Caller
 from lockstep.server.logprobs import TokenLogprob, chat_logprobs
 from lockstep.server.request_context import RequestContext, context_of, disconnected, refusal, while_connected

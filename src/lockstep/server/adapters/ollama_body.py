@@ -141,31 +141,31 @@ class OllamaTool(Body):
     function: Function
 
 
-def _response_format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(given: str | JsonObject | None) -> JsonObject | None:
     if not isinstance(given, dict):
         return {"type": "json_object"} if given else None
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
 
 
-def _tools(tools: Sequence[OllamaTool]) -> list[dict[str, Any]] | None:
+def _tools(tools: Sequence[OllamaTool]) -> list[JsonObject] | None:
     return [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in tools] or None
 
 
-def _messages_of_prompt(body: OllamaGenerateBody) -> list[dict[str, Any]]:
+def _messages_of_prompt(body: OllamaGenerateBody) -> list[JsonObject]:
     system = [{"role": "system", "content": body.system}] if body.system else []
     return [*system, {"role": "user", "content": body.prompt}]
 
 
-def messages_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+def messages_of(messages: Sequence[OllamaMessage]) -> list[JsonObject]:
     """Convert the conversation to chat messages. Calls receive ids, and results are matched to their calls.
 
     Raises:
         InvalidParameterError: a result has no matching call.
     """
-    turns: list[dict[str, Any]] = []
+    turns: list[JsonObject] = []
     waiting: dict[str, str] = {}
     for index, message in enumerate(messages):
-        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        turn: JsonObject = {"role": message.role, "content": message.content or ""}
         if message.role == "tool":
             found = _answered(message, waiting)
             if found is None:
@@ -191,7 +191,7 @@ def _answered(result: OllamaMessage, waiting: dict[str, str]) -> str | None:
     return next((id_ for id_, called in waiting.items() if name in (None, called)), None)
 
 
-def _call(call: OllamaCall, new_id: str) -> dict[str, Any]:
+def _call(call: OllamaCall, new_id: str) -> JsonObject:
     function = {"name": call.function.name, "arguments": json.dumps(call.function.arguments or {}, ensure_ascii=False)}
     return {"id": call.id or new_id, "type": "function", "function": function}
 

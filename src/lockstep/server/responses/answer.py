@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NotRequired
 
-from lockstep.server.answer import Extension
+from lockstep.server.answer import SSE, Extension, encode, event_frames
 from lockstep.server.answer_response import Answer
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.fields import Shape
-from lockstep.server.framing import SSE, encode, event_frames
 from lockstep.server.logprobs import Entry, TokenLogprob, chat_logprobs
 from lockstep.server.responses.tools import ShownTool
 from lockstep.server.responses.translation import (

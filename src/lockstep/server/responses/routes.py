@@ -14,13 +14,13 @@ from starlette.responses import JSONResponse, Response
 
 from lockstep.cluster.base import Accepted
 from lockstep.errors import InvalidParameterError
+from lockstep.server.answer import documented
 from lockstep.server.answer_response import Answer
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat import ChatBody
 from lockstep.server.chat_adapter import answer_as_chat
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import Shape
-from lockstep.server.framing import documented
 from lockstep.server.request_context import context_of
 from lockstep.server.responses.answer import ResponseEncoder, ResponseObject, ResponseWriter
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base

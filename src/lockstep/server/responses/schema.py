@@ -176,7 +176,7 @@ ToolChoice = Annotated[
 ]
 
 
-def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
+def _tool_choice(choice: ToolChoice) -> str | JsonObject:
     if isinstance(choice, str):
         return choice
     if isinstance(choice, ResponseAllowedTools):
@@ -187,7 +187,7 @@ def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
     return _named(choice)
 
 
-def _named(tool: NamedTool) -> dict[str, Any]:
+def _named(tool: NamedTool) -> JsonObject:
     return {"type": "function", "function": {"name": shown_name(tool.namespace, tool.name)}}
 
 
@@ -202,12 +202,12 @@ class TextFormat(Body):
     """Ignored: the answer always obeys the schema."""
 
 
-def as_json(body: Body) -> dict[str, Any]:
+def as_json(body: Body) -> JsonObject:
     """Serialize a part of the body as the client sent it, without unset members."""
     return body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
 
 
-def _response_format(given: TextFormat) -> dict[str, Any]:
+def _response_format(given: TextFormat) -> JsonObject:
     about = as_json(given)
     kind = about.pop("type", "text")
     if kind != "json_schema":
@@ -258,7 +258,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-def _functions(tools: Sequence[ResponseTool]) -> list[dict[str, Any]] | None:
+def _functions(tools: Sequence[ResponseTool]) -> list[JsonObject] | None:
     return [{"type": "function", "function": shown.function} for shown in shown_tools(tools)] or None
 
 
@@ -300,7 +300,7 @@ class ResponseBody(ConversationBody):
     """Not supported: use `instructions` and `input`."""
 
 
-def response_base(body: ResponseBody, response_id: str, model: str, created_s: int) -> dict[str, Any]:
+def response_base(body: ResponseBody, response_id: str, model: str, created_s: int) -> JsonObject:
     """Members of a response object that describe its request. They never change."""
     text = {} if body.text is None else as_json(body.text)
     return {
@@ -331,12 +331,12 @@ def response_base(body: ResponseBody, response_id: str, model: str, created_s: i
     }
 
 
-def _tool_as_json(tool: ResponseTool) -> dict[str, Any]:
+def _tool_as_json(tool: ResponseTool) -> JsonObject:
     written = as_json(tool)
     return {"parameters": None, "strict": False, **written} if isinstance(tool, FunctionTool) else written
 
 
-def _choice_as_json(body: ResponseBody) -> Any:
+def _choice_as_json(body: ResponseBody) -> str | JsonObject:
     choice = body.tool_choice
     if choice is None:
         return "auto"
