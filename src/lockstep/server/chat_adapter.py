@@ -1,25 +1,26 @@
 """Adapters of other APIs to chat completions: the parameter table of an API, and the path of its requests.
 
 A request of another API becomes a chat request, so that all features of chat completions (routing, limits, sessions,
-deadlines, recording) apply to it. An adapter consists of three parts:
+deadlines, recording) apply to it. An adapter has three parts:
 
-1. The body, a pydantic model. It is also the table of the API's parameters: the field `To` of a parameter names the
-   parameter of the chat request that it becomes::
+1. The body, a pydantic model, is the table of the API's parameters. Annotations state what becomes of each::
 
        class GreetingBody(SharedBody):
-           text: Annotated[str, To("messages", _as_messages, dropped)]
+           text: Annotated[str, To("messages", as_messages, dropped)]
            max_words: Annotated[int | None, Field(ge=1), To("max_tokens", lambda words: 2 * words)] = None
+           ends: Annotated[list[str] | None, To("stop")] = sampled("stop")
            style: StyleBody | None = None
            tone: Annotated[str | None, NoEffect("the model has one tone")] = None
            image: Annotated[None, unsupported("only text is supported")] = None
 
-   A parameter without an entry keeps its name, if the chat request has that name. Members of `StyleBody` are parameters
-   named ``style.NAME``. The OpenAPI document, the chat request, the parameter names in errors and the warnings all
-   follow from the table (`table_of`).
-2. The encoder of answers, which implements `lockstep.server.answer_response.Encoder` with a `Framing`.
-3. The route, which calls `answer_as_chat`. A row of `lockstep.server.dialect` has the form of its errors.
+   A parameter without an annotation is passed under its own name if the chat request has that name. Members of
+   `StyleBody` are parameters named ``style.NAME``. `table_of` creates the table, from which the chat request, the
+   parameter names in errors and the warnings follow; the OpenAPI document follows from the model.
+2. The encoder of answers implements `lockstep.server.answer_response.Encoder`. It returns frames or lines that
+   `lockstep.server.answer` delimits.
+3. The route calls `answer_as_chat`. A row of `lockstep.server.dialect` has the form of the API's errors.
 
-`lockstep.server.adapters.ollama` is the shortest example.
+`lockstep.server.adapters.ollama` and its body are the shortest example.
 """
 
 from __future__ import annotations

@@ -65,10 +65,10 @@ class ItemList(Shape):
 )
 async def create_response(body: ResponseBody, request: Request) -> Response:
     """Create a response and store it, so that it can be continued."""
-    store, tenant, tools = store_of(request), context_of(request).tenant, body.tools or ()
-    serving_of(request).cluster.card(body.model)  # an unknown model is rejected first
+    context, store, tools = context_of(request), store_of(request), body.tools or ()
+    context.model = serving_of(request).cluster.card(body.model).name
     previous_id, param = body.previous_response_id, "previous_response_id"
-    earlier = () if previous_id is None else await store.chain(previous_id, tenant, param)
+    earlier = () if previous_id is None else await store.chain(previous_id, context.tenant, param)
     response_id, shown = _new_id("resp"), shown_tools(tools)
     items: list[JsonObject] = []
     encoders: list[ResponseEncoder] = []
@@ -84,7 +84,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
 
     async def keep(answer: Answer) -> None:
         if body.store is not False:
-            await store.put(StoredResponse(response_id, tenant, encoders[0].final(answer), tuple(items)))
+            await store.put(StoredResponse(response_id, context.tenant, encoders[0].final(answer), tuple(items)))
 
     return await answer_as_chat(
         request,
