@@ -1,13 +1,21 @@
-"""The parameter tables of other APIs: what a parameter becomes, what an error calls it, and which have no effect."""
+"""The parameter tables of other APIs: what a parameter becomes, what an error calls it, and which have no effect.
+
+An API that does not exist shows what an adapter needs: a table, an encoder and a route.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
+import httpx2
 import pytest
+from fastapi import APIRouter
 from pydantic import Field
 from pydantic.fields import FieldInfo
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import SamplingParams
@@ -15,13 +23,21 @@ from lockstep.option_fields import field_docs, option_types
 from lockstep.server.adapters import anthropic_body, ollama_body
 from lockstep.server.adapters.anthropic_body import MessagesBody
 from lockstep.server.adapters.ollama_body import OllamaChatBody, OllamaGenerateBody, OllamaOptions
+from lockstep.server.answer import JSON_LINES_TYPE, Framing, encode, json_line
+from lockstep.server.answer_response import Answer
+from lockstep.server.app import create_app
+from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat import ChatBody
-from lockstep.server.chat_adapter import NoEffect, ParameterTable, To, dropped, table_of
+from lockstep.server.chat_adapter import NoEffect, ParameterTable, To, answer_as_chat, dropped, table_of
+from lockstep.server.choices import Choice
 from lockstep.server.completions import CompletionBody
+from lockstep.server.errors import HttpError
 from lockstep.server.fields import Body, unsupported
 from lockstep.server.generation import SharedBody
 from lockstep.server.responses import translation
 from lockstep.server.responses.schema import Reasoning, ResponseBody, TextConfig
+from tests.cluster.support import one_model
+from tests.server.support import NAME, error_of
 
 BODIES: tuple[type[Body], ...] = (MessagesBody, OllamaChatBody, OllamaGenerateBody, ResponseBody)
 PARTS: tuple[type[Body], ...] = (
@@ -56,6 +72,61 @@ class GreetingBody(SharedBody):
 
 
 TABLE = table_of(GreetingBody, ChatBody)
+router = APIRouter(route_class=LongBodyRoute)
+
+
+class GreetingEncoder:
+    """Encoder of lines of JSON."""
+
+    framing = Framing(JSON_LINES_TYPE, b"{}\n")
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        return b""
+
+    def chunk(self, choice: Choice, answer: Answer | None) -> bytes:
+        return json_line({"text": choice.text}) if choice.text else b""
+
+    def end(self, answer: Answer) -> bytes:
+        return json_line({"tokens": answer.totals.num_output_tokens})
+
+    def failed(self, error: HttpError) -> bytes:
+        return json_line({"error": error.message})
+
+    def whole(self, answer: Answer) -> bytes:
+        return encode({"text": answer.choices[0].text, "tokens": answer.totals.num_output_tokens})
+
+
+@router.post("/greetings")
+async def greet(body: GreetingBody, request: Request) -> Response:
+    return await answer_as_chat(
+        request,
+        None,
+        lambda: TABLE.request(body),
+        TABLE,
+        lambda accepted, chat: GreetingEncoder(),
+        is_stream=bool(body.stream),
+        new_call_id=lambda: "call",
+        warnings=TABLE.warnings(body),
+    )
+
+
+async def test_an_adapter_is_a_table_an_encoder_and_a_route() -> None:
+    cluster = one_model("stub://alpha", (NAME,))
+    await cluster.start()
+    app = create_app(cluster)
+    app.router.routes.extend(router.routes)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://test") as client:
+        body = {"text": "hi", "style": {"words": 1}, "tone": "warm"}
+        whole = await client.post("/greetings", json=body)
+        stream = await client.post("/greetings", json={**body, "stream": True})
+        refused = await client.post("/greetings", json={"text": "hi", "ends": [""]})
+    await cluster.close()
+    assert whole.headers["x-lockstep-warning"].startswith("tone:")
+    assert whole.json()["tokens"] == 2
+    lines = [json.loads(line) for line in stream.text.splitlines()]
+    assert "".join(line.get("text", "") for line in lines) == whole.json()["text"]
+    assert lines[-1] == {"tokens": 2}
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "ends[0]")
 
 
 def test_request_has_the_members_that_the_table_states() -> None:

@@ -20,7 +20,7 @@ deadlines, recording) apply to it. An adapter has three parts:
    `lockstep.server.answer` delimits.
 3. The route calls `answer_as_chat`. A row of `lockstep.server.dialect` has the form of the API's errors.
 
-`lockstep.server.adapters.ollama` and its body are the shortest example.
+`tests/server/test_chat_adapter.py` has a whole adapter in seventy lines.
 """
 
 from __future__ import annotations
