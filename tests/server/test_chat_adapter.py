@@ -103,7 +103,7 @@ async def greet(body: GreetingBody, request: Request) -> Response:
         None,
         lambda: TABLE.request(body),
         TABLE,
-        lambda accepted, chat: GreetingEncoder(),
+        lambda accepted: GreetingEncoder(),
         is_stream=bool(body.stream),
         new_call_id=lambda: "call",
         warnings=TABLE.warnings(body),

@@ -220,7 +220,7 @@ async def answer_as_chat(
     model: str | None,
     make_body: Callable[[], ChatBody],
     table: ParameterTable[ChatBody],
-    make_encoder: Callable[[Accepted, ChatCall], Encoder],
+    make_encoder: Callable[[Accepted], Encoder],
     *,
     is_stream: bool,
     new_call_id: Callable[[], str],
@@ -234,7 +234,7 @@ async def answer_as_chat(
 
     Args:
         make_body: translates the request; called on another thread if the request is long.
-        make_encoder: creates the encoder from the accepted call and the chat call.
+        make_encoder: creates the encoder from the accepted call.
         warnings: warnings about parameters that no model supports.
         earlier_ids: tokens of an earlier conversation that the prompt continues.
         returns_ids: whether choices have the token ids of the answer.
@@ -259,7 +259,7 @@ async def answer_as_chat(
         choices = open_choices(
             chat.call.params, own, first, tool_use=chat.tool_use, new_call_id=new_call_id, returns_ids=returns_ids
         )
-        return Answer(accepted, choices, make_encoder(first, chat), context)
+        return Answer(accepted, choices, make_encoder(first), context)
 
     names = table.names(chat.names)
     return AnswerResponse(request, (call,), make_answer, names, is_stream=is_stream, before_end=before_end)

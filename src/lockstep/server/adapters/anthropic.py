@@ -263,7 +263,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     request_id = context_of(request).request_id
     hides_thoughts = body.thinking is not None and body.thinking.display == "omitted"
 
-    def make_encoder(accepted: Accepted, _: object) -> MessagesEncoder:
+    def make_encoder(accepted: Accepted) -> MessagesEncoder:
         return MessagesEncoder(accepted.model, body.max_tokens, request_id, hides_thoughts=hides_thoughts)
 
     return await answer_as_chat(

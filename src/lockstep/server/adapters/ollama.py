@@ -254,7 +254,7 @@ async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *
         body.model,
         lambda: table.request(body),
         table,
-        lambda accepted, _: OllamaEncoder(accepted.model, context, is_chat=is_chat),
+        lambda accepted: OllamaEncoder(accepted.model, context, is_chat=is_chat),
         is_stream=body.stream is not False,
         new_call_id=lambda: f"call_{secrets.token_hex(4)}",
         warnings=warnings_of(body, cluster.card(body.model).max_model_len),

@@ -77,7 +77,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
         items.extend(items_of(body.input, _new_id))
         return chat_body(body, messages_of(body.instructions, [*_items_of_chain(earlier), *items]))
 
-    def make_encoder(accepted: Accepted, _: object) -> ResponseEncoder:
+    def make_encoder(accepted: Accepted) -> ResponseEncoder:
         base = response_base(body, response_id, accepted.model, int(time.time()))
         encoders.append(ResponseEncoder(ResponseWriter(base, _new_id), shown))
         return encoders[0]
