@@ -41,13 +41,13 @@ from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.answer_response import Answer, AnswerResponse, Encoder
-from lockstep.server.chat import MAX_WARNINGS, ChatBody, ChatCall, chat_call
+from lockstep.server.chat import MAX_WARNINGS, ChatBody, ChatReply, chat_call
 from lockstep.server.choices import open_choices
 from lockstep.server.errors import validation_http_error
 from lockstep.server.fields import Body, JsonObject
-from lockstep.server.generation import Caller, check_tokens_known, labels_of, with_request_param_names
+from lockstep.server.generation import caller_of, check_tokens_known, labels_of, with_request_param_names
 from lockstep.server.request_context import context_of
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 
 T = TypeVar("T", bound=Body)
 
@@ -199,14 +199,13 @@ def _value(body: Body, path: str) -> Any:
 
 def adapted_call(
     request: Request, make_body: Callable[[], ChatBody], table: ParameterTable[ChatBody], tokenizer: Tokenizer
-) -> ChatCall:
+) -> tuple[GenerationRequest, ChatReply]:
     """Create the engine call for a request of another API. Errors have that API's parameter names.
 
     Args:
         make_body: translates the request; its own errors already have that API's names.
     """
-    context = context_of(request)
-    caller = Caller(context.tenant, serving_of(request).options, context.request_id, context.segment)
+    context, caller = context_of(request), caller_of(request)
     body = make_body()
     context.labels, context.session_id = labels_of(body), body.session_id
     try:
@@ -242,26 +241,25 @@ async def answer_as_chat(
         before_end: see `AnswerResponse`.
     """
     cluster, context = serving_of(request).cluster, context_of(request)
-    context.model = cluster.card(model).name
-    tokenizer = cluster.tokenizer(model)
+    tokenizer = card_of(request, model).tokenizer
 
-    def translate() -> tuple[ChatCall, GenerationRequest]:
-        chat = adapted_call(request, make_body, table, tokenizer)
-        call = replace_struct(chat.call, cuts_to_context=cuts_to_context)
-        return chat, _continued(call, tokenizer, earlier_ids) if earlier_ids else call
+    def translate() -> tuple[GenerationRequest, ChatReply]:
+        call, reply = adapted_call(request, make_body, table, tokenizer)
+        call = replace_struct(call, cuts_to_context=cuts_to_context)
+        return _continued(call, tokenizer, earlier_ids) if earlier_ids else call, reply
 
-    chat, call = await translated(request, translate)
+    call, reply = await translated(request, translate)
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         [first] = accepted
-        own = cluster.tokenizer(first.model)
-        context.warnings = [*warnings, *map(table.warning, chat.warnings(own))][:MAX_WARNINGS]
+        own = cluster.card(first.model).tokenizer
+        context.warnings = [*warnings, *map(table.warning, reply.warnings(own))][:MAX_WARNINGS]
         choices = open_choices(
-            chat.call.params, own, first, tool_use=chat.tool_use, new_call_id=new_call_id, returns_ids=returns_ids
+            call.params, own, first, tool_use=reply.tool_use, new_call_id=new_call_id, returns_ids=returns_ids
         )
         return Answer(accepted, choices, make_encoder(first), context)
 
-    names = table.names(chat.names)
+    names = table.names(reply.names)
     return AnswerResponse(request, (call,), make_answer, names, is_stream=is_stream, before_end=before_end)
 
 

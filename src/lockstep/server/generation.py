@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
+from starlette.requests import Request
 
 from lockstep.core.request import Priority
 from lockstep.engine.request import GenerationRequest, Prompt
@@ -40,11 +41,14 @@ from lockstep.server.fields import (
 )
 from lockstep.server.foreign import without_foreign
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import PEOPLE
+from lockstep.server.request_context import PEOPLE, context_of
+from lockstep.server.serving import serving_of
 
 MAX_METADATA = 16
 """Maximum number of labels per request, as in OpenAI's API."""
 MAX_DEADLINE_MS = 86_400_000
+BACKGROUND_PRIORITY = 2**31 - 1
+"""Priority of background requests, behind every priority that a client can choose."""
 UNBOUNDED = -1
 """A token limit that means: only the context length limits the answer."""
 
@@ -210,6 +214,20 @@ class Caller:
     options: ServerOptions
     request_id: str = ""
     segment: str = ""
+    is_background: bool = False
+    """True for a batch request, which yields to all others."""
+
+    def priority(self, given: int | None = None) -> int:
+        """Priority of the caller's request; None: the request sets none."""
+        if self.is_background:
+            return BACKGROUND_PRIORITY
+        return Priority.NORMAL if given is None else given
+
+
+def caller_of(request: Request) -> Caller:
+    """Caller of a request that has passed the server's middleware."""
+    context, options = context_of(request), serving_of(request).options
+    return Caller(context.tenant, options, context.request_id, context.segment, context.is_background)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +384,7 @@ def call_of(
         prompt,
         params,
         model=body.model,
-        priority=Priority.NORMAL if body.priority is None else body.priority,
+        priority=caller.priority(body.priority),
         tenant=caller.tenant or body.user or "",
         cache_salt=cache_salt_of(caller, body.cache_salt or ""),
         session_id=body.session_id,

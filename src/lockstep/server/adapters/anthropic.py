@@ -35,7 +35,7 @@ from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
 from lockstep.server.generation import check_tokens_known
 from lockstep.server.request_context import context_of
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 from lockstep.server.tools.parser import ToolCall
 
 MAX_MODELS = 1_000
@@ -282,13 +282,11 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
 async def count_message_tokens(body: CountBody, request: Request) -> Response:
     """Count the prompt tokens of a conversation, without any computation by the model. The count may exceed the context
     length. If the cluster routes requests, the entry model's tokenizer is used."""
-    cluster = serving_of(request).cluster
-    context_of(request).model = cluster.card(body.model).name
-    tokenizer = cluster.tokenizer(body.model)
+    tokenizer = card_of(request, body.model).tokenizer
     check_tokens_known(tokenizer, {"model": True})
 
     def count() -> int:
-        prompt = adapted_call(request, lambda: chat_body(body), table_for(body), tokenizer).call.prompt
+        prompt = adapted_call(request, lambda: chat_body(body), table_for(body), tokenizer)[0].prompt
         assert isinstance(prompt, Conversation), "the prompt of a chat is a conversation"
         ids = tokenizer.encode_chat(
             prompt.messages,

@@ -42,10 +42,10 @@ from lockstep.server.completions import completion_calls
 from lockstep.server.dialect import OLLAMA, OllamaErrorBody
 from lockstep.server.errors import HttpError, documented_errors
 from lockstep.server.fields import Shape
-from lockstep.server.generation import Caller
+from lockstep.server.generation import caller_of
 from lockstep.server.logprobs import TokenLogprob, chat_logprobs
 from lockstep.server.request_context import RequestContext, context_of, disconnected, refusal, while_connected
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 from lockstep.worker.progress import LOADING
 
 NS = 1e9
@@ -259,17 +259,16 @@ async def _answer(request: Request, body: OllamaChatBody | OllamaGenerateBody, *
         new_call_id=lambda: f"call_{secrets.token_hex(4)}",
         warnings=warnings_of(body, cluster.card(body.model).max_model_len),
         earlier_ids=(body.context or ()) if isinstance(body, OllamaGenerateBody) else (),
-        returns_ids=not is_chat and cluster.tokenizer(body.model).vocab_size > 0,
+        returns_ids=not is_chat and cluster.card(body.model).tokenizer.vocab_size > 0,
     )
 
 
 async def _continue(request: Request, body: OllamaGenerateBody) -> Response:
     """Complete a raw prompt, without the chat template."""
-    serving, context = serving_of(request), context_of(request)
-    cluster = serving.cluster
+    cluster, context = serving_of(request).cluster, context_of(request)
     body = body.model_copy(update={"model": served_name(cluster, body.model)})
-    context.model = cluster.card(body.model).name
-    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
+    card_of(request, body.model)
+    caller = caller_of(request)
     try:
         completion = await translated(request, lambda: completion_calls(completion_body(body), caller))
     except RequestError as error:
@@ -281,7 +280,7 @@ async def _continue(request: Request, body: OllamaGenerateBody) -> Response:
         [first] = accepted
         card = cluster.card(first.model)
         context.warnings = list(warnings_of(body, card.max_model_len))
-        choices = open_choices(params, cluster.tokenizer(first.model), first)
+        choices = open_choices(params, card.tokenizer, first)
         return Answer(accepted, choices, OllamaEncoder(card.name, context, is_chat=False), context)
 
     names = RAW.names(completion.names)

@@ -173,7 +173,8 @@ async def ollama_show(body: NamedModelBody, request: Request) -> Response:
     """One model: its template, context length and capabilities."""
     cluster = serving_of(request).cluster
     name = served_name(cluster, _name(body))
-    card, tokenizer = cluster.card(name), cluster.tokenizer(name)
+    card = cluster.card(name)
+    tokenizer = card.tokenizer
     details = _details()
     template = tokenizer.chat_template or ""
     info: dict[str, Any] = {"general.architecture": details["family"], "general.basename": card.name}

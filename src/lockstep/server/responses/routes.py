@@ -27,7 +27,7 @@ from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, respons
 from lockstep.server.responses.store import ResponseStore, StoredResponse
 from lockstep.server.responses.tools import shown_tools, tool_warnings
 from lockstep.server.responses.translation import TABLE, JsonObject, chat_body, items_of, messages_of
-from lockstep.server.serving import serving_of
+from lockstep.server.serving import card_of
 
 MAX_ITEMS = 100
 """Maximum page size, as in OpenAI's API. So is the default page size below."""
@@ -66,7 +66,7 @@ class ItemList(Shape):
 async def create_response(body: ResponseBody, request: Request) -> Response:
     """Create a response and store it, so that it can be continued."""
     context, store, tools = context_of(request), store_of(request), body.tools or ()
-    context.model = serving_of(request).cluster.card(body.model).name
+    card_of(request, body.model)
     previous_id, param = body.previous_response_id, "previous_response_id"
     earlier = () if previous_id is None else await store.chain(previous_id, context.tenant, param)
     response_id, shown = _new_id("resp"), shown_tools(tools)
