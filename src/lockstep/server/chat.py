@@ -28,14 +28,14 @@ from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     JsonObject,
     Marked,
-    Name,
+    TextOr,
     in_pieces,
-    text_or_list,
     unsupported,
 )
 from lockstep.server.generation import (
     Caller,
     Constrained,
+    ConversationBody,
     GenerationBody,
     MaxTokens,
     bounded,
@@ -90,10 +90,7 @@ def part_kind(value: object) -> str:
 Part = Annotated[
     Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(part_kind)
 ]
-Content = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
-    Discriminator(text_or_list),
-]
+Content = TextOr[Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS)]]
 
 
 class CalledFunction(Marked):
@@ -137,7 +134,7 @@ class Message(Marked):
     parsed: Any = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ConversationBody, GenerationBody):
     """A conversation for a model to answer, with the parameters of the answer."""
 
     model_config = ConfigDict(
@@ -173,10 +170,6 @@ class ChatBody(GenerationBody):
     """Requires `logprobs`."""
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    """False: the answer has at most one call."""
-    chat_template_kwargs: JsonObject | None = None
-    """Variables for the model's chat template, e.g. `enable_thinking`. A warning lists those that it does not read."""
     add_generation_prompt: bool | None = None
     """False: the prompt does not end with the start of an assistant message."""
     add_special_tokens: Literal[False] | None = None
@@ -193,14 +186,8 @@ class ChatBody(GenerationBody):
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Passed to chat templates that read it. Otherwise values other than `medium` cause a warning."""
-    safety_identifier: Name | None = None
-    """Logged, like `user`."""
-    prompt_cache_key: Name | None = None
-    """Logged. The prefix cache does not need it."""
-    prompt_cache_retention: Name | None = None
-    """Ignored, like the next two: cached blocks are kept until their space is needed."""
-    prompt_cache_options: JsonObject | None = None
     cache_control: JsonObject | None = None
+    """Ignored: the prefix cache does not need it."""
     functions: Annotated[list[Function] | None, Field(min_length=1, max_length=MAX_TOOLS)] = None
     """Deprecated form of `tools`. The answer has at most one call, as `function_call`."""
     function_call: FunctionChoice | None = None
