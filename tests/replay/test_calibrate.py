@@ -83,8 +83,8 @@ def test_the_same_steps_give_the_same_bytes() -> None:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([], f"0 steps are too few for a cost model; record at least {MIN_STEPS}"),
-        (synthetic(MIN_STEPS - 1), "are too few"),
+        ([], f"the recording has 0 steps; a cost model needs at least {MIN_STEPS}"),
+        (synthetic(MIN_STEPS - 1), "a cost model needs at least"),
         (
             [step._replace(num_prefill_tokens=0, num_decode_seqs=1) for step in synthetic(100)],
             "no step computed prompt",
@@ -104,7 +104,7 @@ def test_features_that_cannot_be_separated_are_reported() -> None:
         step._replace(num_context_tokens=step.num_prefill_tokens + 7 * step.num_decode_seqs) for step in synthetic(300)
     ]
     file = calibrate(steps, MADE_ON)
-    assert any("context tokens follow from the other features" in note for note in file.notes)
+    assert any("context tokens depend on the other features" in note for note in file.notes)
     assert min(prices_us(file)) >= 0
     assert abs(file.held_out.total_error) < 0.05, "the sum is known, whatever the shares"
 
@@ -113,14 +113,14 @@ def test_few_residuals_widen_the_statement() -> None:
     file = calibrate(synthetic(MIN_STEPS, noise=0.1), MADE_ON)
     assert file.interval.steps == 10
     assert file.interval.level == pytest.approx(9 / 11, abs=1e-6)
-    assert any("no more than 82%" in note for note in file.notes)
+    assert any("too few for an interval above 82%" in note for note in file.notes)
 
 
 def test_gaps_after_idleness_are_no_price() -> None:
     steps = [step._replace(is_after_idle=True, gap_us=10**6) for step in synthetic(300)]
     file = calibrate(steps, MADE_ON)
     assert prices_us(file)[0] == pytest.approx(TRUTH_US[0] * 3 / 4, rel=0.02)
-    assert any("what lies between steps is not priced" in note for note in file.notes)
+    assert any("the gaps between steps have no price" in note for note in file.notes)
 
 
 def test_a_file_is_read_as_the_model_that_replays_use(tmp_path: Path) -> None:
@@ -135,18 +135,18 @@ def test_a_file_is_read_as_the_model_that_replays_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no cost model"),
-        (b"\xff\x00", "is no cost model"),
-        (b"[]", "is no cost model"),
-        (b"[" * 100_000, "is no cost model"),
+        (b"", "is not a cost model"),
+        (b"\xff\x00", "is not a cost model"),
+        (b"[]", "is not a cost model"),
+        (b"[" * 100_000, "is not a cost model"),
         (b'{"requests": []}', "missing required field `constant_ps`"),
         (PRICES % b'1, "kind": "report"', "its kind is 'report', not 'lockstep-cost'"),
-        (PRICES % b'1, "version": 2', "has version 2; this Lockstep reads up to 1"),
-        (PRICES % b"NaN", "is no cost model"),
-        (PRICES % b"1.5", "is no cost model"),
-        (PRICES % b"-1", "context_token_ps is -1; no step takes negative time"),
+        (PRICES % b'1, "version": 2', "has version 2; this Lockstep reads versions up to 1"),
+        (PRICES % b"NaN", "is not a cost model"),
+        (PRICES % b"1.5", "is not a cost model"),
+        (PRICES % b"-1", "context_token_ps is -1; it must be at least 0"),
         (PRICES % str(10**18 + 1).encode(), "the maximum is 1000000000000000000"),
-        (b" " * (1 << 21), "over 1 MiB"),
+        (b" " * (1 << 21), "larger than 1 MiB"),
     ],
 )
 def test_broken_files_are_refused_in_one_sentence(content: bytes, message: str, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_broken_files_are_refused_in_one_sentence(content: bytes, message: str, 
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(LockstepError, match="the cost model cannot be read: No such file"):
+    with pytest.raises(LockstepError, match="cannot read the cost model: No such file"):
         read_priced(tmp_path / "absent.json")
 
 

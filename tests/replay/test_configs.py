@@ -40,10 +40,10 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults() -> None:
 @pytest.mark.parametrize(
     ("in_file", "overrides", "order", "note"),
     [
-        ({}, {}, "priority", "requests have priorities and nothing sets an order, so they are admitted by priority"),
+        ({}, {}, "priority", "requests have priorities and no order is set, so they are admitted by priority"),
         ({"order": "priority"}, {}, "priority", ""),
-        ({"order": "fcfs"}, {}, "fcfs", "order is fcfs, so the queue does not look at the priorities"),
-        ({"order": "priority"}, {"order": "fair"}, "fair", "order is fair, so the queue does not look at"),
+        ({"order": "fcfs"}, {}, "fcfs", "order is fcfs, so the queue ignores the priorities"),
+        ({"order": "priority"}, {"order": "fair"}, "fair", "order is fair, so the queue ignores"),
         ({"order": "fcfs"}, {"order": "priority"}, "priority", ""),
     ],
 )
@@ -78,9 +78,9 @@ def test_values_are_read_as_the_type_of_their_field() -> None:
     ("pair", "complaint"),
     [
         ("max_num_seq=3", r"'max_num_seq'; did you mean max_num_seqs"),
-        ("zebra=3", r"'zebra'; there are max_num_seqs"),
-        ("max_num_seqs", "'max_num_seqs' sets nothing; write field=value"),
-        ("max_num_seqs=", "sets nothing"),
+        ("zebra=3", r"'zebra'; fields: max_num_seqs"),
+        ("max_num_seqs", "'max_num_seqs' has no value; write field=value"),
+        ("max_num_seqs=", "has no value"),
         ("max_num_seqs=many", "max_num_seqs is 'many'; it must be a whole number"),
         ("max_num_seqs=2.5", "it must be a whole number"),
         ("max_num_seqs=none", "it must be a whole number"),
@@ -101,7 +101,7 @@ def test_a_limit_is_set_once() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        ("max_seqs", 3, "trace: its config has a field that no scheduler has: 'max_seqs'"),
+        ("max_seqs", 3, "trace: its config has an unknown scheduler field: 'max_seqs'"),
         ("max_num_seqs", "3", "trace: config: max_num_seqs is '3'; it must be a whole number"),
         ("max_num_seqs", True, "max_num_seqs is True; it must be a whole number"),
         ("max_num_prefill_tokens", 2.5, "it must be a whole number, at least 1"),

@@ -136,4 +136,4 @@ def test_records_are_bounded_and_say_what_is_missing() -> None:
     report = report_of(Simulation(load, config_for(load), watchers=(recorder,)).run(), recorder=recorder)
     assert report.ticks is not None
     assert len(report.ticks) == 3
-    assert report.notes[-1] == f"ticks has the first 3; {report.total_ticks - 3} are left out"
+    assert report.notes[-1] == f"ticks has the first 3; {report.total_ticks - 3} are omitted"

@@ -40,7 +40,7 @@ def test_recordings_part_where_limits_cut_a_chunk(
     assert invoke(["diff", a, b]) == 1
     out = capsys.readouterr().out
     assert "the configs differ in max_num_batched_tokens" in out
-    assert "then another chunk:" in out
+    assert "first difference (chunk):" in out
     assert "in A, the budget of 96 tokens is used up" in out
 
     assert invoke(["diff", a, b, "--json"]) == 1

@@ -1,4 +1,4 @@
-"""Recordings with content computed again in this process, without a server around them."""
+"""Recordings with content recomputed in this process, without a server around them."""
 
 from __future__ import annotations
 
@@ -87,4 +87,4 @@ def test_a_name_that_is_not_reproduced_is_reported(folder: Path, tmp_path: Path)
     rewrite_entries(copied, shorten)
     [execution] = execute(open_trace(copied), SOURCE)
     assert execution.diverged is not None
-    assert "1 blocks of sequence 2's answer were named; here" in execution.diverged.what
+    assert "1 blocks of sequence 2's answer were recorded; here" in execution.diverged.what

@@ -108,7 +108,7 @@ def test_the_same_fleet_gives_the_same_bytes_and_another_policy_other_routes() -
 
 def test_what_cannot_be_compared_is_refused() -> None:
     work = workload(7, 3, 1, 20)
-    with pytest.raises(UsageError, match="there are prefix, session, least_loaded and round_robin"):
+    with pytest.raises(UsageError, match="the policies are prefix, session, least_loaded and round_robin"):
         policies_of("prefix,zzz")
     with pytest.raises(UsageError, match="--routing has 'round-robin'; did you mean 'round_robin'\\?"):
         policies_of("prefix,round-robin")

@@ -137,7 +137,7 @@ def test_a_server_that_was_killed_leaves_what_it_had_decided(tmp_path: Path) -> 
     assert found.counts["steps"] > 0
     code, said = lockstep("replay", "--verify", str(folder))
     assert code == 0, said
-    assert "breaks off at byte" in said
+    assert "ends early at byte" in said
 
 
 @pytest.mark.slow

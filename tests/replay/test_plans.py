@@ -113,9 +113,9 @@ def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b'{"schema":2,"lockstep":"0.8.0","run":"r","file":1}\n', "its schema is 2, .* by lockstep 0.8.0"),
-        (b"no entries at all", "is no entry of a recording"),
-        (b"", "breaks off before anything was recorded"),
+        (b'{"schema":2,"lockstep":"0.8.0","run":"r","file":1}\n', "its schema is 2, .* with lockstep 0.8.0"),
+        (b"no entries at all", "is not an entry of a recording"),
+        (b"", "ends before the first entry"),
     ],
 )
 def test_what_is_no_recording_of_plans_is_refused(tmp_path: Path, content: bytes, what: str) -> None:

@@ -126,13 +126,13 @@ OPENED = Opened(1, "r0", 2, "prefix", 4)
     ("entries", "what"),
     [
         ([replace(HEADER, schema=99)], "its schema is 99"),
-        ([HEADER, Ended(1, 0)], "entry 2 cannot have happened"),
-        ([HEADER, replace(OPENED, num=0)], "entry 2 cannot have happened"),
+        ([HEADER, Ended(1, 0)], "entry 2 is impossible"),
+        ([HEADER, replace(OPENED, num=0)], "entry 2 is impossible"),
         ([HEADER, replace(OPENED, num=9999)], "at most 1024 replicas"),
-        ([HEADER, replace(OPENED, policy="nearest")], "entry 2 cannot have happened"),
-        ([HEADER, OPENED, Ended(1, -1)], "no replica -1"),
-        ([HEADER, OPENED, Learned(1, 0, ((0, 99999999999),))], "entry 3 cannot"),
-        ([HEADER, Resumed(1, "r0", "prefix", 4, (0,), (0, 1), 3, ((),), ())], "others than its 1 replicas"),
+        ([HEADER, replace(OPENED, policy="nearest")], "entry 2 is impossible"),
+        ([HEADER, OPENED, Ended(1, -1)], "unknown replica -1"),
+        ([HEADER, OPENED, Learned(1, 0, ((0, 99999999999),))], "entry 3 is impossible"),
+        ([HEADER, Resumed(1, "r0", "prefix", 4, (0,), (0, 1), 3, ((),), ())], "replicas outside of its 1"),
     ],
 )
 def test_entries_that_cannot_be_are_refused(tmp_path: Path, entries: list[EntryStruct], what: str) -> None:
@@ -145,9 +145,9 @@ def test_entries_that_cannot_be_are_refused(tmp_path: Path, entries: list[EntryS
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b'{"schema":2,"lockstep":"0.8.0","run":"r","file":1,"gap":""}\n', "its schema is 2, .* by lockstep 0.8.0"),
-        (b"no entries at all", "is no entry of a recording"),
-        (b"", "breaks off before anything was recorded"),
+        (b'{"schema":2,"lockstep":"0.8.0","run":"r","file":1,"gap":""}\n', "its schema is 2, .* with lockstep 0.8.0"),
+        (b"no entries at all", "is not an entry of a recording"),
+        (b"", "ends before the first entry"),
     ],
 )
 def test_what_is_no_recording_of_routes_is_refused(tmp_path: Path, content: bytes, what: str) -> None:

@@ -159,11 +159,11 @@ def test_a_recorded_engine_stands_where_its_simulation_stood(tmp_path: Path) -> 
     assert recorded.num_active == simulated.num_active
     stood = {
         seq_id: (each.state, each.priority, each.num_prompt_tokens, each.num_held_blocks)
-        for seq_id, each in simulated.standings.items()
+        for seq_id, each in simulated.unfinished.items()
     }
     assert {
         seq_id: (each.state, each.priority, each.num_prompt_tokens, each.num_held_blocks)
-        for seq_id, each in recorded.standings.items()
+        for seq_id, each in recorded.unfinished.items()
     } == stood
     assert recorded_snapshot("B", trace, 7, 0, place) is None, "there is no such engine"
 
@@ -177,7 +177,7 @@ def test_two_runs_are_compared_as_recordings_are(tmp_path: Path) -> None:
     (other,) = diff_traces(open_trace(a), open_trace(b), 0)
     assert other.diff.divergence is not None
     assert other.diff.fields == ("max_num_seqs",)
-    with pytest.raises(TraceError, match="no engine 3 is in either recording; there are 0"):
+    with pytest.raises(TraceError, match="neither recording has an engine 3; their engines are 0"):
         diff_traces(open_trace(a), open_trace(b), 3)
 
 
@@ -199,5 +199,5 @@ def test_a_run_that_breaks_off_is_read_as_far_as_it_came(tmp_path: Path) -> None
 
 
 def test_a_recording_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the recording cannot be written there"):
+    with pytest.raises(UsageError, match="cannot write the recording"):
         RunRecording(tmp_path / "absent" / "run.lstrace", crowd(), LIMITS, COST)

@@ -224,5 +224,5 @@ def test_hostile_names_stay_json(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the trace cannot be written there"):
+    with pytest.raises(UsageError, match="cannot write the trace"):
         PerfettoWriter(tmp_path / "absent" / "trace.json", "few.json")

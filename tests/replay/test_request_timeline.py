@@ -125,7 +125,7 @@ def test_the_command_shows_one_request_and_rejects_unknown_ones(
     assert verdict.endswith("identical")
     assert head == "request request-7: 1 sequence"
     assert re.fullmatch(
-        r"sequence 4 of engine [01] \(beta\): 22 prompt tokens(, \d+ of them cached)?; 17 new ones; ended: length",
+        r"sequence 4 of engine [01] \(beta\): 22 prompt tokens( \(\d+ cached\))?; 17 output tokens; ended: length",
         first,
     )
     assert rest[-1].startswith("  tokens: ")
@@ -139,7 +139,7 @@ def test_the_command_shows_one_request_and_rejects_unknown_ones(
     assert invoke(["replay", "--execute", str(folder), "--model", "stub://alpha", "--request", "request-7"]) == 2
     assert "no request 'request-7' of this model" in capsys.readouterr().err
     assert invoke(["replay", "--verify", str(folder), "--request", "nobody-s"]) == 2
-    assert "no request 'nobody-s' is recorded there" in capsys.readouterr().err
+    assert "the recording has no request 'nobody-s'" in capsys.readouterr().err
     assert invoke(["replay", str(folder), "--request", "request-7"]) == 2
     assert "which --verify TRACE or --execute TRACE names" in capsys.readouterr().err
 

@@ -78,7 +78,7 @@ def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
     assert faulty
     for _, found in faulty:
         assert found.diverged is not None
-        assert "the state that the next file begins with" in found.diverged.what
+        assert "the state at the start of the next file" in found.diverged.what
 
 
 def test_checkpoints_of_another_version_are_passed_over_and_every_step_is_decided(tmp_path: Path) -> None:

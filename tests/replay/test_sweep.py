@@ -53,8 +53,8 @@ def test_the_last_axis_changes_fastest() -> None:
         (["max_num_seqs=1,,2"], "write field=value,value"),
         (["max_num_seq=1"], "did you mean max_num_seqs"),
         (["max_num_seqs=1", "max_num_seqs=2"], "twice"),
-        (["max_num_seqs=1,1"], "a value twice"),
-        ([], "there is no grid"),
+        (["max_num_seqs=1,1"], "repeats a value"),
+        ([], "no grid to sweep"),
         ([f"max_num_seqs={','.join(map(str, range(MAX_CONFIGS + 1)))}"], "1,025 combinations"),
     ],
 )
@@ -109,5 +109,5 @@ def test_metrics_have_the_names_of_the_report_or_short_ones() -> None:
     assert metric_named("ttft_p99", {"latency_ms.ttft.p99": 1, "latency_ticks.ttft.p99": 1}) == "latency_ms.ttft.p99"
     assert metric_named("output_tokens_per_s", names) == "output_tokens_per_s"
     assert short_name("latency_ms.tpot.mean") == "tpot_mean"
-    with pytest.raises(UsageError, match=r"did you mean ttft_p99.*There are requests,"):
+    with pytest.raises(UsageError, match=r"did you mean ttft_p99.*The metrics are requests,"):
         metric_named("tfft_p99", names)

@@ -110,7 +110,7 @@ def test_a_damaged_recording_is_reported_and_fails_verification(
     assert verify_trace(folder, as_json=False) == 1
     said = capsys.readouterr()
     first, *told = said.out.splitlines()
-    assert first.endswith(", identical, but the files are not as they were recorded")
+    assert first.endswith(", identical, but the files differ from the recorded ones")
     assert len(told) >= len(expected)
     is_hole = HOLES.issuperset(expected)
     assert ("--allow-gaps" in said.err) == is_hole
@@ -171,7 +171,7 @@ def test_a_cut_file_is_reported_with_its_byte_and_the_missing_steps(folder: Path
     assert (finding.kind, finding.file, finding.byte) == (Kind.CUT, path.name, size)
     assert finding.loss is not None
     assert finding.loss.steps == {0: all_steps - found.counts["steps"]}
-    assert f"{path.name} breaks off at byte {size}" in str(finding)
+    assert f"{path.name} ends early at byte {size}" in str(finding)
     assert f"{finding.loss.steps[0]} steps of engine 0" in str(finding)
 
 
@@ -184,7 +184,7 @@ def test_the_newest_file_may_break_off_as_after_a_kill(folder: Path, capsys: pyt
     assert verify_trace(folder, as_json=False) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith(", identical")
-    assert f"{path.name} breaks off at byte {path.stat().st_size}; it was read as far as that" in said[1]
+    assert f"{path.name} ends early at byte {path.stat().st_size}; it was read up to there" in said[1]
 
 
 def test_swapped_files_are_read_in_the_order_of_what_they_hold(folder: Path, whole: dict[str, bytes]) -> None:
@@ -249,7 +249,7 @@ def test_missing_plans_are_noticed_too(tmp_path: Path, monkeypatch: pytest.Monke
     assert [each.kind for each in verify_plans(tmp_path).findings] == [Kind.MISSING, Kind.EMPTY]
     for path in files_in(tmp_path, PLAN_SUFFIX):
         path.write_bytes(b"")
-    with pytest.raises(TraceError, match="breaks off before anything was recorded"):
+    with pytest.raises(TraceError, match="ends before the first entry"):
         verify_plans(tmp_path)
 
 

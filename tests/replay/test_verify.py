@@ -145,7 +145,7 @@ def test_turns_are_taken_again(copy: Path) -> None:
     assert diverged is not None
     assert diverged.engine == -1
     assert diverged.step > sum(isinstance(entry, Turn) for entry in entries[:longer])
-    assert "it is the turn of" in diverged.what
+    assert "the scheduler chooses" in diverged.what
 
 
 MUTATIONS = {

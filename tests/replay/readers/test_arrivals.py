@@ -71,13 +71,15 @@ def test_a_limit_reads_no_further() -> None:
 
 
 def test_arrivals_that_run_backwards_are_named() -> None:
-    with pytest.raises(TraceError, match=r"f:2: it arrives before the request above it"):
+    with pytest.raises(TraceError, match=r"f:2: arrives before the request above it"):
         arrivals_of([0, 5, 4], ReadOptions())
 
 
 def test_a_stamp_that_everybody_shares_cannot_be_spread() -> None:
     endless = (WorkloadRequest(str(index), 1, 1, 1, 0, place=f"f:{index}") for index in count())
-    with pytest.raises(TraceError, match=f"f:{MAX_SAME_STAMP}: over {MAX_SAME_STAMP} requests share a stamp"):
+    with pytest.raises(
+        TraceError, match=f"f:{MAX_SAME_STAMP}: more than {MAX_SAME_STAMP} requests have the same timestamp"
+    ):
         list(islice(shaped(endless, ReadOptions(dequantize_seed=0)), 1))
 
 

@@ -49,7 +49,7 @@ def test_one_file_of_it_will_do_whatever_it_is_called(folder: Path, tmp_path: Pa
 def test_an_engine_that_is_not_there_is_refused(folder: Path) -> None:
     with pytest.raises(TraceError, match="has no engine 3"):
         read_workload(folder / "flight", ReadOptions(engine=3))
-    with pytest.raises(UsageError, match=r"result\.json is no recording"):
+    with pytest.raises(UsageError, match=r"result\.json is not a recording"):
         read_workload(folder / "result.json", ReadOptions(engine=0))
 
 

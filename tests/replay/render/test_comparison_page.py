@@ -39,10 +39,10 @@ def test_both_sides_are_drawn_in_every_chart_without_network_requests(visit: Vis
 def test_it_tells_where_they_part_why_and_on_how_few_requests(visit: Visit, diffed: Path) -> None:
     page = visit.open(diffed)
     told = page.locator(".finding")
-    expect(told).to_contain_text("then another admission:")
+    expect(told).to_contain_text("first difference (admission):")
     expect(told).to_contain_text("waits: 3 of 3 sequences run")
-    expect(told).to_contain_text("decided by max_num_seqs: with max_num_seqs = 3 in the place of 16")
-    expect(told).to_contain_text("none of them can be left out")
+    expect(told).to_contain_text("decided by max_num_seqs: with max_num_seqs = 3 instead of 16")
+    expect(told).to_contain_text("none of them can be removed")
     assert page.locator("#plans tbody tr").count() > 3
     assert page.locator("#settings tbody tr").all_inner_texts() == ["max_num_seqs\t16\t3"]
 
@@ -50,8 +50,8 @@ def test_it_tells_where_they_part_why_and_on_how_few_requests(visit: Visit, diff
 def test_figures_stand_beside_each_other_with_what_changed(visit: Visit, diffed: Path) -> None:
     page = visit.open(diffed)
     rows = {row.split("\t")[0]: row.split("\t")[1:] for row in page.locator("#figures tr").all_inner_texts()}
-    assert rows["most running"][:3] != rows["most running"][1:]
-    a, b, change, percent = rows["most running"]
+    assert rows["maximum running"][:3] != rows["maximum running"][1:]
+    a, b, change, percent = rows["maximum running"]
     assert (int(a), int(b), int(change)) == (int(a), 3, 3 - int(a))
     assert percent == f"{100 * (3 - int(a)) / int(a):+.1f} %"
     assert page.locator("#latencies tbody").count() == 5
@@ -109,7 +109,7 @@ def test_runs_of_other_lengths_and_units_share_a_picture(visit: Visit, tmp_path:
     assert page.locator("#range").inner_text().startswith("all: tick 0 to ")
     assert not page.get_by_label("ticks", exact=True).is_visible()
     assert page.locator("#chart-running canvas").evaluate(PAINTED) > 8
-    assert "A: Every one of the " in page.locator("#timeline .hint").inner_text()
+    assert "A: The charts show all " in page.locator("#timeline .hint").inner_text()
     assert page.locator("#chart-lanes").count() == page.locator("#requests").count() == 0
 
 

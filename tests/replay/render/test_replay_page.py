@@ -144,7 +144,7 @@ def test_a_long_replay_is_drawn_in_spans_with_a_hint(visit: Visit, tmp_path: Pat
     assert path.stat().st_size < 1_500_000
     page = visit.open(path)
     hint = page.locator("#timeline .hint").inner_text()
-    assert "in a row are drawn as one" in hint
+    assert "consecutive ticks of" in hint
     assert page.locator("#chart-lanes").count() == 0
     assert page.locator("#timeline canvas").first.evaluate(PAINTED) > 8
     assert page.locator("#ticks tbody tr").count() == MAX_LINES

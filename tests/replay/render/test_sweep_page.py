@@ -87,7 +87,7 @@ def test_the_table_has_all_and_marks_the_front_and_the_cheapest(page: Page) -> N
     assert len(rows) == 5
     assert ["★" in row[0] for row in rows] == [True, True, False, True, False]
     assert ["cheapest" in row[0] for row in rows] == [False, False, False, True, False]
-    assert rows[4][-1] == "cannot work: max_num_seqs is 0; at least 1 is needed"
+    assert rows[4][-1] == "invalid: max_num_seqs is 0; at least 1 is needed"
     assert "Cheapest that meets ttft of 250 ms: max_num_seqs=32, order=fair" in page.locator("header").inner_text()
 
 
@@ -150,7 +150,7 @@ def test_a_sweep_is_shown_as_text_and_as_an_object_with_equal_content() -> None:
     assert [cell_text(row[0]) for row in sweep_table(sweep).rows] == ["*", "*", "", "*", ""]
     unit, _, *rest = sweep_notes(sweep)
     assert unit == "times in ms"
-    assert rest == ["max_num_seqs=40, order=fcfs cannot work: max_num_seqs is 0; at least 1 is needed"]
+    assert rest == ["max_num_seqs=40, order=fcfs is invalid: max_num_seqs is 0; at least 1 is needed"]
     assert verdict(sweep) == ""
     assert facts(sweep)["objectives"] == [{"name": TTFT, "better": "less"}, {"name": SPEED, "better": "more"}]
     assert facts(sweep)["common"] == {"block_size": "16"}
