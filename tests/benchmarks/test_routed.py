@@ -60,7 +60,7 @@ def test_a_manifest_without_routing_is_refused(tmp_path: Path) -> None:
     path.write_text("cluster: plain\nmodels:\n  chat:\n    source: stub://chat\n")
     with pytest.raises(UsageError, match="has no routes"):
         RoutedRequests(path)
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot read"):
         RoutedRequests(tmp_path / "nowhere.yaml")
 
 

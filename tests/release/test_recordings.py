@@ -41,7 +41,7 @@ from tests.release.recording import (
     recorded,
     recorded_in_process,
 )
-from tests.replay.recordings import list_again, rewrite_entries
+from tests.replay.recordings import relist, rewrite_entries
 from tests.worker.support import ENDLESS, running
 from tools.random_models import write_gguf
 
@@ -199,7 +199,7 @@ def changed(recording: Path, folder: Path, change: Callable[[list[Entry]], None]
     path = file_of(recording)
     shutil.copy(path, folder)
     rewrite_entries(folder / path.name, change)
-    list_again(folder / path.name)
+    relist(folder / path.name)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Pairs of configs whose first difference is known by hand: a case for each kind of decision and each limit."""
+"""Pairs of configs with a hand-derived first difference: a case for each kind of decision and each limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.replay.workloads import request, workload
 
 
 class Case(NamedTuple):
-    """Two configs that differ in ``fields``, and what is to be found."""
+    """Two configs that differ in ``fields``, with the expected difference."""
 
     workload: Workload
     common: dict[str, Any]
@@ -21,7 +21,7 @@ class Case(NamedTuple):
     change: Change
     about: list[str]
     reasons: list[str]
-    """Parts of sentences."""
+    """Parts of the expected sentences."""
 
 
 THREE = workload(request("r1", 10), request("r2", 10), request("r3", 10))

@@ -1,4 +1,4 @@
-"""What two runs were asked differently is told by the first thing, whatever it is."""
+"""The first difference of two runs' inputs is described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goals as a command line gives them."""
+"""Goals on the command line."""
 
 from __future__ import annotations
 

@@ -193,9 +193,7 @@ def diff_traces(a: Trace, b: Trace, engine: int | None = None, max_steps: int | 
     numbers = sorted({*engines_a, *engines_b})
     if engine is not None:
         if engine not in numbers:
-            raise TraceError(
-                f"neither recording has an engine {engine}; their engines are {', '.join(map(str, numbers))}"
-            )
+            raise TraceError(f"neither recording has an engine {engine}; they have {', '.join(map(str, numbers))}")
         numbers = [engine]
     return tuple(
         _diff_engine(number, a, engines_a.get(number), b, engines_b.get(number), max_steps) for number in numbers
@@ -266,9 +264,7 @@ def differing_command(a: Iterable[Command], b: Iterable[Command]) -> str:
             return f"their commands differ first in {_command_text(x)} in A and {_command_text(y)} in B"
         if x is None or y is None:
             longer, command, shorter = ("A", x, "B") if y is None else ("B", y, "A")
-            return (
-                f"their commands differ: {longer} also has {_command_text(command)}; {shorter} has no further command"
-            )
+            return f"their commands differ: {shorter} ends, and {longer} has {_command_text(command)}"
     return ""
 
 

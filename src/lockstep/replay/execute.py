@@ -190,9 +190,7 @@ class _Engine:
             self._execution.num_requests += 1
         self._engine.drain()
         if not self._hook.added_requests:
-            self._differ(
-                f"the request of sequence {added.seq_id} was accepted when it was recorded and is not accepted here"
-            )
+            self._differ(f"the request of sequence {added.seq_id} is not accepted here")
         seq_id, core_request = self._hook.added_requests.popleft()
         if seq_id != added.seq_id or core_request.num_prompt_tokens != added.request.num_prompt_tokens:
             self._differ(
@@ -206,9 +204,7 @@ class _Engine:
         for seq_id, contents in self._named.items():
             hashes = self._hook.answers.pop(seq_id, ())
             if len(hashes) != len(contents):
-                self._differ(
-                    f"{len(contents)} blocks of sequence {seq_id}'s answer were recorded; here there are {len(hashes)}"
-                )
+                self._differ(f"sequence {seq_id}'s answer has {len(contents)} recorded blocks; here {len(hashes)}")
             self._hashes.update(zip(contents, hashes, strict=True))
         self._named.clear()
 
@@ -223,9 +219,8 @@ class _Engine:
         hashes = [self._hashes[content] for content in filled.contents if content in self._hashes]
         if len(hashes) < len(filled.contents) or any(each not in self._retained for each in hashes[filled.start :]):
             raise TraceError(
-                f"before step {filled.step:,} the recording loads KV of an earlier run, or more KV than is "
-                "retained here "
-                f"({MAX_RETAINED_BYTES >> 30} GiB): verify this recording with --verify instead"
+                f"before step {filled.step:,} the recording loads KV of an earlier run, or more than the "
+                f"{MAX_RETAINED_BYTES >> 30} GiB that are retained here; use --verify instead"
             )
         for place, block in self._engine.scheduler.fill(hashes, filled.start):
             self._engine.model.executor.write_blocks([block], self._retained[hashes[place]])
@@ -248,9 +243,7 @@ class _Engine:
         sampling = compress(step.plan.seq_ids, step.plan.samples)
         for seq_id, tokens in zip(sampling, rows, strict=True):
             if (recorded := step.tokens.get(seq_id, ())) != tuple(tokens):
-                self._differ(
-                    f"the recorded tokens of sequence {seq_id} are {list(recorded)}; here they are {list(tokens)}"
-                )
+                self._differ(f"sequence {seq_id} has the recorded tokens {list(recorded)}; here {list(tokens)}")
         self._execution.num_tokens += sum(map(len, step.tokens.values()))
         if (request := self._execution.request) is not None:
             request.num_tokens += sum(len(step.tokens.get(seq_id, ())) for seq_id in request.sequences)
@@ -391,14 +384,10 @@ def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel, request: Req
 def _check_complete(trace: Trace) -> None:
     if not trace.header.has_content:
         raise TraceError(
-            f"{trace.files[0]}: the recording has no content to execute; record with --trace-content "
-            "(--verify needs no content)"
+            f"{trace.files[0]}: no content to execute; record with --trace-content (--verify needs no content)"
         )
     if not trace.has_beginning:
-        raise TraceError(
-            f"{trace.files[0]}: the recording begins in the middle of a run, because its first files were "
-            "deleted; execute a recording from its start"
-        )
+        raise TraceError(f"{trace.files[0]}: the first files of the run were deleted; --execute needs them")
     if trace.num_runs > 1:
         raise TraceError(f"{trace.files[0].parent}: the folder has {trace.num_runs} runs; name the files of one run")
     trace.check_unbroken("--execute")

@@ -95,10 +95,7 @@ def _wait_reasons(side: Snapshot, seq_id: int) -> list[str]:
                 f"{called(first.name)} has priority {first.priority}, which runs before priority {own.priority}"
             )
         elif side.config.order == "fair" and first.outcome.tenant != own.outcome.tenant:
-            lines.append(
-                f"{called(first.name)} comes first, because tenant {own.outcome.tenant!r} has received at "
-                "least as much service"
-            )
+            lines.append(f"{called(first.name)} precedes: its tenant was served no more than {own.outcome.tenant!r}")
     return list(dict.fromkeys(lines))
 
 

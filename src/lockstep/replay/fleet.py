@@ -86,10 +86,7 @@ class Fleet:
         self, workload: Workload, config: SchedulerConfig, balancer: Balancer, cost: CostModel | None = None
     ) -> None:
         if workload.unit is not ArrivalUnit.PS:
-            raise UsageError(
-                f"{workload.name}: its requests arrive in ticks, which several replicas do not share; use a "
-                "workload with arrivals in time"
-            )
+            raise UsageError(f"{workload.name}: its requests arrive in ticks; a fleet needs arrivals in time")
         self.workload = workload
         self.balancer = balancer
         alone = replace(workload, requests=())

@@ -122,8 +122,6 @@ def parse_goals(text: str, option: str, names: Sequence[str]) -> dict[str, float
         except ValueError:
             limit_ms = -1.0
         if name not in names or not 0 <= limit_ms < math.inf:
-            raise UsageError(
-                f"{option} has {pair!r}; write milliseconds by metric ({', '.join(names)}), such as ttft:500,tpot:50"
-            )
+            raise UsageError(f"{option} has {pair!r}; write ttft:500,tpot:50 (milliseconds of {', '.join(names)})")
         goals[name] = limit_ms
     return goals

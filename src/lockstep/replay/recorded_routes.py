@@ -152,9 +152,7 @@ class _Playback:
         key, balancer = self.groups[group]
         before = self._expected.get(group)
         if before is None or before.balancer.state() != balancer.state():
-            yield RouteDivergence(
-                self._path, number, key, "a different state", "the state at the end of the previous file"
-            )
+            yield RouteDivergence(self._path, number, key, "another state", "the last state of the previous file")
 
     def _choose(self, number: int, entry: Chosen) -> RouteDivergence | None:
         key, balancer = self.groups[entry.group]

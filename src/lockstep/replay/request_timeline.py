@@ -156,9 +156,8 @@ class RequestTimeline:
         """
         if not self.sequences:
             raise TraceError(
-                f"{trace.files[0].parent}: the recording has no request {self.name!r}; the name of a request is the "
-                "x-request-id of its answer. The latest second may not be written yet, and the oldest files may be "
-                "deleted"
+                f"{trace.files[0].parent}: the recording has no request {self.name!r}; its name is the x-request-id "
+                "of its answer. The latest second may not be written yet, and the oldest files may be deleted"
             )
 
     def _begin_file(self, header: Header) -> None:

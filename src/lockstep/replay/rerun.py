@@ -154,9 +154,7 @@ class EngineRerun:
                 try:
                     seq_id = scheduler.add(request_of(command))
                 except (LockstepError, AssertionError) as error:
-                    self._diverge(
-                        f"sequence {command.seq_id} was accepted when it was recorded and is refused here: {error}"
-                    )
+                    self._diverge(f"the recorded sequence {command.seq_id} is refused here: {error}")
                 if seq_id != command.seq_id:
                     self._diverge(f"the recorded sequence {command.seq_id} has the id {seq_id} here")
             case Aborted():
@@ -204,11 +202,8 @@ class EngineRerun:
             DivergedError: a decision differs, or the record is damaged.
         """
         mark = chained(self._chain(), entry.record)[: len(entry.mark)]
-        damage = (
-            ""
-            if mark == entry.mark
-            else f"its recorded digest is {entry.mark.hex()}, the digest of its bytes is {mark.hex()}"
-        )
+        is_valid = mark == entry.mark
+        damage = "" if is_valid else f"its recorded digest is {entry.mark.hex()}, the computed one {mark.hex()}"
         yield from self._decide(entry.record, damage)
         self._is_open = False
 
@@ -225,9 +220,7 @@ class EngineRerun:
         if entry.num_steps != self._next_step:
             self._diverge(f"{entry.num_steps} steps had begun, but there are records of {self._next_step}")
         if entry.digest.hex() != self.fingerprint:
-            self._diverge(
-                f"the recorded digest of all steps is {entry.digest.hex()}, the computed one is {self.fingerprint}"
-            )
+            self._diverge(f"the recorded digest is {entry.digest.hex()}, the computed one {self.fingerprint}")
         if self.timings:
             self._diverge(f"{len(self.timings)} turns began a step that has no record")
 

@@ -230,8 +230,8 @@ class Simulation:
         size, block_size = self.workload.content_size, self.config.block_size
         if size % block_size:
             self.notes.append(
-                f"contents are ignored, so prompts share no blocks: {size} tokens each is not a multiple of "
-                f"block_size {block_size}"
+                f"contents are ignored, so prompts share nothing: {size} tokens are no multiple of block_size "
+                f"{block_size}"
             )
             return 0
         return size

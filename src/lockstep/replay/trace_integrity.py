@@ -224,11 +224,9 @@ def _at_the_end(last: Part) -> Iterator[Finding]:
 
 def _missing(part: Part, first: int, last: int, before: Part | None) -> Finding:
     names = [_name_of(part, number) for number in (first, last)]
-    names_text = (
-        f"{names[0]} is missing" if first == last else f"{last - first + 1} files, {' to '.join(names)}, are missing"
-    )
+    what = f"{names[0]} is missing" if first == last else f"{last - first + 1} files, {' to '.join(names)}, are missing"
     where = f"before {part.path.name}" if before is None else f"between {before.path.name} and {part.path.name}"
-    return Finding(Kind.MISSING, names[0], f"{names_text} {where}", last_missing=last)
+    return Finding(Kind.MISSING, names[0], f"{what} {where}", last_missing=last)
 
 
 def _empty(part: Part) -> Finding:

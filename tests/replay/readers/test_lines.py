@@ -1,4 +1,4 @@
-"""Formats with a request per line: Mooncake, Azure, AIPerf; and the arrays of vllm bench."""
+"""Formats with one request per line: Mooncake, Azure and AIPerf; and the arrays of vllm bench."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def test_an_azure_trace_counts_from_its_first_request_to_the_last_digit(tmp_path
     assert not any(request.contents for request in requests)
 
 
-def test_stamps_with_an_offset_from_utc_are_the_times_that_they_are(tmp_path: Path) -> None:
+def test_timestamps_with_a_utc_offset_are_converted(tmp_path: Path) -> None:
     stamps = ("2024-05-10 00:00:00.009930+00:00", "2024-05-10T02:00:01.009930+02:00", "2024-05-10 00:00:02Z")
     text = "\n".join([AZURE_HEADER, *(f"{stamp},1,1" for stamp in stamps)])
     assert [request.arrival // PS_PER_MS for request in requests_in(tmp_path, text)] == [0, 1000, 1990]
 
 
 def test_aiperf_records_are_sorted_by_their_start(tmp_path: Path) -> None:
-    """The whole output counts, reasoning too; records come in the order in which requests ended."""
+    """The whole output counts, including reasoning; records are in the order in which requests ended."""
     first, second = requests_in(tmp_path, AIPERF)
     assert (first.num_prompt_tokens, first.num_output_tokens, first.arrival) == (10, 3, 0)
     assert (second.num_prompt_tokens, second.num_output_tokens, second.arrival) == (40, 8, 1_000_000_500_000)
 
 
-def test_aiperf_failures_are_load_and_warm_up_is_not(tmp_path: Path) -> None:
+def test_aiperf_failures_count_as_load_and_warm_up_does_not(tmp_path: Path) -> None:
     failed = aiperf_record(5, error_isl=33) | {"error": {"code": 500, "type": "x", "message": "y"}}
     warm = aiperf_record(1, input_sequence_length=9, output_sequence_length=9)
     warm["metadata"]["benchmark_phase"] = "warmup"
@@ -75,8 +75,8 @@ def test_aiperf_failures_are_load_and_warm_up_is_not(tmp_path: Path) -> None:
     ]
 
 
-def test_a_bench_result_is_the_requests_that_it_sent(tmp_path: Path) -> None:
-    """In order of their start; what failed counts with at least one token; NaN in measurements is nobody's business."""
+def test_a_bench_result_has_the_requests_that_it_sent(tmp_path: Path) -> None:
+    """Requests are in order of their start; a failed one has at least one token; NaN in measurements is ignored."""
     requests = requests_in(tmp_path, VLLM_BENCH)
     assert [(each.name, each.num_prompt_tokens, each.num_output_tokens, each.arrival) for each in requests] == [
         ("1", 20, 1, 0),
@@ -85,7 +85,7 @@ def test_a_bench_result_is_the_requests_that_it_sent(tmp_path: Path) -> None:
     ]
 
 
-def test_our_own_bench_writes_what_is_read() -> None:
+def test_results_of_bench_serve_can_be_read() -> None:
     assert {"input_lens", "output_lens", "start_times"} <= set(per_request([]))
 
 
@@ -109,7 +109,7 @@ def test_our_own_bench_writes_what_is_read() -> None:
         ('{"timestamp": 9000, "input_length": 1, "timestamp": 9000}', "'timestamp' appears twice"),
     ],
 )
-def test_a_wrong_mooncake_line_is_named(tmp_path: Path, row: str, message: str) -> None:
+def test_an_invalid_mooncake_line_is_refused_with_its_number(tmp_path: Path, row: str, message: str) -> None:
     with pytest.raises(TraceError, match=rf"^file:5: .*{message}") as refused:
         requests_in(tmp_path, f"{MOONCAKE}\n{row}\n")
     assert "\n" not in str(refused.value)
@@ -133,14 +133,14 @@ def test_a_wrong_mooncake_line_is_named(tmp_path: Path, row: str, message: str) 
         (f"{'x' * 200_000},1,1", "not CSV"),
     ],
 )
-def test_a_wrong_azure_line_is_named(tmp_path: Path, row: str, message: str) -> None:
+def test_an_invalid_azure_line_is_refused_with_its_number(tmp_path: Path, row: str, message: str) -> None:
     with pytest.raises(TraceError, match=rf"^file:3: .*{message}") as refused:
         requests_in(tmp_path, f"{AZURE_HEADER}\r\n{AZURE_ROW}\r\n{row}\r\n")
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("header", ["TIMESTAMP,ContextTokens", "Timestamp,Context,Generated", "TIMESTAMP;a;b"])
-def test_other_columns_are_named_beside_those_that_are_needed(tmp_path: Path, header: str) -> None:
+def test_unexpected_columns_are_listed_with_the_expected_ones(tmp_path: Path, header: str) -> None:
     with pytest.raises(TraceError, match=rf"file:1: the columns are '{header}'; TIMESTAMP,ContextTokens,Gen"):
         requests_in(tmp_path, f"{header}\n{AZURE_ROW}\n")
 
@@ -157,7 +157,9 @@ def test_other_columns_are_named_beside_those_that_are_needed(tmp_path: Path, he
         ({"metadata": {"request_start_ns": 1}, "metrics": None}, "metrics is None"),
     ],
 )
-def test_a_wrong_aiperf_record_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+def test_an_invalid_aiperf_record_is_refused_with_its_line(
+    tmp_path: Path, record: dict[str, Any], message: str
+) -> None:
     with pytest.raises(TraceError, match=rf"^file:3: .*{message}"):
         requests_in(tmp_path, AIPERF + json.dumps(record))
 
@@ -174,7 +176,7 @@ def test_a_wrong_aiperf_record_is_named(tmp_path: Path, record: dict[str, Any], 
         ({"input_lens": [], "output_lens": [], "start_times": []}, "has no requests"),
     ],
 )
-def test_a_wrong_bench_result_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_bench_result_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     result = {key: value for key, value in (json.loads(VLLM_BENCH) | changes).items() if value is not None}
     with pytest.raises(TraceError, match=message):
         requests_in(tmp_path, json.dumps(result))

@@ -1,4 +1,4 @@
-"""Our own workload files."""
+"""Lockstep's workload files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE = '{"id": 1, "prompt_tokens": 40, "max_output_tokens": 2%s}'
 
 
 def test_every_field_of_a_request_is_read_in_order_of_arrival(tmp_path: Path) -> None:
-    """A request without ``output_tokens`` gets all that it may; hash names become dense ids; places are lines."""
+    """Without ``output_tokens`` a request generates its maximum; names of hashes become dense ids; places are lines."""
     assert read_workload(written(tmp_path, WORKLOAD)) == Workload(
         "file",
         (
@@ -36,13 +36,13 @@ def test_every_field_of_a_request_is_read_in_order_of_arrival(tmp_path: Path) ->
     )
 
 
-def test_the_config_makes_a_scheduler(tmp_path: Path) -> None:
+def test_the_config_of_a_file_creates_a_scheduler(tmp_path: Path) -> None:
     config = config_for(read_workload(written(tmp_path, WORKLOAD)))
     assert (config.block_size, config.num_blocks, config.chunking) == (16, 20, False)
 
 
-def test_milliseconds_are_exact_whatever_their_fraction(tmp_path: Path) -> None:
-    """0.1 ms is a tenth, not the binary number next to it; below a picosecond nothing counts."""
+def test_fractional_milliseconds_are_exact(tmp_path: Path) -> None:
+    """0.1 ms is an exact tenth and not the nearest binary number; digits below a picosecond are dropped."""
     requests = ", ".join(
         f'{{"id": {index}, "prompt_tokens": 1, "max_output_tokens": 1, "arrival_ms": {written_ms}}}'
         for index, written_ms in enumerate(("0", "0.1", "0.30", "1e2", "100.0000000019"))
@@ -60,10 +60,10 @@ def test_milliseconds_are_exact_whatever_their_fraction(tmp_path: Path) -> None:
     newline=st.sampled_from(["\n", "\r\n"]),
     first=st.booleans(),
 )
-def test_any_layout_is_read_with_its_lines(
+def test_any_json_layout_is_read_with_line_numbers(
     arrivals: list[int], indent: int | str | None, newline: str, first: bool
 ) -> None:
-    """Requests of one tick stay in the file's order, and each place is the line where the request begins."""
+    """Requests of one tick stay in the order of the file, and each place is the line where the request begins."""
     requests: list[dict[str, Any]] = [
         {"id": f"r{index}", "prompt_tokens": index + 1, "max_output_tokens": 5, "arrival_tick": tick}
         for index, tick in enumerate(arrivals)
@@ -107,7 +107,7 @@ def test_any_layout_is_read_with_its_lines(
         (ONE % ', "tenant": 7', "tenant is 7; it must be text"),
         (ONE % ', "tenant": "a\\nb"', r"tenant is 'a\\nb'; it must be text"),
         (ONE % ', "prefix_hashes": "a"', "prefix_hashes is 'a'; it must be a list"),
-        (ONE % ', "prefix_hashes": ["a", "b", "c", "d"]', "4 prefix_hashes, but 40 tokens fill 3 blocks of 16"),
+        (ONE % ', "prefix_hashes": ["a", "b", "c", "d"]', "4 prefix_hashes for 40 tokens, 3 blocks of 16 each"),
         (ONE % ', "prefix_hashes": [-1]', "a prefix hash is -1"),
         (ONE % ', "prefix_hashes": [[]]', r"a prefix hash is \[\]"),
         ('{"id": true, "prompt_tokens": 1, "max_output_tokens": 1}', "id is True"),
@@ -119,7 +119,7 @@ def test_any_layout_is_read_with_its_lines(
         ("[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_wrong_request_is_named_by_its_line(tmp_path: Path, request_text: str, message: str) -> None:
+def test_an_invalid_request_is_refused_with_its_line(tmp_path: Path, request_text: str, message: str) -> None:
     first = '{"id": "first", "prompt_tokens": 1, "max_output_tokens": 1}'
     text = f'{{"config": {{"block_size": 16}}, "requests": [\n{first},\n{request_text}\n]}}'
     with pytest.raises(TraceError, match=f"^file:3: .*{message}") as refused:
@@ -158,7 +158,7 @@ def test_a_wrong_request_is_named_by_its_line(tmp_path: Path, request_text: str,
         ),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(TraceError, match=message) as refused:
         read_workload(written(tmp_path, text))
     assert "\n" not in str(refused.value)

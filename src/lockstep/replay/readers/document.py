@@ -33,9 +33,8 @@ def read_text(stream: BinaryIO, name: str) -> str:
     content = stream.read(MAX_DOCUMENT_BYTES + 1)
     if len(content) > MAX_DOCUMENT_BYTES:
         raise TraceError(
-            f"{name} is a JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB; use a format with one "
-            "request per line "
-            "(Mooncake, Azure), which may have any size"
+            f"{name} is a JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB; use a format with a request per "
+            "line (Mooncake, Azure), which may have any size"
         )
     try:
         return content.decode().removeprefix("\ufeff")

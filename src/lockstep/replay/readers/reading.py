@@ -139,9 +139,7 @@ def _sorted(rows: Iterable[WorkloadRequest]) -> list[WorkloadRequest]:
     requests: list[WorkloadRequest] = []
     for row in rows:
         if len(requests) == MAX_UNSORTED:
-            raise TraceError(
-                f"{row.place}: more than {MAX_UNSORTED} requests in unsorted lines; sort the file or shorten it"
-            )
+            raise TraceError(f"{row.place}: more than {MAX_UNSORTED} requests in unsorted lines; shorten the file")
         requests.append(row)
     return sorted(requests, key=lambda request: request.arrival)
 
@@ -286,9 +284,6 @@ def _spread(timed: Iterable[Timed], seed: int) -> Iterator[Timed]:
             yield from apart()
             together.clear()
         if len(together) == MAX_SAME_STAMP:
-            raise TraceError(
-                f"{request.place}: more than {MAX_SAME_STAMP} requests have the same timestamp, so they cannot be "
-                "spread; omit the seed"
-            )
+            raise TraceError(f"{request.place}: more than {MAX_SAME_STAMP} equal timestamps; they cannot be spread")
         together.append((arrival, request))
     yield from apart()

@@ -59,9 +59,7 @@ def numbered_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
         if not line:
             return
         if len(line) > MAX_LINE_BYTES:
-            raise TraceError(
-                f"{name}:{number}: a line is longer than {MAX_LINE_BYTES >> 20} MiB, so this is not a trace"
-            )
+            raise TraceError(f"{name}:{number}: not a trace: a line is longer than {MAX_LINE_BYTES >> 20} MiB")
         try:
             text = line.decode()
         except UnicodeDecodeError as error:

@@ -87,11 +87,7 @@ def _rest(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> Iterator[str]:
     if reproducer is not None:
         requests = list(reproducer.workload.requests)
         size = f"{len(requests)} of the first {found.num_arrived:,} requests"
-        how = (
-            "none of them can be removed"
-            if reproducer.is_minimal
-            else "the search reached its limit, so fewer may suffice"
-        )
+        how = "none of them can be removed" if reproducer.is_minimal else "the search reached its limit: fewer may do"
         yield f"reproducer: {size} show it in step {reproducer.divergence.num_equal_steps:,}; {how}"
         yield "  requests " + ", ".join(request.name for request in requests)
 
