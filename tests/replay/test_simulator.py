@@ -146,9 +146,7 @@ def test_contents_that_are_not_multiples_of_blocks_are_dropped_with_a_warning() 
     pair = workload(*(request(name, 48, 2, contents=(7, 8)) for name in "ab"), content_size=24)
     replay = Simulation(pair, config()).run()
     assert replay.stats.prefix_queries_tokens == 0
-    assert replay.notes == (
-        "contents are ignored, so prompts share nothing: 24 tokens are no multiple of block_size 16",
-    )
+    assert replay.notes == ("contents are ignored, so nothing is shared: 24 tokens are no multiple of block_size 16",)
 
 
 def test_a_content_stands_for_as_many_blocks_as_fit_into_it() -> None:

@@ -230,8 +230,7 @@ class Simulation:
         size, block_size = self.workload.content_size, self.config.block_size
         if size % block_size:
             self.notes.append(
-                f"contents are ignored, so prompts share nothing: {size} tokens are no multiple of block_size "
-                f"{block_size}"
+                f"contents are ignored, so nothing is shared: {size} tokens are no multiple of block_size {block_size}"
             )
             return 0
         return size

@@ -107,7 +107,7 @@ def test_any_json_layout_is_read_with_line_numbers(
         (ONE % ', "tenant": 7', "tenant is 7; it must be text"),
         (ONE % ', "tenant": "a\\nb"', r"tenant is 'a\\nb'; it must be text"),
         (ONE % ', "prefix_hashes": "a"', "prefix_hashes is 'a'; it must be a list"),
-        (ONE % ', "prefix_hashes": ["a", "b", "c", "d"]', "4 prefix_hashes for 40 tokens, 3 blocks of 16 each"),
+        (ONE % ', "prefix_hashes": ["a", "b", "c", "d"]', "4 prefix_hashes for 40 tokens, 3 blocks of 16"),
         (ONE % ', "prefix_hashes": [-1]', "a prefix hash is -1"),
         (ONE % ', "prefix_hashes": [[]]', r"a prefix hash is \[\]"),
         ('{"id": true, "prompt_tokens": 1, "max_output_tokens": 1}', "id is True"),

@@ -133,8 +133,7 @@ class _Reading:
         most = -(-num_prompt // self._block_size)
         if len(hashes) > most:
             raise TraceError(
-                f"{place}: {len(hashes)} prefix_hashes for {num_prompt} tokens, {most} blocks of "
-                f"{self._block_size} each"
+                f"{place}: {len(hashes)} prefix_hashes for {num_prompt} tokens, {most} blocks of {self._block_size}"
             )
         return tuple([self._content_id(each, place) for each in hashes])
 
