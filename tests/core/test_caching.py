@@ -146,7 +146,7 @@ def test_the_device_blocks_of_an_ended_preempted_sequence_stay_cached() -> None:
 @pytest.mark.parametrize(
     ("limits", "has_hashes"), [({"enable_prefix_caching": False}, True), ({}, False)], ids=["nothing", "no hashes"]
 )
-def test_naming_an_answer_without_full_blocks_has_no_effect(limits: dict[str, bool], has_hashes: bool) -> None:
+def test_naming_an_answer_without_hashes_or_caching_has_no_effect(limits: dict[str, bool], has_hashes: bool) -> None:
     """Nothing is published; a prompt without hashes would leave a gap in the chain."""
     core = scheduler(**limits)
     core.add(replace(prompt(8, 9), block_hashes=prompt(8).block_hashes if has_hashes else ()))

@@ -58,7 +58,9 @@ def test_recordings_verify_if_requests_ended_before_a_rotation(
     print(dict(seen))
 
 
-def test_a_checkpoint_without_cleared_rows_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_empty_plans_change_is_detected_in_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The original defect: the rows of the last step are frozen, and only a live scheduler plans empty steps."""
     decide, plain_state = Scheduler.schedule, Scheduler.state
 
