@@ -121,7 +121,7 @@ def test_two_runs_are_two_reports(trace: str, capsys: pytest.CaptureFixture[str]
         (["FILE", "--set", "max_num_seq=3"], "'max_num_seq'; did you mean max_num_seqs"),
         (["FILE", "--set-b", "order=best"], "order is 'best'; it must be fcfs, priority or fair"),
         (["FILE", "--set", "max_num_seqs=0"], "max_num_seqs is 0; it must be"),
-        (["FILE", "--slo", "ttfb:5"], "--slo has 'ttfb:5'; write milliseconds by metric"),
+        (["FILE", "--slo", "ttfb:5"], "--slo has 'ttfb:5'; write ttft:500,tpot:50"),
         (["FILE", "--tick-ms", "-1"], "a step cannot take -1.0 ms"),
         (["FILE", "--tick-ms", "1", "--cost", "FILE"], "give one of them"),
         (["FILE", "--cost", "FILE"], "is not a cost model"),

@@ -148,7 +148,7 @@ def test_an_invalid_config_file_is_reported_in_one_line(
         (("diff", "w.json", "--set-b", "max_num_sequences=3"), "did you mean max_num_seqs"),
         (("sweep", "w.json"), "no grid to sweep"),
         (("sweep", "w.json", "--grid", "max_num_seqs=1,2", "--set", "max_num_seqs=3"), "by --set and by --grid"),
-        (("sweep", "w.json", "--grid", "max_num_seqs=1", "--slo", "speed:3"), "such as ttft:500,tpot:50"),
+        (("sweep", "w.json", "--grid", "max_num_seqs=1", "--slo", "speed:3"), "write ttft:500,tpot:50"),
         (("sweep", "w.json", "--grid", "max_num_seqs=1", "--objective", "ttft"), "no report has a metric 'ttft'"),
     ],
 )

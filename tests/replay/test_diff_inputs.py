@@ -61,12 +61,12 @@ ADDED = Added(0, 3, 7, Request(40, allows_forced=False), 0, ())
         (
             [ADDED, CacheReset(0, 9)],
             [ADDED],
-            "A also has a reset of the prefix cache before step 9; B has no further command",
+            "B ends, and A has a reset of the prefix cache before step 9",
         ),
         (
             [Named(0, 4, 7, (1, 2), True)],
             [],
-            "A also has 2 blocks of the answer of request 7 to publish before step 4; B has no further command",
+            "B ends, and A has 2 blocks of the answer of request 7 to publish before step 4",
         ),
         (
             [Unpinned(0, 4, (1, 2))],

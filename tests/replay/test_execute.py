@@ -87,4 +87,4 @@ def test_a_differing_number_of_answer_blocks_is_reported(folder: Path, tmp_path:
     rewrite_entries(copied, shorten)
     [execution] = execute(open_trace(copied), SOURCE)
     assert execution.diverged is not None
-    assert "1 blocks of sequence 2's answer were recorded; here" in execution.diverged.what
+    assert "sequence 2's answer has 1 recorded blocks" in execution.diverged.what

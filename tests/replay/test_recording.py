@@ -177,7 +177,7 @@ def test_recordings_of_simulations_can_be_diffed(tmp_path: Path) -> None:
     (other,) = diff_traces(open_trace(a), open_trace(b), 0)
     assert other.diff.divergence is not None
     assert other.diff.fields == ("max_num_seqs",)
-    with pytest.raises(TraceError, match="neither recording has an engine 3; their engines are 0"):
+    with pytest.raises(TraceError, match="neither recording has an engine 3; they have 0"):
         diff_traces(open_trace(a), open_trace(b), 3)
 
 

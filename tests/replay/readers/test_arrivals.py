@@ -78,9 +78,7 @@ def test_unsorted_arrivals_are_refused_with_their_line() -> None:
 
 def test_too_many_equal_timestamps_are_refused() -> None:
     endless = (WorkloadRequest(str(index), 1, 1, 1, 0, place=f"f:{index}") for index in count())
-    with pytest.raises(
-        TraceError, match=f"f:{MAX_SAME_STAMP}: more than {MAX_SAME_STAMP} requests have the same timestamp"
-    ):
+    with pytest.raises(TraceError, match=f"f:{MAX_SAME_STAMP}: more than {MAX_SAME_STAMP} equal timestamps"):
         list(islice(shaped(endless, ReadOptions(dequantize_seed=0)), 1))
 
 

@@ -217,7 +217,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, MOONCAKE)
     with path.open("ab") as file:
         file.truncate(4 * MAX_LINE_BYTES)  # a hole: zeros without a newline
-    with pytest.raises(TraceError, match="file:4: a line is longer than 16 MiB"):
+    with pytest.raises(TraceError, match="file:4: not a trace: a line is longer than 16 MiB"):
         peak_bytes(path, ReadOptions())
 
 
@@ -239,7 +239,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused_in_bounded_memory(tmp
     assert (tmp_path / "bomb").stat().st_size < 1 << 20
     tracemalloc.start()
     try:
-        with pytest.raises(TraceError, match="bomb:4: a line is longer than 16 MiB"):
+        with pytest.raises(TraceError, match="bomb:4: not a trace: a line is longer than 16 MiB"):
             list(read_workload(tmp_path / "bomb").requests)
         assert tracemalloc.get_traced_memory()[1] < 128 << 20
     finally:

@@ -127,7 +127,7 @@ def test_a_manifest_of_another_schema_is_refused_by_its_number(tmp_path: Path, m
     manifest = FolderManifest(tmp_path)
     manifest.put(Listed("a", State.OPEN))
     monkeypatch.undo()
-    with pytest.raises(TraceError, match="its schema is 99, this version reads schema 1"):
+    with pytest.raises(TraceError, match="its schema is 99, and this version reads 1"):
         read_manifest(manifest.path)
 
 
