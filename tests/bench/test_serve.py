@@ -165,7 +165,7 @@ def test_what_does_not_fit_in_memory_is_read_and_written_during_the_run(
     standin: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, _ = standin()
-    monkeypatch.setattr(runner, "KEPT_BYTES", 0)
+    monkeypatch.setattr(runner, "MAX_UNREAD_BYTES", 0)
     monkeypatch.setattr(runner, "PREPARED_BYTES", 0)
     bench(url, *SMALL, "--json")
     result = result_of(capsys)

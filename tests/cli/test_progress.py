@@ -92,6 +92,6 @@ def test_a_terminal_has_bars_and_keeps_what_is_done(capsys: pytest.CaptureFixtur
 def test_a_log_for_machines_has_no_bars(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     caplog.set_level("INFO", "lockstep")
-    progress = ServingProgress.for_this("json")
+    progress = ServingProgress.of_process("json")
     progress.update("a", "pack", 0.0)
     assert caplog.messages == ["a: packing its weights"]

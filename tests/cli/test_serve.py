@@ -30,7 +30,7 @@ from lockstep.cli.serve_flags import (
     RecordFlags,
     ReportFlags,
     WorkerFlags,
-    answers_to,
+    foreign_flag_warnings,
 )
 from lockstep.engine.options import EngineOptions
 from lockstep.errors import InvalidTextError, UsageError
@@ -357,8 +357,8 @@ def test_a_variable_may_hold_several_keys() -> None:
 
 
 def test_harmless_values_of_foreign_flags_pass() -> None:
-    assert answers_to(ForeignFlags()) == []
-    assert answers_to(ForeignFlags(dtype="auto", tensor_parallel_size=1, load_format="auto")) == []
+    assert foreign_flag_warnings(ForeignFlags()) == []
+    assert foreign_flag_warnings(ForeignFlags(dtype="auto", tensor_parallel_size=1, load_format="auto")) == []
 
 
 def test_no_foreign_flag_is_ignored_in_silence() -> None:
@@ -367,7 +367,7 @@ def test_no_foreign_flag_is_ignored_in_silence() -> None:
     for name, hint in get_type_hints(ForeignFlags).items():
         kind = (get_args(hint) or (hint,))[0]
         try:
-            answers = answers_to(ForeignFlags(**{name: samples[kind]}))
+            answers = foreign_flag_warnings(ForeignFlags(**{name: samples[kind]}))
         except UsageError as error:
             answers = [str(error)]
         assert any("--" + name.replace("_", "-") in answer for answer in answers), name

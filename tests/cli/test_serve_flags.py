@@ -11,7 +11,7 @@ import typer
 
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.main import command_of, invoke
-from lockstep.cli.serve import decided_options
+from lockstep.cli.serve import engine_options
 from lockstep.cli.serve_flags import ENGINE
 from lockstep.cluster.manifest_keys import engine_keys
 from lockstep.core.policy import SchedulerConfig
@@ -78,7 +78,7 @@ def engine_of(*arguments: str) -> EngineOptions:
 
     @with_flags
     def command(*, engine: Annotated[EngineOptions, ENGINE]) -> None:
-        made.append(decided_options(engine))
+        made.append(engine_options(engine))
 
     reader = typer.Typer()
     reader.command()(command)
