@@ -98,7 +98,7 @@ def test_without_a_model_pocket_is_served_with_a_warning() -> None:
         answer = client.post("/v1/chat/completions", json=json.loads(shlex.split(command)[-1]))
         assert answer.json()["model"] == "pocket"
         [warning] = [line for line in server.stderr.splitlines() if "WARNING" in line]
-    assert "no MODEL is given: pocket answers, the embedded demo model" in warning
+    assert "no MODEL is given: serving pocket" in warning
 
 
 def test_a_second_port_is_the_one_of_addr(flagged: ServerProcess) -> None:
@@ -109,7 +109,7 @@ def test_flags_without_effect_are_logged_once(flagged: ServerProcess) -> None:
     warnings = [line for line in flagged.stderr.splitlines() if " WARNING " in line]
     assert len(warnings) == 2
     assert "--gpu-memory-utilization has no effect: no GPU memory is reserved" in warnings[0]
-    assert "--trust-remote-code has no effect: no code of a model is ever run" in warnings[1]
+    assert "--trust-remote-code has no effect: code of models is never run" in warnings[1]
 
 
 def test_a_stream_interval_makes_fewer_frames_of_the_same_text() -> None:
@@ -135,15 +135,15 @@ def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((STUB, "--manifest", "cluster.yaml"), "serve one model, or a manifest of many"),
-        ((STUB, "--backend", "stub"), "--backend applies to a manifest's models"),
-        ((STUB, "--watch"), "--watch applies to a manifest's models"),
-        ((STUB, "--allow-any-source"), "--allow-any-source applies to a manifest's models"),
+        ((STUB, "--manifest", "cluster.yaml"), "give only one of them"),
+        ((STUB, "--backend", "stub"), "--backend requires --manifest FILE"),
+        ((STUB, "--watch"), "--watch requires --manifest FILE"),
+        ((STUB, "--allow-any-source"), "--allow-any-source requires --manifest FILE"),
         (("--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
         (("", "--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
         (("",), "MODEL is empty; give one to serve, or --manifest FILE"),
-        (("--manifest", "c.yaml", "--served-model-name", "a"), "--served-model-name applies to one model"),
-        (("--manifest", "c.yaml", "--chat-template", "t"), "--chat-template applies to one model"),
+        (("--manifest", "c.yaml", "--served-model-name", "a"), "--served-model-name does not apply to --manifest"),
+        (("--manifest", "c.yaml", "--chat-template", "t"), "--chat-template does not apply to --manifest"),
         (
             ("--manifest", "c.yaml", "--backend", "mock"),
             "--backend is 'mock'; it must be auto, stub, pocket or the source of one model (a path, hf://org/name, ",

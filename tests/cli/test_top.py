@@ -140,9 +140,7 @@ def test_one_frame_goes_into_a_pipe_as_plain_lines(server: ServerProcess) -> Non
 def test_top_without_a_terminal_suggests_once() -> None:
     done = run("top")
     assert done.returncode == 2
-    assert done.stderr == (
-        "lockstep: error: lockstep top draws on a terminal, and this is none; --once prints one frame and ends\n"
-    )
+    assert done.stderr == ("lockstep: error: lockstep top requires a terminal; add --once to print one view and exit\n")
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_a_lost_server_and_failed_models_are_shown() -> None:
     cluster = snapshot_of()
     failed = changed(cluster, models=(changed(cluster.models[0], state="failed", reason="the file is gone"),))
     lines = lines_of(view_of(failed, error="cannot connect to it", status="not ready"))
-    assert lines[1] == "trying again: cannot connect to it"
+    assert lines[1] == "reconnecting: cannot connect to it"
     assert "router: the file is gone" in lines
     assert "not ready" in lines[0]
 

@@ -37,7 +37,8 @@ Files = Annotated[
     ),
 ]
 Input = Annotated[
-    Path | None, typer.Option("--input", metavar="FILE", callback=expanded, help="File with both sides, instead of FILE.")
+    Path | None,
+    typer.Option("--input", metavar="FILE", callback=expanded, help="File with both sides, instead of FILE."),
 ]
 Set = Annotated[
     list[str] | None,

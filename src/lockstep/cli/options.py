@@ -47,7 +47,8 @@ Reasoning = Annotated[
     typer.Option(help="auto separates the reasoning from the answer; off leaves it in the answer."),
 ]
 Prompt = Annotated[
-    str | None, typer.Option("-p", "--prompt", help="Prompt to answer, instead of a chat; - reads it from standard input.")
+    str | None,
+    typer.Option("-p", "--prompt", help="Prompt to answer, instead of a chat; - reads it from standard input."),
 ]
 System = Annotated[str | None, typer.Option(help="System message.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print token counts and times of each answer.")]

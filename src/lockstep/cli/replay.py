@@ -146,10 +146,9 @@ class ReplayFlags:
     file: Annotated[str | None, typer.Argument(metavar="FILE", help="Workload or trace; its format is detected.")] = (
         None
     )
-    input_file: Annotated[str | None, typer.Option("--input", metavar="FILE", help="Workload or trace, instead of FILE.")
-] = (
-        None
-    )
+    input_file: Annotated[
+        str | None, typer.Option("--input", metavar="FILE", help="Workload or trace, instead of FILE.")
+    ] = None
     settings: shared.Set = None
     comparison: ComparisonFlags = field(default_factory=ComparisonFlags)
     outputs: OutputFlags = field(default_factory=OutputFlags)
