@@ -115,8 +115,8 @@ def test_two_runs_are_two_reports(trace: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "name one file: `lockstep replay FILE`, or --input FILE"),
-        (["FILE", "--input", "other"], "name one file"),
+        ([], "give exactly one file: `lockstep replay FILE`, or --input FILE"),
+        (["FILE", "--input", "other"], "give exactly one file"),
         (["absent.json"], "absent.json"),
         (["FILE", "--set", "max_num_seq=3"], "'max_num_seq'; did you mean max_num_seqs"),
         (["FILE", "--set-b", "order=best"], "order is 'best'; it must be fcfs, priority or fair"),

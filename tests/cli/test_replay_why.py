@@ -110,7 +110,7 @@ def test_diff_of_two_workloads(call: Call, file: Path, tmp_path: Path) -> None:
     assert code == 1
     assert "admits r40" in out or "has nothing to do" in out
     assert call("diff", file, file)[0] == 0
-    assert "each side has its own" in call("diff", file, other, "--reproducer", tmp_path / "x.json")[2]
+    assert "requires one workload for both sides" in call("diff", file, other, "--reproducer", tmp_path / "x.json")[2]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
         (b"", "the file has no requests"),
         (b"{oops\n", "line 1: the line is not valid JSON"),
         (jsonl([line(0), line(0)]), "line 2: custom_id 'request-0' is also used in line 1"),
-        (jsonl([line(0, model="gpt-4o")]), "line 1: model is 'gpt-4o', it must be 'pocket'"),
+        (jsonl([line(0, model="gpt-4o")]), "line 1: model is 'gpt-4o'; it must be 'pocket'"),
     ],
 )
 def test_invalid_input_is_rejected_before_the_model_is_loaded(

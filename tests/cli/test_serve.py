@@ -141,7 +141,7 @@ def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
         ((STUB, "--allow-any-source"), "--allow-any-source requires --manifest FILE"),
         (("--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
         (("", "--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
-        (("",), "MODEL is empty; give one to serve, or --manifest FILE"),
+        (("",), "MODEL is empty; give a model, --manifest FILE"),
         (("--manifest", "c.yaml", "--served-model-name", "a"), "--served-model-name does not apply to --manifest"),
         (("--manifest", "c.yaml", "--chat-template", "t"), "--chat-template does not apply to --manifest"),
         (

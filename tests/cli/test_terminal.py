@@ -73,7 +73,7 @@ def test_commands_are_obeyed_and_never_sent(tmp_path: Path, url: str, behaviour:
         person.types("on")
         person.sees("word0")
         person.types(f"/save --force {file}")
-        person.sees("7 messages are in")
+        person.sees("saved 7 messages to")
         assert person.leaves("/quit\r") == 0
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [file.name]
     first, second, third, fourth = behaviour.measured()

@@ -230,9 +230,9 @@ def test_a_lost_server_is_shown_and_reconnected() -> None:
         with terminal:
             terminal.sees(has("alpha "))
             server.stop()
-            shown = terminal.sees(has("trying again: "))
+            shown = terminal.sees(has("reconnecting: "))
             assert has("cannot connect to")(shown) or has("the connection to")(shown)
             with serve("stub://alpha", "--port", url.rpartition(":")[2], *IN_THREAD):
-                terminal.sees(lambda lines: not has("trying again: ")(lines) and has("ready")(lines))
+                terminal.sees(lambda lines: not has("reconnecting: ")(lines) and has("ready")(lines))
                 terminal.presses("q")
                 assert terminal.leaves() == 0

@@ -107,8 +107,8 @@ def test_the_seed_of_hashes_changes_no_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "name one FILE"),
-        (("BASELINE", "CANDIDATE", "CANDIDATE"), "name one FILE"),
+        ((), "give one FILE"),
+        (("BASELINE", "CANDIDATE", "CANDIDATE"), "give one FILE"),
         (("BASELINE",), "have no side; the side must be baseline or candidate, or pass two files"),
         (("BASELINE", "nothing"), "nothing: cannot be read: No such file"),
         (("BASELINE", "CANDIDATE", "--nope"), "No such option: --nope"),

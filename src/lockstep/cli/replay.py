@@ -230,7 +230,7 @@ def replay_fleet(given: ReplayFlags) -> int:
     print(to_json(reports).decode(), end="") if given.as_json else show(fleet_document(reports))
     all_refused = [each for each in reports if each.requests_refused == each.requests]
     for each in all_refused:
-        print(f"{each.routing}: all {each.requests:,} requests were rejected", file=sys.stderr)
+        print(f"{each.routing}: all {each.requests:,} requests were refused", file=sys.stderr)
     return EXIT_ALL_REFUSED if all_refused else 0
 
 
@@ -284,7 +284,7 @@ def _simulate(
         recorder = None
         notes.append(f"the JSON report has no ticks, because there are {replay.num_ticks:,}; --ticks includes them")
     if all(each.refusal for each in replay.outcomes):
-        print(f"{workload.name}: all requests were rejected: {refusals_in_words(replay)}", file=sys.stderr)
+        print(f"{workload.name}: all requests were refused: {refusals_in_words(replay)}", file=sys.stderr)
     report = report_of(replay, settings.goals_ms, recorder, tuple(filter(None, notes)))
     if side is not None:
         side.end(report, replay.outcomes)
