@@ -90,8 +90,8 @@ async def test_chunks_are_kept_apart_with_their_times() -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", "closed before the answer was complete"),
-        (b"", "closed before the answer was complete"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", "the connection closed before the answer was complete"),
+        (b"", "the connection closed before the answer was complete"),
         (b"SMTP ready\r\n\r\n", "the answer is not HTTP"),
     ],
 )

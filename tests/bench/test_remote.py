@@ -64,7 +64,7 @@ def streamed(remote: RemoteServer) -> str:
         (
             response("200 OK", b'["alpha"]'),
             RemoteServer.models,
-            "/v1/models is not a list of models; is this an OpenAI-",
+            "/v1/models is not a list of models; is it OpenAI-",
         ),
         (response("200 OK", b'{"data": {}}'), RemoteServer.models, "/v1/models is not a list of models"),
         (response("200 OK", b'{"data": []}'), lambda remote: remote.model_or_first(None), "name one with --model"),

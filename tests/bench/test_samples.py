@@ -32,10 +32,10 @@ def test_a_ratio_of_zero_makes_all_lengths_equal() -> None:
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ((0, 1), "must be at least 1"),
-        ((1, 0), "must be at least 1"),
+        ((0, 1), "must be from 1"),
+        ((1, 0), "must be from 1"),
         ((1, 1, 1.0), "below 1"),
-        ((1, 1, 0.0, -1), "must be at least 1"),
+        ((1, 1, 0.0, -1), "must be from 1"),
     ],
 )
 def test_impossible_lengths_are_refused(lengths: tuple[int, ...], message: str) -> None:

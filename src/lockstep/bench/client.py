@@ -81,8 +81,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        closed = "the connection was closed before the answer was complete"
-        self._end(closed if error is None else f"connection: {error}")
+        self._end("the connection closed before the answer was complete" if error is None else f"connection: {error}")
 
     def on_body(self, body: bytes) -> None:
         exchange = self.exchange

@@ -285,8 +285,7 @@ def text_of(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _range(bounds: tuple[float, float]) -> str:
-    minimum, maximum = bounds
-    return f"{minimum:g}..{maximum:g}"
+    return "..".join(f"{each:g}" for each in bounds)
 
 
 def _percentiles_text(key: str, digits: int) -> Figure:

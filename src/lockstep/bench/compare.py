@@ -125,9 +125,7 @@ def text_of(found: Sequence[Change]) -> str:
     if any(change.name.startswith(MACHINE) and change.verdict in ("better", "worse") for change in found):
         lines.append("The speed of the machine changed, which may be the cause of other changes.")
     if counts["unknown"]:
-        lines.append(
-            f"Noise needs {MIN_ROUNDS} rounds on each side; {counts['unknown']} metrics have fewer and no verdict."
-        )
+        lines.append(f"Noise needs {MIN_ROUNDS} rounds on each side; {counts['unknown']} metrics have fewer.")
     return "\n".join(lines)
 
 

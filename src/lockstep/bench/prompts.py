@@ -187,8 +187,8 @@ def _by_usage(remote: RemoteServer, template: RequestTemplate, path: str) -> Uni
             f"{remote.target.url} reports prompt tokens neither in usage nor by /tokenize, so random prompts cannot "
             "have given lengths; use --dataset jsonl:FILE"
         )
-    words = tuple(f" {word}" for word in WORDS)
-    return Units(words=words, tokens_per_word=rate, method=f"estimated: {rate:.2f} tokens per word from usage")
+    method = f"estimated: {rate:.2f} tokens per word from usage"
+    return Units(words=tuple(f" {word}" for word in WORDS), tokens_per_word=rate, method=method)
 
 
 def _plain(body: dict[str, Any]) -> dict[str, Any]:

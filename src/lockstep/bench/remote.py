@@ -45,9 +45,7 @@ class RemoteServer:
         answer = self.get("/v1/models")
         entries = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(entries, list):
-            raise RemoteError(
-                f"{self.target.url}/v1/models is not a list of models; is this an OpenAI-compatible server?"
-            )
+            raise RemoteError(f"{self.target.url}/v1/models is not a list of models; is it OpenAI-compatible?")
         return {entry["id"]: entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)}
 
     def model_or_first(self, name: str | None) -> str:

@@ -78,7 +78,8 @@ def text_of(result: Mapping[str, Any]) -> str:
     for name in _METHODS:
         row = result[name]
         speed, best = f"{row['requests_per_s']:,.0f}", f"{row['best_s']:.2f}"
-        steps, decided, each = row["steps"], row["decided_steps"], f"{row['us_per_decided_step']:.1f}"
-        figures = (speed, best, Number(steps), Number(decided), each, row["fingerprint"])
-        table.rows.append((name.replace("_", " "), *figures))
+        method, each = name.replace("_", " "), f"{row['us_per_decided_step']:.1f}"
+        table.rows.append(
+            (method, speed, best, Number(row["steps"]), Number(row["decided_steps"]), each, row["fingerprint"])
+        )
     return f"{to_lines(table)}\npeak memory {result['peak_memory_bytes'] / 1e6:,.0f} MB"

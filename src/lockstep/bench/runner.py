@@ -65,16 +65,13 @@ class Runner:
     """One run. Cancelling `run` ends it early; `result` then has the outcomes so far."""
 
     def __init__(
-        self,
-        clients: Sequence[Client],
-        jobs: Sequence[PlannedRequest],
-        max_concurrency: int | None,
-        progress: RunProgress,
+        self, clients: Sequence[Client], jobs: Sequence[PlannedRequest], max_concurrency: int | None, state: RunProgress
     ) -> None:
         self._clients = clients
         self._jobs = jobs
         self._concurrency = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        self._progress = progress
+        self._progress = state
+
         self._exchanges: dict[int, tuple[TimedExchange, float]] = {}
         self._unread_bytes = 0
         self._origin_s = 0.0

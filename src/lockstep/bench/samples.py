@@ -62,9 +62,7 @@ class RandomLengths:
 
     def __post_init__(self) -> None:
         if self.input_tokens < 1 or self.output_tokens < 1 or self.prefix_tokens < 0:
-            raise UsageError(
-                "--random-input-len and --random-output-len must be at least 1, and --random-prefix-len at least 0"
-            )
+            raise UsageError("--random-input-len and --random-output-len must be from 1, --random-prefix-len from 0")
         if not 0.0 <= self.range_ratio < 1.0:
             raise UsageError(f"--random-range-ratio is {self.range_ratio}; it must be at least 0 and below 1")
 

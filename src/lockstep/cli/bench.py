@@ -36,9 +36,7 @@ EXAMPLES = Path("examples")
 _ENDPOINTS: Mapping[str, str] = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
 
 SaveResult = Annotated[bool, typer.Option("--save-result", help="Write the result to a JSON file.")]
-ResultFile = Annotated[
-    Path | None, typer.Option("--result-filename", help="Name of the result's file; implies --save-result.")
-]
+ResultFile = Annotated[Path | None, typer.Option("--result-filename", help="Result file; implies --save-result.")]
 
 bench_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
@@ -243,9 +241,7 @@ def throughput(given: ThroughputRun) -> None:
 @bench_app.command()
 def cluster(
     examples: Annotated[Path, typer.Option(metavar="DIR", help="Directory with the suites' manifests.")] = EXAMPLES,
-    num_calls: Annotated[
-        int, typer.Option(help="Number of calls of each suite, sequential and concurrent.", min=1, max=100_000)
-    ] = 200,
+    num_calls: Annotated[int, typer.Option(help="Sequential and concurrent calls.", min=1, max=100_000)] = 200,
     worker: Annotated[
         Literal["process", "thread"], typer.Option(help="Run engines in a process or in a thread of this one.")
     ] = "process",
@@ -266,9 +262,7 @@ def cluster(
 def replay(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace, as for `lockstep replay`.")],
     settings: shared.Set = None,
-    rounds: Annotated[
-        int, typer.Option(help="Number of runs per method, of which the fastest counts.", min=1, max=100)
-    ] = 3,
+    rounds: Annotated[int, typer.Option(help="Runs per method, of which the fastest counts.", min=1, max=100)] = 3,
     *,
     reading: shared.ReadFlags,
     as_json: flags.Json = False,

@@ -46,14 +46,10 @@ Message = dict[str, Any]
 
 
 def demo(
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the server running after the conversation, for curl or a client.")
-    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep serving after the conversation, for clients.")] = False,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=65535, help="Port of the server.", show_default=f"{DEFAULT_PORT} with --keep, else any free port"
-        ),
+        typer.Option(min=0, max=65535, help="Port to listen on.", show_default=f"{DEFAULT_PORT} with --keep, else any"),
     ] = None,
     debug: flags.Debug = False,
 ) -> None:
@@ -81,9 +77,7 @@ def demo(
         if not keep:
             _judge_both(console, folder)
     if not keep:
-        console.print(
-            "\nnext: [bold]lockstep demo --keep[/bold] to inspect it, [bold]lockstep serve[/bold] to serve your models"
-        )
+        console.print("\nnext: [bold]lockstep demo --keep[/bold] to inspect it, [bold]lockstep serve[/bold] to use it")
 
 
 def _client(url: str) -> httpx2.Client:

@@ -52,9 +52,7 @@ class DiffFlags:
     a: Annotated[
         str, typer.Argument(metavar="A", help="Workload or trace; with --workload: YAML or JSON file of limits.")
     ]
-    b: Annotated[
-        str | None, typer.Argument(metavar="B", help="Second file of the same kind; not needed with --set-b.")
-    ] = None
+    b: Annotated[str | None, typer.Argument(metavar="B", help="Second such file; not needed with --set-b.")] = None
     workload: Annotated[str | None, Flag(metavar="FILE")] = None
     """Workload on which the configs A and B are compared."""
     settings: shared.Set = None
@@ -207,12 +205,8 @@ class BisectFlags:
     """Flags of `lockstep bisect`."""
 
     file: Annotated[str, typer.Argument(metavar="FILE", help="Workload or trace.")]
-    config_a: Annotated[
-        Path, typer.Option("--from", metavar="A.yaml", help="YAML or JSON file with the scheduler limits of A.")
-    ]
-    config_b: Annotated[
-        Path, typer.Option("--to", metavar="B.yaml", help="YAML or JSON file with the scheduler limits of B.")
-    ]
+    config_a: Annotated[Path, typer.Option("--from", metavar="A.yaml", help="Scheduler limits of A, as YAML or JSON.")]
+    config_b: Annotated[Path, typer.Option("--to", metavar="B.yaml", help="Scheduler limits of B, as YAML or JSON.")]
     metric: str = "ttft_p99"
     """Metric of the report: ttft_p99, output_tokens_per_s, preemptions ..."""
     settings: shared.Set = None

@@ -36,13 +36,9 @@ Files = Annotated[
         show_default=False,
     ),
 ]
-Input = Annotated[
-    Path | None,
-    typer.Option("--input", metavar="FILE", callback=expanded, help="File with both sides, instead of FILE."),
-]
+Input = Annotated[Path | None, typer.Option("--input", metavar="FILE", callback=expanded, help="FILE, as an option.")]
 Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Field of the policy, e.g. mode=sequential; may be repeated."),
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Field of the policy, e.g. mode=sequential.")
 ]
 File = Annotated[Path | None, Flag(metavar="FILE", call=expanded)]
 

@@ -19,13 +19,7 @@ KEY_VARIABLE = "LOCKSTEP_GATE_API_KEY"
 Host = Annotated[str, typer.Option(help="Address to listen on; beyond loopback, a key is required.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0: any free port.", min=0, max=65535)]
 ApiKey = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--api-key",
-        envvar=KEY_VARIABLE,
-        show_envvar=True,
-        help="API key that requests must have; may be repeated.",
-    ),
+    list[str] | None, typer.Option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Required API key.")
 ]
 
 

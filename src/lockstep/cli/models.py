@@ -159,9 +159,7 @@ def _print_report(model: str, found: ModelCheck) -> None:
     print(f"digest: {found.digest}")
 
 
-Source = Annotated[
-    str, typer.Argument(help="Model of the hub: hf://org/name, optionally with @revision or #file.gguf.")
-]
+Source = Annotated[str, typer.Argument(help="Source: hf://org/name, optionally with @revision or #file.gguf.")]
 _DAY_S = 86400.0
 
 

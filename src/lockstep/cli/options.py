@@ -43,12 +43,10 @@ ChatTemplateKwargs = Annotated[
     typer.Option(metavar="JSON", help="Variables for the chat template, e.g. '{\"enable_thinking\": false}'."),
 ]
 Reasoning = Annotated[
-    Literal["auto", "off"],
-    typer.Option(help="auto separates the reasoning from the answer; off leaves it in the answer."),
+    Literal["auto", "off"], typer.Option(help="auto separates the reasoning from the answer; off does not.")
 ]
 Prompt = Annotated[
-    str | None,
-    typer.Option("-p", "--prompt", help="Prompt to answer, instead of a chat; - reads it from standard input."),
+    str | None, typer.Option("-p", "--prompt", help="Answer this prompt and exit; - reads standard input.")
 ]
 System = Annotated[str | None, typer.Option(help="System message.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print token counts and times of each answer.")]
@@ -57,12 +55,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 DEFAULT_URL = "http://127.0.0.1:9000"
 BaseUrl = Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="URL of the server, with or without /v1.")]
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, sent as a bearer token.", show_envvar=True)
-]
-RemoteModel = Annotated[
-    str | None, typer.Option("--model", help="Name of the model.", show_default="the first of /v1/models")
-]
+ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key (bearer token).", show_envvar=True)]
+RemoteModel = Annotated[str | None, typer.Option("--model", help="Model name; by default the first of /v1/models.")]
 ExtraBody = Annotated[str | None, typer.Option(metavar="JSON", help="Further fields of each request's body.")]
 
 

@@ -50,23 +50,15 @@ NAME = "run-batch"
 """Prefix of the ids of requests."""
 
 InputArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="IN", help="File of requests, one JSON object per line; - reads standard input."),
+    str | None, typer.Argument(metavar="IN", help="Requests, one JSON object per line; - reads standard input.")
 ]
 OutputArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="OUT", help="File for the answers, in the order of the requests; - writes standard output."),
+    str | None, typer.Argument(metavar="OUT", help="Answers in the order of the requests; - writes standard output.")
 ]
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=flags.MODEL_HELP)]
-InputFile = Annotated[
-    str | None, typer.Option("-i", "--input-file", metavar="IN", help="File of requests, instead of the argument IN.")
-]
-OutputFile = Annotated[
-    str | None, typer.Option("-o", "--output-file", metavar="OUT", help="File for the answers, instead of OUT.")
-]
-ModelFlag = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="Source of the model, instead of the argument MODEL.")
-]
+InputFile = Annotated[str | None, typer.Option("-i", "--input-file", metavar="IN", help="IN, as an option.")]
+OutputFile = Annotated[str | None, typer.Option("-o", "--output-file", metavar="OUT", help="OUT, as an option.")]
+ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="MODEL, as an option.")]
 
 
 @dataclass(frozen=True, slots=True)

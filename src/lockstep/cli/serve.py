@@ -223,10 +223,7 @@ def _cluster(given: ServeFlags, worker: WorkerOptions, progress: LoadProgress) -
     seen = stamp_of(cluster_flags.manifest)  # before the file is read: later changes of it are reloaded
     manifest = read_manifest(cluster_flags.manifest)
     if manifest.hosts is not None and worker.kv_events is not None:
-        raise UsageError(
-            "--kv-events publishes events of this machine's models, but `hosts:` places them elsewhere; "
-            "remove one of them"
-        )
+        raise UsageError("--kv-events does not support `hosts:`, which places models elsewhere; remove one of them")
     cluster = Cluster(manifest, options, progress=progress)
     return cluster, ManifestReload(cluster, cluster_flags.manifest, os.environ, seen, watches=cluster_flags.watch)
 

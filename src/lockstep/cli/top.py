@@ -35,8 +35,7 @@ def top(
     base_url: flags.BaseUrl = flags.DEFAULT_URL,
     api_key: flags.ApiKey = None,
     interval: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0.1, max=3600, help="Seconds between updates; rates cover this time."),
+        float, typer.Option(metavar="SECONDS", min=0.1, max=3600, help="Time between updates, which rates cover.")
     ] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print one view after one interval, and exit; for scripts and pipes.")

@@ -62,9 +62,7 @@ def cluster_of(remote: RemoteServer) -> ClusterSnapshot:
         return msgspec.convert(answer, ClusterSnapshot)
     except msgspec.ValidationError as error:
         url = remote.target.url
-        raise RemoteError(
-            f"{url} returned a cluster snapshot that this version cannot read ({error}); use the server's version"
-        ) from None
+        raise RemoteError(f"{url} returned a snapshot that this version cannot read ({error})") from None
 
 
 def read_server(remote: RemoteServer, interval_s: float) -> ServerSnapshot:

@@ -47,7 +47,7 @@ def ticks(low: float, high: float, count: int = _NUM_TICKS) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Powers of 10 from low to high; in a narrow range also 2 and 5 times each."""
+    """The numbers 1, 10, 100 and so on from low to high; in a narrow range also 2 and 5 times each."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     between = (1.0, 2.0, 5.0) if high < 200 * low else (1.0,)
     return [each * 10.0**power for power in powers for each in between if low <= each * 10.0**power <= high]
