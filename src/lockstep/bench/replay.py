@@ -76,10 +76,8 @@ def text_of(result: Mapping[str, Any]) -> str:
     columns = numbers("requests/s", "best s", "steps", "decided", "us each")
     table = Table("", (*words(""), *columns, *words("fingerprint")))
     for name in _METHODS:
-        row = result[name]
+        row, method = result[name], name.replace("_", " ")
         speed, best = f"{row['requests_per_s']:,.0f}", f"{row['best_s']:.2f}"
-        method, each = name.replace("_", " "), f"{row['us_per_decided_step']:.1f}"
-        table.rows.append(
-            (method, speed, best, Number(row["steps"]), Number(row["decided_steps"]), each, row["fingerprint"])
-        )
+        steps, decided, each = Number(row["steps"]), Number(row["decided_steps"]), f"{row['us_per_decided_step']:.1f}"
+        table.rows.append((method, speed, best, steps, decided, each, row["fingerprint"]))
     return f"{to_lines(table)}\npeak memory {result['peak_memory_bytes'] / 1e6:,.0f} MB"
