@@ -23,7 +23,7 @@ from lockstep.replay.recorded_routes import verify_routes
 from lockstep.replay.trace import files_in, read_frames
 from lockstep.worker.flight import files as files_module
 from lockstep.worker.flight.options import TraceOptions
-from tests.replay.routing import Life, chain, entries_in
+from tests.replay.routing import History, chain, entries_in
 
 
 def of_one_session(folder: Path, session: str, options: TraceOptions) -> list[Any]:
@@ -67,7 +67,7 @@ def test_a_session_may_be_called_anything(tmp_path: Path) -> None:
 
 def test_each_file_begins_with_the_state_of_every_group(tmp_path: Path) -> None:
     """Written into files of some kilobytes, of which the oldest go; what is left is decided again."""
-    life = Life(RouteRecorder(TraceOptions(str(tmp_path), 4 << 17)), seed=1, policy=RoutingPolicy.PREFIX)
+    life = History(RouteRecorder(TraceOptions(str(tmp_path), 4 << 17)), seed=1, policy=RoutingPolicy.PREFIX)
     while len(files_in(tmp_path, ROUTE_SUFFIX)) < 6:
         life.live(50)
         while life.recorder._files._num_queued:
@@ -89,7 +89,7 @@ def test_a_full_disk_is_a_gap_and_the_next_file_does_without_what_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files_module, "RETRY_S", 0.0)
-    life = Life(RouteRecorder(TraceOptions(str(tmp_path))), seed=2)
+    life = History(RouteRecorder(TraceOptions(str(tmp_path))), seed=2)
     life.live(100)
     life.recorder._files._break("No space left on device", 0)
     assert life.recorder.fault == "No space left on device"

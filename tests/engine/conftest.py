@@ -1,4 +1,4 @@
-"""Engines on the stub model: real loop, real scheduler, no weights. KV stores, and the embedded model for them."""
+"""Fixtures: engines on the stub model with the real loop and scheduler; KV stores; the embedded model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lockstep.engine.kv_store import KVStore
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.engine.loading import LoadedModel, load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.system import SYSTEM, System
 
 MakeEngine = Callable[..., Engine]
 OpenStore = Callable[..., KVStore]
@@ -27,7 +28,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def make_engine(clock: ManualClock) -> MakeEngine:
-    """`make_engine("stub://name?option=value", num_blocks=…, max_num_seqs=…)`."""
+    """Factory `make_engine("stub://name?option=value", num_blocks=…, max_num_seqs=…)`."""
 
     def make(source: str = "stub://alpha", clock: ManualClock = clock, **options: object) -> Engine:
         engine_options = EngineOptions(**{"num_blocks": 512, **options})  # type: ignore[arg-type]  # fields by name
@@ -47,22 +48,24 @@ def pocket() -> Iterator[Pocket]:
 
 @pytest.fixture
 def faults() -> list[str]:
-    """Sentences of stores on what was not as it should be."""
+    """Warnings of stores about faults."""
     return []
 
 
 @pytest.fixture
 def open_store(tmp_path: Path, faults: list[str]) -> Iterator[OpenStore]:
-    """Stores on the test's folders, one at a time: who opens the next closes the one before, as a restart does."""
+    """Factory of stores on the test's folders, one at a time: opening the next closes the previous one, like a
+    restart."""
     opened: list[KVStore] = []
 
-    def open_store(host_bytes: int = 1 << 26, disk_bytes: int = 0, check_share: float = 0.0) -> KVStore:
+    def open_store(
+        host_bytes: int = 1 << 26, disk_bytes: int = 0, check_share: float = 0.0, system: System = SYSTEM
+    ) -> KVStore:
         while opened:
             opened.pop().close(10.0)
         folders = str(tmp_path / "host"), str(tmp_path / "disk")
-        opened.append(
-            KVStore(KVStoreOptions(folders[0], host_bytes, folders[1], disk_bytes, check_share), faults.append)
-        )
+        options = KVStoreOptions(folders[0], host_bytes, folders[1], disk_bytes, check_share)
+        opened.append(KVStore(options, faults.append, system))
         return opened[0]
 
     yield open_store

@@ -9,13 +9,15 @@ stream aborts the request.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from lockstep.artifacts.model import Task
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.scoring import Scoring
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import UnavailableError
 
 
 class Hop(msgspec.Struct, frozen=True):
@@ -86,6 +88,21 @@ class ModelCard:
     """What the model is for; None: a remote model."""
     scoring: Scoring | None = None
     """How the model scores pairs of texts; None: it does not, or it was never loaded."""
+    text: Tokenizer | None = field(default=None, repr=False, compare=False)
+    """Tokenizer and chat template; None: the model is loading."""
+    absence: str = "the model is loading"
+    """Reason why there is no tokenizer yet, in one sentence."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer and chat template of the model.
+
+        Raises:
+            UnavailableError: the model is loading.
+        """
+        if self.text is None:
+            raise UnavailableError(self.absence)
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,9 @@ from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import RequestError, RequestFailedError
 from lockstep.server.answer_response import all_of, conclude
-from lockstep.server.generation import Caller
+from lockstep.server.generation import Caller, caller_of
 from lockstep.server.request_context import CLIENT_LEFT_STATUS, ClientLeft, context_of, disconnected, while_connected
-from lockstep.server.serving import serving_of, translated
+from lockstep.server.serving import card_of, serving_of, translated
 from lockstep.worker.progress import CallProgress
 
 MAX_OPEN_INPUTS = 64
@@ -46,26 +47,24 @@ async def vector_outputs(
         RequestError: a call failed; an error about its text names the input.
         ClientLeft: the client disconnected; the request's context has recorded it.
     """
-    serving, context = serving_of(request), context_of(request)
-    context.model = name = serving.cluster.card(model).name
+    serving, context, name = serving_of(request), context_of(request), card_of(request, model).name
     context.labels = {} if user is None else {"user": user}
-    caller = Caller(context.tenant or user or "", serving.options, context.request_id, context.segment)
-    named = await translated(request, lambda: calls_of(caller))
-    calls = context.with_priority([call for _, call in named])
+    caller = caller_of(request)
+    named = await translated(request, lambda: calls_of(replace(caller, tenant=caller.tenant or user or "")))
 
     async def answer(index: int) -> RequestOutput:
-        call = calls[index]
+        where, call = named[index]
         try:
             output = await _answer(serving.cluster, call, context.progress)
         except RequestError as error:
-            raise with_input_name(error, named[index][0], call.prompt) from None
+            raise with_input_name(error, where, call.prompt) from None
         if check is not None:
             check(vector_of(output))
         return output
 
     try:
         outputs = await while_connected(
-            disconnected(request.receive), all_of(answer, range(len(calls)), MAX_OPEN_INPUTS), context
+            disconnected(request.receive), all_of(answer, range(len(named)), MAX_OPEN_INPUTS), context
         )
     except ClientLeft:
         context.status = CLIENT_LEFT_STATUS
@@ -81,6 +80,7 @@ def vector_call(
     return GenerationRequest(
         prompt,
         model=model,
+        priority=caller.priority(),
         tenant=caller.tenant,
         queue_deadline_s=caller.options.queue_timeout_s,
         deadline_s=caller.options.request_timeout_s,
