@@ -281,5 +281,5 @@ def test_whatever_happens_nothing_is_lost_and_nothing_stays_pinned(steps: list[t
     assert not any(report.num_busy for report in engine.sessions.reports(0.0))
     engine.sessions.sweep()
     assert engine.sessions.reports(0.0) == ()
-    assert not engine.scheduler._kv.prefix._pins
+    assert not engine.scheduler.state().kv.pins
     engine.scheduler.check()
