@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.cli.main import invoke
+from tests.artifacts.hub.stand_in import hub_environment
 from tools.random_models import write_gguf
 
 Check = Callable[..., tuple[int, str, str]]
@@ -19,9 +20,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
-def check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+def check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Check]:
     """Runs the verb on a manifest's text or file; the hub's cache is empty."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def call(manifest: str | Path, *flags: str) -> tuple[int, str, str]:
         path = manifest if isinstance(manifest, Path) else tmp_path / "manifest.yaml"
@@ -31,7 +31,8 @@ def check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytes
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
-    return call
+    with hub_environment(HF_HUB_CACHE=str(tmp_path / "hub")):
+        yield call
 
 
 def facts(check: Check, manifest: str | Path, *flags: str) -> dict[str, Any]:
