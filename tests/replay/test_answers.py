@@ -20,7 +20,7 @@ from lockstep.worker.flight.folder import TEXT_SUFFIX
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, AnswerShown, Submit
 from tests.replay.recordings import POOL, files_of
-from tests.replay.rotations import fly, many_files
+from tests.replay.rotations import fly
 from tests.worker.support import running
 
 SEEDS = range(12)
@@ -73,11 +73,8 @@ def test_every_answer_read_has_the_tokens_ends_and_counts_of_its_output(tmp_path
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_over_files_that_rotate_no_answer_gets_another_ones_tokens(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_over_files_that_rotate_no_answer_gets_another_ones_tokens(seed: int, tmp_path: Path) -> None:
     """Each file by itself, and those that are left when the first are gone, hold what all of them hold."""
-    many_files(monkeypatch)
     fly(tmp_path, seed)
     whole = _by_name(read_answers(open_trace(tmp_path)))
     paths = files_of(tmp_path)

@@ -22,7 +22,6 @@ from lockstep.replay.verify import verify, verify_recording
 from lockstep.worker.flight.content import write_text
 from lockstep.worker.flight.entries import SUFFIX
 from lockstep.worker.flight.folder import TEXT_SUFFIX, FolderManifest, State, manifest_files, read_manifest
-from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import TokenizerPayload
 from tests.replay.recordings import as_killed
 from tests.replay.rotations import fly, many_files
@@ -31,18 +30,17 @@ from tests.replay.routing import Life
 SUFFIXES = (SUFFIX, PLAN_SUFFIX, ROUTE_SUFFIX, TEXT_SUFFIX)
 
 
-def record_all(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def record_all(folder: Path, seed: int) -> None:
     """Two files or more of each kind."""
-    many_files(monkeypatch)
     fly(folder, seed, num_requests=20, file_bytes=1000)
     write_text(FolderManifest(folder), TokenizerPayload("{}", f"template {seed}", None, None, ()))
     # Large enough that no file fills up between two looks: the fourth would take the place of the first.
-    plans = PlanRecorder(TraceOptions(str(folder), 16 << 16))
+    plans = PlanRecorder(many_files(folder, 16 << 16))
     observed, policy = Observed((), 1000), PlanPolicy()
     while len(files_in(folder, PLAN_SUFFIX)) < 3:
         plans.planned(observed, 1.0, policy, plan(observed, 1.0, policy))
     plans.close()
-    routes = Life(RouteRecorder(TraceOptions(str(folder), 4 << 22)), seed)
+    routes = Life(RouteRecorder(many_files(folder, 4 << 22)), seed)
     while len(files_in(folder, ROUTE_SUFFIX)) < 3:
         routes.live(40)
     routes.recorder.close()
@@ -51,8 +49,7 @@ def record_all(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        record_all(folder, 3, monkeypatch)
+    record_all(folder, 3)
     for suffix in SUFFIXES:
         assert len(list(folder.glob(f"*{suffix}"))) > 1, suffix
     return folder
@@ -186,12 +183,9 @@ def test_a_file_that_breaks_off_behind_what_is_listed_is_open_and_no_fault(folde
     assert found.is_in_order(allows_gaps=False)
 
 
-def test_folders_of_two_machines_are_one_when_they_are_brought_together(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_two_machines_are_one_when_they_are_brought_together(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    monkeypatch.setattr("lockstep.worker.flight.files.os.getpid", lambda: 7)
-    record_all(other, 4, monkeypatch)
+    record_all(other, 4)
     lost = max(other.glob(f"*{PLAN_SUFFIX}"))
     for path in other.iterdir():
         shutil.copy(path, folder / path.name)

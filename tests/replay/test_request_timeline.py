@@ -34,10 +34,7 @@ NUM_REQUESTS = 24
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small files of two engines under pressure, with content; every request has a name, and two have one in common."""
     folder = tmp_path_factory.mktemp("timelines")
-    trace = TraceOptions(str(folder), MAX_FILES * 4096, has_content=True)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        many_files(monkeypatch)
-        ask_everything(trace)
+    ask_everything(many_files(folder, MAX_FILES * 4096, has_content=True))
     return folder
 
 

@@ -16,7 +16,7 @@ from lockstep.errors import TraceError
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
 from lockstep.replay.verify_report import DivergedError, Verification
-from tests.replay.rotations import fly, many_files
+from tests.replay.rotations import fly
 
 NUM_ROTATIONS = 200
 NUM_ROTATIONS_SLOW = 10_000
@@ -44,10 +44,7 @@ def rotate(
 
 
 @pytest.mark.parametrize("num_rotations", [NUM_ROTATIONS, pytest.param(NUM_ROTATIONS_SLOW, marks=pytest.mark.slow)])
-def test_recordings_verify_when_requests_left_or_stopped_before_a_rotation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rotations: int
-) -> None:
-    many_files(monkeypatch)
+def test_recordings_verify_when_requests_left_or_stopped_before_a_rotation(tmp_path: Path, num_rotations: int) -> None:
     seed = random.randrange(1 << 30) if num_rotations == NUM_ROTATIONS_SLOW else 1
     seen, faulty = rotate(tmp_path / "flight", seed, num_rotations)
     assert not faulty, f"of seed {seed}: {faulty[0]}"
@@ -71,7 +68,6 @@ def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
         kept = plain_state(self)
         return kept._replace(next_id=kept.next_id << 8 | len(self._pending_seqs))
 
-    many_files(monkeypatch)
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     monkeypatch.setattr(Scheduler, "state", state)
     _, faulty = rotate(tmp_path / "flight", 1, NUM_ROTATIONS)
@@ -83,7 +79,6 @@ def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
 
 def test_checkpoints_of_another_version_are_passed_over_and_every_step_is_decided(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as other:
-        many_files(other)
         other.setattr("lockstep.worker.flight.recorder.STATE_VERSION", 0)
         fly(tmp_path, 3, num_requests=30, file_bytes=2000)
     trace = open_trace(tmp_path)

@@ -25,7 +25,7 @@ from lockstep.replay.trace_integrity import Kind, Part, arranged
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.options import TraceOptions
 from tests.replay.recordings import as_killed, files_of
-from tests.replay.rotations import fly, many_files
+from tests.replay.rotations import fly
 
 NUM_FILES = 7
 """At least, of the recording that is damaged."""
@@ -35,10 +35,8 @@ Files = list[Path]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A recording of one run in several files, with its manifest, by name."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        many_files(monkeypatch)
-        folder = tmp_path_factory.mktemp("whole")
-        fly(folder, 3, num_requests=30, file_bytes=1000)
+    folder = tmp_path_factory.mktemp("whole")
+    fly(folder, 3, num_requests=30, file_bytes=1000)
     assert len(files_of(folder)) >= NUM_FILES
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -230,10 +228,9 @@ def test_engines_are_counted_once_whatever_is_missing(folder: Path) -> None:
     assert verify(open_trace(folder)).counts["engines"] == 1
 
 
-def test_missing_plans_are_noticed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_plans_are_noticed_too(tmp_path: Path) -> None:
     """The planner's files, beside those of the device."""
-    monkeypatch.setattr("lockstep.worker.flight.files.NUM_FILES", 1 << 12)
-    recorder = PlanRecorder(TraceOptions(str(tmp_path), 16 << 12))
+    recorder = PlanRecorder(TraceOptions(str(tmp_path), 16 << 12, num_files=1 << 12))
     observed, policy = Observed((), 1000), PlanPolicy()
     while len(files_in(tmp_path, PLAN_SUFFIX)) < 4:
         recorder.planned(observed, 1.0, policy, plan(observed, 1.0, policy))
