@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker.health import HealthLimits
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.support import Kind
 from tests.waiting import HANG_S
@@ -46,9 +48,12 @@ async def clustered(
     kind: Kind = "thread",
     policy: PlanPolicy = QUICK,
     drain_s: float = HANG_S,
+    health: HealthLimits | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Cluster]:
     """A started cluster; at the end of the block nothing may be left open, and all blocks are where they belong."""
-    options = ClusterOptions(Backend(backend), worker=WorkerOptions(kind), policy=policy, drain_s=drain_s)
+    worker = WorkerOptions(kind, health=health or HealthLimits(), clock=clock)
+    options = ClusterOptions(Backend(backend), worker=worker, policy=policy, drain_s=drain_s)
     cluster = Cluster(parse(text), options)
     await asyncio.wait_for(cluster.start(), HANG_S)
     try:

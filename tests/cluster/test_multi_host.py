@@ -28,7 +28,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.hosts.values import LinkOptions, ReplicaName
+from lockstep.hosts.values import GatewayLimits, LinkOptions, ReplicaName
 from lockstep.version import __version__
 from tests.hosts.local import LocalRuntime
 from tests.hosts.support import write_secret
@@ -89,9 +89,10 @@ class Deployment:
     async def _unanswered(self, *args: object) -> None:
         raise PlacingError("controller does not answer: its process ended")
 
-    async def gateway(self, text: str | None = None) -> Cluster:
+    async def gateway(self, text: str | None = None, **limits: float) -> Cluster:
         manifest = parse(self.text if text is None else text)
-        cluster = Cluster(manifest, ClusterOptions(open_controller=self.open_controller))  # type: ignore[arg-type]  # the owner's methods
+        options = ClusterOptions(open_controller=self.open_controller, gateway=GatewayLimits(**limits))  # type: ignore[arg-type]  # the owner's methods
+        cluster = Cluster(manifest, options)
         self._stack.push_async_callback(cluster.close)
         await asyncio.wait_for(cluster.start(), HANG_S)
         return cluster
@@ -213,14 +214,10 @@ async def test_without_an_owner_what_is_placed_answers_on_and_the_next_one_finds
         assert (await ask(cluster, "orders", "hello")).completions
 
 
-async def test_every_request_has_an_answer_when_all_hosts_and_the_controller_are_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_request_has_an_answer_when_all_hosts_and_the_controller_are_lost(tmp_path: Path) -> None:
     """Those that wait end with the reason at the bound, later ones at once; what is shown is by the gateway's links."""
-    monkeypatch.setattr("lockstep.hosts.workers.NO_REPLICA_S", 2.0)
-    monkeypatch.setattr("lockstep.cluster.multi_host.MAX_REPORT_AGE_S", 1.5)
     async with deployed(tmp_path) as deployment:
-        cluster = await deployment.gateway()
+        cluster = await deployment.gateway(no_replica_s=2.0, max_report_age_s=1.5)
         await eventually(lambda: num_ready(cluster, "billing") == 3 and num_ready(cluster, "router") == 2)
         await deployment.lose_all()
         await eventually(lambda: not num_ready(cluster, "billing"), "they are lost")
@@ -239,17 +236,14 @@ async def test_every_request_has_an_answer_when_all_hosts_and_the_controller_are
         assert "the cluster's controller does not report" in cluster.health().warnings[0]
 
 
-async def test_a_gateway_whose_links_are_refused_ends_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lockstep.hosts.workers.NO_REPLICA_S", 2.0)
+async def test_a_gateway_whose_links_are_refused_ends_with_the_reason(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("another secret of more than sixteen bytes\n")
     async with deployed(tmp_path) as deployment:
         first = await deployment.gateway()
         await eventually(lambda: num_ready(first, "billing") == 3 and num_ready(first, "router") == 2)
         with pytest.raises(UnavailableError, match="cannot connect to its worker: the other end has another secret"):
-            await deployment.gateway(deployment.text.replace(str(tmp_path / "secret"), str(other)))
+            await deployment.gateway(deployment.text.replace(str(tmp_path / "secret"), str(other)), no_replica_s=2.0)
 
 
 async def test_hosts_that_cannot_be_used_are_corrected_by_the_next_start(tmp_path: Path) -> None:
@@ -316,13 +310,10 @@ async def test_another_number_of_replicas_is_placed_beside_the_old_ones_which_th
             await first.replace(deployment.text.replace("secret: ", "secret: /other"), {})
 
 
-async def test_a_model_that_no_host_has_room_for_is_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lockstep.hosts.workers.NO_REPLICA_S", 3.0)
+async def test_a_model_that_no_host_has_room_for_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with deployed(tmp_path, a=1.0) as deployment:
         with pytest.raises(LockstepError, match=r"no host has 1 CPU free: a has 0 CPU"):
-            await deployment.gateway()
+            await deployment.gateway(no_replica_s=3.0)
 
 
 async def test_a_model_that_cannot_be_loaded_anywhere_fails_the_start_with_the_reason(tmp_path: Path) -> None:

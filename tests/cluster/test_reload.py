@@ -99,7 +99,7 @@ async def test_where_both_do_not_fit_new_requests_are_refused_while_the_old_ones
         await eventually(lambda: model_of(cluster, "m").num_running == 1)
         replacing = asyncio.create_task(cluster.replace(text.replace("first", "second")))
         await eventually(lambda: cluster.snapshot().is_replacing)
-        await eventually(lambda: cluster._state.replicas.all()[0].is_retired)
+        await eventually(lambda: cluster.state.replicas.all()[0].is_retired)
         with pytest.raises(UnavailableError) as refused:
             await say(cluster, "hello")
         assert refused.value.retry_after_s > 0

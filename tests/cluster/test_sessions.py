@@ -326,7 +326,7 @@ async def test_a_lost_worker_evicts_its_sessions_and_publishes_events() -> None:
 async def test_a_defect_over_one_sweep_does_not_end_those_that_follow(caplog: pytest.LogCaptureFixture) -> None:
     text = ONE + "sessions: {idle_threshold: 50ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"
     async with clustered(text) as cluster:
-        with patch.object(cluster._state.sessions, "idle", side_effect=ZeroDivisionError("a defect")):
+        with patch.object(cluster.state.sessions, "idle", side_effect=ZeroDivisionError("a defect")):
             await eventually(lambda: "internal error while evicting idle sessions" in caplog.text)
         await say(cluster, "hello", session="s")
         await eventually(lambda: cluster.sessions()[0].state == "dropped")

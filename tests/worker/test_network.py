@@ -143,8 +143,8 @@ async def test_the_requests_of_a_gateway_that_dies_are_ended_and_no_others(secre
         await eventually(lambda: goes.loaded("a") is not None)
         going = [goes.submit("a", ask("x" * 9, SHORT)) for _ in range(3)]
         staying = stays.submit("a", ask("x" * 8, SHORT))
-        assert goes._lifecycle.link is not None
-        goes._lifecycle.link.kill()
+        assert goes.lifecycle.link is not None
+        goes.lifecycle.link.kill()
         assert await read(staying) == "[stub:alpha] ok len=8 max=40"
         stays.leave(staying)
         await all_ended(owner)

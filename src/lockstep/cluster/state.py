@@ -43,6 +43,7 @@ from lockstep.engine.kv_tiers import HostStore, KVStoreOptions
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
+from lockstep.hosts.values import GatewayLimits
 from lockstep.hosts.workers import GroupLost, HostedWorkers
 from lockstep.worker.lifecycle import WorkerLost, WorkerRestarted
 from lockstep.worker.link import WorkerOptions
@@ -79,6 +80,8 @@ class ClusterOptions:
     """Directory of the operator's manifest. Manifests sent over HTTP may name any model in it."""
     open_controller: OpenController = ray_controller
     """Function that finds or starts the controller of a cluster on several hosts."""
+    gateway: GatewayLimits = field(default_factory=GatewayLimits)
+    """Limits of a gateway of a cluster on several hosts."""
     is_fixed: bool = False
     """True if the manifest was built from command-line flags. HTTP requests may read it but not change it."""
 
@@ -115,6 +118,7 @@ class ClusterState:
                 self.sessions,
                 options.open_controller,
                 self._routes,
+                options.gateway,
             )
             self.worker = self.hosts.workers
         self.events = EventLog()

@@ -36,14 +36,6 @@ from lockstep.worker.wire import FrameReader, command_encoder, event_decoder, fr
 log = logging.getLogger(__name__)
 
 MODULE = "lockstep.worker.child"
-MAX_UNSENT_BYTES = 64 << 20
-"""Maximum size of commands that the process has not read. Beyond it, requests are rejected."""
-MAX_COMMANDS = 65_536
-"""Maximum number of commands that wait for the receiving thread. Beyond it, requests are rejected."""
-STOP_LIMIT_S = 5.0
-"""Time limit for an orderly exit. Then the stream is closed, which makes the process exit unless it is stuck."""
-EOF_LIMIT_S = 1.0
-"""Time limit for the exit after the stream was closed. Then the process is killed."""
 JOIN_LIMIT_S = 10.0
 """Time limit for the current step of a worker thread. A thread cannot be killed, so one that takes longer is
 abandoned."""
@@ -82,6 +74,21 @@ class Link(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LinkLimits:
+    """Limits of the link to a worker of this machine."""
+
+    max_unsent_bytes: int = 64 << 20
+    """Maximum size of commands that the process has not read. Beyond it, requests are rejected."""
+    max_commands: int = 65_536
+    """Maximum number of commands that wait for the receiving thread. Beyond it, requests are rejected."""
+    stop_s: float = 5.0
+    """Time limit in seconds for an orderly exit. Then the stream is closed, which makes the process exit unless it is
+    stuck."""
+    eof_s: float = 1.0
+    """Time limit in seconds for the exit after the stream was closed. Then the process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """Options of a device worker: thread or process, health, logs, recording."""
 
@@ -92,6 +99,7 @@ class WorkerOptions:
     listen: ListenOptions | None = None
     """Network address at which a worker process also listens for gateways."""
     health: HealthLimits = field(default_factory=HealthLimits)
+    link: LinkLimits = field(default_factory=LinkLimits)
     trial: TrialOptions = field(default_factory=TrialOptions)
     """Options of trials. Only a worker process tries unknown models; with threads, a crash ends the whole process
     anyway."""
@@ -121,7 +129,7 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
         UnavailableError: no worker listens at the address.
     """
     if options.kind == "thread":
-        return ThreadLink(handler, options.trace, options.kv_events)
+        return ThreadLink(handler, options.trace, options.kv_events, options.link)
     if options.kind == "network":
         from lockstep.worker.network import NetworkLink
 
@@ -131,7 +139,7 @@ async def open_link(options: WorkerOptions, handler: Handler) -> Link:
     if spawned is None or not spawned.is_free:
         logs = options.log_format, options.log_level
         spawned = SpawnedWorker(*logs, options.trace, options.listen, options.kv_events)
-    return await ProcessLink.open(handler, spawned)
+    return await ProcessLink.open(handler, spawned, options.link)
 
 
 class SpawnedWorker:
@@ -174,6 +182,7 @@ class SpawnedWorker:
                 raise ExecutorError(f"no worker process can be started: {error}") from error
         ours.setblocking(False)
         self._sock = ours
+        self.pid = self._process.pid
         self.is_free = True
         """True until the process is taken or ended."""
 
@@ -192,8 +201,9 @@ class SpawnedWorker:
 class ProcessLink(asyncio.Protocol):
     """`Link` to a child process, over a socket pair. Created by `open`."""
 
-    def __init__(self, handler: Handler, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, handler: Handler, process: subprocess.Popen[bytes], limits: LinkLimits) -> None:
         self.name = f"process {process.pid}"
+        self._limits = limits
         self._handler = handler
         self._process = process
         self._reader = FrameReader()
@@ -204,11 +214,13 @@ class ProcessLink(asyncio.Protocol):
         self._exit_task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, handler: Handler, spawned: SpawnedWorker) -> ProcessLink:
+    async def open(cls, handler: Handler, spawned: SpawnedWorker, limits: LinkLimits | None = None) -> ProcessLink:
         """Connect to a worker process. It accepts commands at once and executes them after its imports."""
         process, sock = spawned.take()
         try:
-            _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(handler, process), sock=sock)
+            _, link = await asyncio.get_running_loop().create_unix_connection(
+                lambda: cls(handler, process, limits or LinkLimits()), sock=sock
+            )
         except BaseException:  # the caller was cancelled, so end the process here
             _end(process, sock)
             raise
@@ -222,8 +234,9 @@ class ProcessLink(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if isinstance(command, Submit) and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            raise QueueFullError(f"{MAX_UNSENT_BYTES} bytes of requests already wait for the worker; try again later")
+        most = self._limits.max_unsent_bytes
+        if isinstance(command, Submit) and transport.get_write_buffer_size() > most:
+            raise QueueFullError(f"{most} bytes of requests already wait for the worker; try again later")
         try:
             body = self._encoder.encode(command)
         except OverflowError as error:
@@ -238,14 +251,14 @@ class ProcessLink(asyncio.Protocol):
     async def close(self) -> None:
         self.send(Stop())
         self._is_closing = True
-        if not await self._has_ended(STOP_LIMIT_S):
+        if not await self._has_ended(self._limits.stop_s):
             log.warning("the worker process %d does not stop; closing its stream", self._process.pid)
         if self._transport is not None:
             self._transport.abort()
-        if not await self._has_ended(EOF_LIMIT_S):
+        if not await self._has_ended(self._limits.eof_s):
             log.warning("the worker process %d is stuck and is killed", self._process.pid)
             self._process.kill()
-            await self._has_ended(EOF_LIMIT_S)
+            await self._has_ended(self._limits.eof_s)
         if self._exit_task is not None:
             await self._exit_task
 
@@ -267,9 +280,9 @@ class ProcessLink(asyncio.Protocol):
 
     async def _report_exit(self) -> None:
         """Report how the process ended. A process that closed its stream but still runs is killed."""
-        if not await self._has_ended(EOF_LIMIT_S):
+        if not await self._has_ended(self._limits.eof_s):
             self._process.kill()
-            await self._has_ended(EOF_LIMIT_S)
+            await self._has_ended(self._limits.eof_s)
         if not self._is_closing:
             self._handler.lost(_exit_reason(self._process.returncode))
 
@@ -290,12 +303,17 @@ class ThreadLink:
     name = "a thread"
 
     def __init__(
-        self, handler: Handler, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
+        self,
+        handler: Handler,
+        trace: TraceOptions | None = None,
+        kv_events: KVEventsOptions | None = None,
+        limits: LinkLimits | None = None,
     ) -> None:
         from lockstep.worker.device import DeviceWorker  # only processes that run an engine import it
 
         self._loop = asyncio.get_running_loop()
         self._handler = handler
+        self._limits = limits or LinkLimits()
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._worker = DeviceWorker(lambda event: self._post(handler.received, event), trace=trace, kv_events=kv_events)
         self._steps = threading.Thread(target=self._run, name="lockstep-steps", daemon=True)
@@ -303,8 +321,9 @@ class ThreadLink:
         threading.Thread(target=self._receive, name="lockstep-receive", daemon=True).start()
 
     def send(self, command: Command) -> None:
-        if isinstance(command, Submit) and self._commands.qsize() >= MAX_COMMANDS:
-            raise QueueFullError(f"{MAX_COMMANDS} commands already wait for the worker; try again later")
+        most = self._limits.max_commands
+        if isinstance(command, Submit) and self._commands.qsize() >= most:
+            raise QueueFullError(f"{most} commands already wait for the worker; try again later")
         self._commands.put(command)
 
     def kill(self) -> None:
