@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from lockstep.cli.main import invoke
 from tests.artifacts.hub.stand_in import hub_environment
+from tests.processes import run
 from tools.random_models import write_gguf
 
 Check = Callable[..., tuple[int, str, str]]
@@ -304,14 +304,10 @@ def test_the_environment_is_that_of_the_command(check: Check, monkeypatch: pytes
     assert "SHOP_HOST" in facts(check, text)["problems"][0]["message"]
 
 
-def test_standard_input_is_a_file(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Input:
-        buffer = io.BytesIO(b"cluster: x\nmodels: {a: {source: 'stub://a'}, b: }\n")
-
-    monkeypatch.setattr("sys.stdin", Input())
-    code, _, err = check(Path("-"))
-    assert code == 2
-    assert err.startswith("lockstep: error: standard input, line 2: models.b is empty")
+def test_standard_input_is_a_file() -> None:
+    result = run("check", "-", stdin="cluster: x\nmodels: {a: {source: 'stub://a'}, b: }\n")
+    assert result.returncode == 2
+    assert result.stderr.startswith("lockstep: error: standard input, line 2: models.b is empty")
 
 
 def test_a_file_that_is_too_large_is_refused_for_that(check: Check, tmp_path: Path) -> None:

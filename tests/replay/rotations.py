@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import LoadOptions
-from lockstep.engine.outputs import RequestOutput
+from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device_scheduler import DeviceScheduler
@@ -80,7 +80,7 @@ class Flight:
             self.seen["left before it ran"] += 1
             self._engine.abort(request_id)
 
-    def _heard(self, output: RequestOutput) -> None:
+    def _heard(self, output: TokenOutput) -> None:
         if output.is_final:
             self._open.pop(output.request_id, None)
 

@@ -15,10 +15,9 @@ import numpy as np
 from lockstep.bench.client import Client, Outcome, TimedExchange, read_exchange
 from lockstep.bench.protocol import Target
 
-PREPARED_BYTES = 256 << 20
-"""Requests that are written before the run; what is beyond is written just before it is due."""
-KEPT_BYTES = 256 << 20
-"""Answers that are kept as they came; what is beyond is read when its request ends, during the run."""
+MAX_KEPT_BYTES = 256 << 20
+"""Bytes of requests that are written before the run, and of answers that are kept as they came. Beyond it, a request is
+written just before it is due, and an answer is read when its request ends, during the run."""
 _REPORT_INTERVAL_S = 0.5
 
 
@@ -65,20 +64,26 @@ class Runner:
     """One run. Cancelling `run` ends it early; what was measured stays in `result`."""
 
     def __init__(
-        self, clients: Sequence[Client], jobs: Sequence[PlannedRequest], max_concurrency: int | None, watch: Watch
+        self,
+        clients: Sequence[Client],
+        jobs: Sequence[PlannedRequest],
+        max_concurrency: int | None,
+        watch: Watch,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
         self._clients = clients
         self._jobs = jobs
         self._places = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._watch = watch
         self._exchanges: dict[int, tuple[TimedExchange, float]] = {}
+        self._max_kept_bytes = max_kept_bytes
         self._kept_bytes = 0
         self._origin_s = 0.0
         self.result = Run([None] * len(jobs))
 
     async def run(self) -> None:
         """Send everything and wait for all answers; then read them."""
-        prepared = _prepare(self._jobs)
+        prepared = _prepare(self._jobs, self._max_kept_bytes)
         reporter = asyncio.ensure_future(self._report())
         cpu_s, self._origin_s = time.process_time(), time.perf_counter()
         try:
@@ -113,7 +118,7 @@ class Runner:
         self._watch.num_failed += bool(exchange.error) or exchange.status >= 400
         self._exchanges[index] = (exchange, start_s)
         self._kept_bytes += exchange.num_bytes
-        if self._kept_bytes > KEPT_BYTES:
+        if self._kept_bytes > self._max_kept_bytes:
             self._read(index)
 
     async def _report(self) -> None:
@@ -131,11 +136,11 @@ class Runner:
         self.result.outcomes[index] = read_exchange(exchange, start_s, self._jobs[index].prompt_tokens)
 
 
-def _prepare(jobs: Sequence[PlannedRequest]) -> dict[int, bytes]:
+def _prepare(jobs: Sequence[PlannedRequest], max_bytes: int) -> dict[int, bytes]:
     prepared: dict[int, bytes] = {}
     num_bytes = 0
     for index, job in enumerate(jobs):
-        if num_bytes > PREPARED_BYTES:
+        if num_bytes > max_bytes:
             break
         prepared[index] = job.write()
         num_bytes += len(prepared[index])
@@ -143,20 +148,25 @@ def _prepare(jobs: Sequence[PlannedRequest]) -> dict[int, bytes]:
 
 
 def run_load(
-    targets: Sequence[Target], jobs: Sequence[PlannedRequest], max_concurrency: int | None, watch: Watch
+    targets: Sequence[Target],
+    jobs: Sequence[PlannedRequest],
+    max_concurrency: int | None,
+    watch: Watch,
+    max_kept_bytes: int = MAX_KEPT_BYTES,
 ) -> Run:
     """Run to the end, or to Ctrl-C, in an event loop of its own.
 
     Args:
         targets: servers, by their places in jobs.
         max_concurrency: requests that are open at once; None: as many as are due.
+        max_kept_bytes: limit of what is prepared before the run, and of what is read after it.
     """
     runners: list[Runner] = []
 
     async def whole() -> None:
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(Client(target)) for target in targets]
-            runners.append(Runner(clients, jobs, max_concurrency, watch))
+            runners.append(Runner(clients, jobs, max_concurrency, watch, max_kept_bytes))
             await runners[0].run()
 
     try:
