@@ -53,8 +53,6 @@ KNOWN = (
 DOCUMENT_KEYS = (*workload_json.KEYS, *VLLM_ARRAYS, *VLLM_RUN_KEYS)
 """Keys of documents: a file with one of them is read whole."""
 MAX_KEYS_SHOWN = 8
-MAX_UNSORTED = 1_000_000
-"""Requests of a file whose lines have another order than arrivals: they are held together to be sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,9 @@ class ReadOptions:
     None: they stay together."""
     engine: int | None = None
     """Number of the engine whose requests are read from a recording; None: of the only one."""
+    max_unsorted: int = 1_000_000
+    """Maximum number of requests of a file whose lines have another order than arrivals: they are held together to be
+    sorted."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf:
@@ -131,15 +132,15 @@ class _FileRequests:
         with open_source(self.path) as stream:
             requests = self.format.read(numbered_lines(stream, self.path.name), self.path.name)
             if not self.format.is_sorted:
-                requests = iter(_sorted(requests))
+                requests = iter(_sorted(requests, self.options.max_unsorted))
             yield from _some(shaped(requests, self.options), self.path.name)
 
 
-def _sorted(rows: Iterable[WorkloadRequest]) -> list[WorkloadRequest]:
+def _sorted(rows: Iterable[WorkloadRequest], most: int) -> list[WorkloadRequest]:
     requests: list[WorkloadRequest] = []
     for row in rows:
-        if len(requests) == MAX_UNSORTED:
-            raise TraceError(f"{row.place}: over {MAX_UNSORTED} requests that have to be sorted; cut the file")
+        if len(requests) == most:
+            raise TraceError(f"{row.place}: over {most} requests that have to be sorted; cut the file")
         requests.append(row)
     return sorted(requests, key=lambda request: request.arrival)
 
