@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import psutil
 import pytest
@@ -45,6 +44,7 @@ from tests.cluster.support import (
     worker_of,
 )
 from tests.waiting import ENDLESS_MS, HANG_S, eventually
+from tests.worker.support import broken_steps
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
 
@@ -368,10 +368,9 @@ async def test_a_defect_in_the_step_loop_ends_requests_and_the_worker_but_not_th
         await running(model, 1)
         link = worker_of(model).lifecycle.link
         assert isinstance(link, ThreadLink)
-        with patch.object(link._worker._scheduler, "choose", side_effect=ZeroDivisionError("a defect")):
-            with pytest.raises(RequestFailedError, match="the device worker failed: ZeroDivisionError"):
-                await task
-            await eventually(lambda: worker_of(model).lifecycle.link is not link and model.health().ready)
+        with broken_steps(), pytest.raises(RequestFailedError, match="the device worker failed: ZeroDivisionError"):
+            await task
+        await eventually(lambda: worker_of(model).lifecycle.link is not link and model.health().ready)
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
         await settled(model)
 

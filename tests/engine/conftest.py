@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import pytest
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.deadlines import ManualClock
-from lockstep.engine.engine import Engine
+from lockstep.engine.engine import IDLE_WAIT_S, Engine, Observer
+from lockstep.engine.kv_files import BlockFiles
 from lockstep.engine.kv_store import KVStore
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.engine.loading import LoadedModel, load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 
 MakeEngine = Callable[..., Engine]
+HoldWrites = Callable[[threading.Event], None]
 OpenStore = Callable[..., KVStore]
 Pocket = tuple[LoadedModel, SchedulerConfig]
 
@@ -29,12 +32,29 @@ def clock() -> ManualClock:
 def make_engine(clock: ManualClock) -> MakeEngine:
     """`make_engine("stub://name?option=value", num_blocks=…, max_num_seqs=…)`."""
 
-    def make(source: str = "stub://alpha", clock: ManualClock = clock, **options: object) -> Engine:
+    def make(
+        source: str = "stub://alpha",
+        clock: ManualClock = clock,
+        observer: Observer | None = None,
+        idle_wait_s: float = IDLE_WAIT_S,
+        **options: object,
+    ) -> Engine:
         engine_options = EngineOptions(**{"num_blocks": 512, **options})  # type: ignore[arg-type]  # fields by name
         model, config = load_model(source, LoadOptions(engine=engine_options))
-        return Engine(model, config, clock=clock)
+        return Engine(model, config, clock=clock, observer=observer, idle_wait_s=idle_wait_s)
 
     return make
+
+
+@pytest.fixture
+def hold_writes(monkeypatch: pytest.MonkeyPatch) -> HoldWrites:
+    """Let every write of a block wait for an event, as a disk that hangs does."""
+
+    def hold(may_write: threading.Event) -> None:
+        write = BlockFiles.write
+        monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
+
+    return hold
 
 
 @pytest.fixture(scope="module")

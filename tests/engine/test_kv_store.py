@@ -18,7 +18,7 @@ from lockstep.engine.kv_store import KVStore
 from lockstep.engine.kv_tiers import KVTierName
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
-from tests.engine.conftest import OpenStore
+from tests.engine.conftest import HoldWrites, OpenStore
 from tests.waiting import HANG_S, until
 
 SIZE = 5000
@@ -125,13 +125,12 @@ def test_a_defect_in_the_store_s_thread_ends_the_load_and_not_the_store(
 
 
 def test_who_could_not_save_is_woken_by_what_others_wrote(
-    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, hold_writes: HoldWrites
 ) -> None:
     store = open_store()
     monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", SIZE)
     may_write, woken = threading.Event(), threading.Event()
-    write = BlockFiles.write
-    monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
+    hold_writes(may_write)
     save(store, 0)
     assert not store.can_save
     store.call_when_ready(woken.set)
@@ -265,14 +264,13 @@ def test_no_session_leaves_anything_behind(count: int, open_store: OpenStore, tm
 
 
 def test_a_folder_that_does_not_answer_costs_notes_and_no_memory(
-    open_store: OpenStore, faults: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore, faults: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold_writes: HoldWrites
 ) -> None:
     """A disk that hangs: what waits to be written there is bounded, and the newest is written when it answers."""
     store = open_store()
     monkeypatch.setattr(kv_store, "MAX_UNWRITTEN_RECORDS", 20)
     may_write = threading.Event()
-    write = BlockFiles.write
-    monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
+    hold_writes(may_write)
     save(store, 0)
     for turn in range(3):
         for number in range(15):

@@ -14,13 +14,13 @@ import pytest
 
 from lockstep.engine import kv_store, kv_transfer
 from lockstep.engine.engine import Engine
-from lockstep.engine.kv_files import BlockFiles, BlockKey
+from lockstep.engine.kv_files import BlockKey
 from lockstep.engine.kv_tiers import KVTierName
 from lockstep.engine.kv_transfer import environment_of
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import RequestFailedError
-from tests.engine.conftest import OpenStore, Pocket
+from tests.engine.conftest import HoldWrites, OpenStore, Pocket
 from tests.engine.kv_sessions import BLOCK, OWNER, answer, ask, hashes_of, kv_of, leave, prompt, tokens_of
 from tests.waiting import until
 
@@ -237,7 +237,7 @@ def test_saving_waits_where_the_store_is_behind(
 
 
 def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
-    pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+    pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, hold_writes: HoldWrites
 ) -> None:
     """A replica that is unloaded with a full pool neither holds the step loop for long nor doubles its memory."""
     store = open_store()
@@ -250,8 +250,7 @@ def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
     monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", 3 * size)
     monkeypatch.setattr(kv_transfer, "MAX_MOVED_BYTES", 2 * size)
     may_write = threading.Event()
-    write = BlockFiles.write
-    monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
+    hold_writes(may_write)
     kept = kv_of(engine).keep_now(hashes)
     assert store._saving_bytes == 4 * size, "two portions: the bound, and what the last one is beyond it"
     assert kept == 4

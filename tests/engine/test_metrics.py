@@ -119,6 +119,8 @@ def test_refusals_of_full_queues_and_faulty_rows_are_counted(make_engine: MakeEn
     with pytest.raises(QueueFullError, match=f"{MAX_COMMANDS} commands already wait"):
         submit(engine, "hello", 1)
     engine.run_until_idle()
+    submit(engine, "hello", 1)
+    engine.run_until_idle()
     counters = engine.metrics().counters
     assert counters["admission_rejections"] == 3 + 1
     assert counters["corrupted_requests"] == 1

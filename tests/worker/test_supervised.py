@@ -23,6 +23,7 @@ from lockstep.engine.sessions import SweepResult
 from lockstep.errors import ExecutorError, RequestFailedError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.health import HealthLimits
 from lockstep.worker.lifecycle import WorkerLost, WorkerRestarted
 from lockstep.worker.link import Link, SpawnedWorker, WorkerOptions, open_link
 from lockstep.worker.messages import Handler, SessionsChanged, StepReport
@@ -38,9 +39,11 @@ PROCESS = pytest.param(
 
 
 @asynccontextmanager
-async def running(kind: Kind, notices: list[Notice]) -> AsyncIterator[SupervisedWorker]:
+async def running(
+    kind: Kind, notices: list[Notice], health: HealthLimits | None = None
+) -> AsyncIterator[SupervisedWorker]:
     """A worker with the replicas a and b."""
-    worker = SupervisedWorker(WorkerOptions(kind), notices.append)
+    worker = SupervisedWorker(WorkerOptions(kind, health=health or HealthLimits()), notices.append)
     await worker.start()
     try:
         await worker.load("a", "stub://alpha", SMALL, priority=Priority.CRITICAL)
@@ -266,9 +269,8 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
             raise hindrances.pop()
         return await open_link(options, handler)
 
-    async with running(kind, notices) as worker:
+    async with running(kind, notices, HealthLimits(first_delay_s=0.01)) as worker:
         monkeypatch.setattr("lockstep.worker.lifecycle.open_link", hindered)
-        monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", 0.01)
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         await eventually(lambda: any(isinstance(notice, WorkerRestarted) for notice in notices))
