@@ -285,6 +285,7 @@ async def test_a_budget_for_kv_that_was_nothing_holds_from_the_manifest_on_that_
         assert await come_again(cluster) == (0, 0)
         replaced = await cluster.replace(text.replace("BUDGET", "64MB"))
         assert replaced.unchanged == ("router",)
+        await host_has(cluster, 32_000_000, lambda num_blocks: True)  # what ends before it is kept when it is idle
         found = (await say(cluster, "a question " * 30, session="s")).output.num_cached_tokens
         assert found
         await host_has(cluster, 32_000_000, lambda num_blocks: num_blocks * 16 >= found)
