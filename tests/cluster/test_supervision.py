@@ -344,7 +344,10 @@ async def main():
     from lockstep.engine.request import GenerationRequest
     stream = model.stream(GenerationRequest("x"))
     task = asyncio.create_task(anext(stream))
-    await running(model, 1)
+    if {is_idle}:
+        await task
+    else:
+        await running(model, 1)
     print(model.worker_pid, flush=True)
     await asyncio.sleep(3600)
 
@@ -352,9 +355,11 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("source", ["stub://alpha", f"stub://alpha?step_ms={ENDLESS_MS}"], ids=["idle", "in a step"])
-async def test_a_worker_whose_server_was_killed_ends_too(source: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT.format(source=source)], stdout=subprocess.PIPE) as parent:
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "in a step"])
+async def test_a_worker_whose_server_was_killed_ends_too(is_idle: bool) -> None:
+    source = "stub://alpha" if is_idle else f"stub://alpha?step_ms={ENDLESS_MS}"
+    program = PARENT.format(source=source, is_idle=is_idle)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(await asyncio.to_thread(parent.stdout.readline))
         assert is_alive(pid)
