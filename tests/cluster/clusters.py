@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.system import SYSTEM, System
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.support import Kind
@@ -49,10 +49,10 @@ async def clustered(
     policy: PlanPolicy = QUICK,
     drain_s: float = HANG_S,
     health: HealthLimits | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    system: System = SYSTEM,
 ) -> AsyncIterator[Cluster]:
     """A started cluster; at the end of the block nothing may be left open, and all blocks are where they belong."""
-    worker = WorkerOptions(kind, health=health or HealthLimits(), clock=clock)
+    worker = WorkerOptions(kind, health=health or HealthLimits(), system=system)
     options = ClusterOptions(Backend(backend), worker=worker, policy=policy, drain_s=drain_s)
     cluster = Cluster(parse(text), options)
     await asyncio.wait_for(cluster.start(), HANG_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -18,6 +17,7 @@ from lockstep.cluster.remote_messages import AnswerLimits
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.system import SYSTEM, System
 from tests.waiting import HANG_S, eventually
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -111,7 +111,7 @@ async def remote(
     num_failures: int = 100,
     max_attempts: int = 1,
     rest_s: float = 1.0,
-    clock: Callable[[], float] = time.monotonic,
+    system: System = SYSTEM,
     silence_s: float | None = None,
     limits: AnswerLimits | None = None,
 ) -> AsyncIterator[RemoteModel]:
@@ -121,7 +121,7 @@ async def remote(
     options = RemoteOptions(
         max_attempts, backoff_s=0.01, breaker=breaker, silence_s=silence_s, answer=limits or AnswerLimits()
     )
-    model = RemoteModel(entry, KEY, options, clock)
+    model = RemoteModel(entry, KEY, options, system)
     try:
         yield model
         assert model.num_open == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,14 +10,13 @@ import pytest
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.deadlines import ManualClock
 from lockstep.engine.engine import IDLE_WAIT_S, Engine, Observer
-from lockstep.engine.kv_files import BlockFiles
 from lockstep.engine.kv_store import KVStore
 from lockstep.engine.kv_tiers import KVStoreOptions
 from lockstep.engine.loading import LoadedModel, load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.system import SYSTEM, System
 
 MakeEngine = Callable[..., Engine]
-HoldWrites = Callable[[threading.Event], None]
 OpenStore = Callable[..., KVStore]
 Pocket = tuple[LoadedModel, SchedulerConfig]
 
@@ -46,17 +44,6 @@ def make_engine(clock: ManualClock) -> MakeEngine:
     return make
 
 
-@pytest.fixture
-def hold_writes(monkeypatch: pytest.MonkeyPatch) -> HoldWrites:
-    """Let every write of a block wait for an event, as a disk that hangs does."""
-
-    def hold(may_write: threading.Event) -> None:
-        write = BlockFiles.write
-        monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
-
-    return hold
-
-
 @pytest.fixture(scope="module")
 def pocket() -> Iterator[Pocket]:
     """The embedded model, whose answers depend on every bit of its KV, and a config for engines on it."""
@@ -76,13 +63,14 @@ def open_store(tmp_path: Path, faults: list[str]) -> Iterator[OpenStore]:
     """Stores on the test's folders, one at a time: who opens the next closes the one before, as a restart does."""
     opened: list[KVStore] = []
 
-    def open_store(host_bytes: int = 1 << 26, disk_bytes: int = 0, check_share: float = 0.0) -> KVStore:
+    def open_store(
+        host_bytes: int = 1 << 26, disk_bytes: int = 0, check_share: float = 0.0, system: System = SYSTEM
+    ) -> KVStore:
         while opened:
             opened.pop().close(10.0)
         folders = str(tmp_path / "host"), str(tmp_path / "disk")
-        opened.append(
-            KVStore(KVStoreOptions(folders[0], host_bytes, folders[1], disk_bytes, check_share), faults.append)
-        )
+        options = KVStoreOptions(folders[0], host_bytes, folders[1], disk_bytes, check_share)
+        opened.append(KVStore(options, faults.append, system))
         return opened[0]
 
     yield open_store

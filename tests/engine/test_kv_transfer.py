@@ -20,8 +20,9 @@ from lockstep.engine.kv_transfer import environment_of
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import RequestFailedError
-from tests.engine.conftest import HoldWrites, OpenStore, Pocket
+from tests.engine.conftest import OpenStore, Pocket
 from tests.engine.kv_sessions import BLOCK, OWNER, answer, ask, hashes_of, kv_of, leave, prompt, tokens_of
+from tests.systems import WatchedSystem
 from tests.waiting import until
 
 
@@ -237,10 +238,11 @@ def test_saving_waits_where_the_store_is_behind(
 
 
 def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
-    pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, hold_writes: HoldWrites
+    pocket: Pocket, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica that is unloaded with a full pool neither holds the step loop for long nor doubles its memory."""
-    store = open_store()
+    may_write = threading.Event()
+    store = open_store(system=WatchedSystem(lambda call, path: call != "open" or may_write.wait()))
     engine = Engine(*pocket, store=store)
     size = engine.model.executor.geometry.bytes_per_block
     with monkeypatch.context() as patched:
@@ -249,8 +251,6 @@ def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
     hashes = hashes_of(engine, "s")
     monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", 3 * size)
     monkeypatch.setattr(kv_transfer, "MAX_MOVED_BYTES", 2 * size)
-    may_write = threading.Event()
-    hold_writes(may_write)
     kept = kv_of(engine).keep_now(hashes)
     assert store._saving_bytes == 4 * size, "two portions: the bound, and what the last one is beyond it"
     assert kept == 4

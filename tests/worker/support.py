@@ -10,7 +10,6 @@ from typing import NoReturn, TypeVar
 
 import pytest
 
-from lockstep.engine.deadlines import Clock
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
@@ -18,6 +17,7 @@ from lockstep.errors import (
     LockstepError,
 )
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.system import SYSTEM, System
 from lockstep.worker.device import DeviceWorker
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.options import TraceOptions
@@ -51,12 +51,12 @@ class Bench:
     """A worker with its step thread, and all that it has said."""
 
     def __init__(
-        self, clock: Clock | None = None, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
+        self, system: System = SYSTEM, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
     ) -> None:
         self.events: list[Event] = []
         self._ask_ids = itertools.count(1)
         self._said = threading.Condition()
-        self.worker = DeviceWorker(self._hear, clock, trace, kv_events=kv_events)
+        self.worker = DeviceWorker(self._hear, system, trace, kv_events=kv_events)
         self.failure: BaseException | None = None
         """The error that ended the step thread; the end of `running` raises it."""
         self.steps = threading.Thread(target=self._run)
@@ -127,8 +127,8 @@ def ask(text: str, params: SamplingParams = SHORT) -> GenerationRequest:
     return GenerationRequest(tuple(text.encode()), params)
 
 
-class Ticking:
-    """A clock on which everything takes a millisecond."""
+class Ticking(System):
+    """A system on whose clock everything takes a millisecond."""
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -140,9 +140,9 @@ class Ticking:
 
 @contextmanager
 def running(
-    clock: Clock | None = None, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
+    system: System = SYSTEM, trace: TraceOptions | None = None, kv_events: KVEventsOptions | None = None
 ) -> Iterator[Bench]:
-    bench = Bench(clock, trace, kv_events)
+    bench = Bench(system, trace, kv_events)
     try:
         yield bench
     finally:

@@ -20,15 +20,17 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SweepResult
-from lockstep.errors import ExecutorError, RequestFailedError, WorkerLostError
+from lockstep.errors import RequestFailedError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.system import SYSTEM, System
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.lifecycle import WorkerLost, WorkerRestarted
-from lockstep.worker.link import Link, SpawnedWorker, WorkerOptions, open_link
-from lockstep.worker.messages import Handler, SessionsChanged, StepReport
+from lockstep.worker.link import SpawnedWorker, WorkerOptions
+from lockstep.worker.messages import SessionsChanged, StepReport
 from lockstep.worker.pending import Mailbox
 from lockstep.worker.supervised import Notice, SupervisedWorker
+from tests.systems import WatchedSystem
 from tests.waiting import HANG_S, eventually
 
 Kind = Literal["thread", "process"]
@@ -40,10 +42,10 @@ PROCESS = pytest.param(
 
 @asynccontextmanager
 async def running(
-    kind: Kind, notices: list[Notice], health: HealthLimits | None = None
+    kind: Kind, notices: list[Notice], system: System = SYSTEM, health: HealthLimits | None = None
 ) -> AsyncIterator[SupervisedWorker]:
     """A worker with the replicas a and b."""
-    worker = SupervisedWorker(WorkerOptions(kind, health=health or HealthLimits()), notices.append)
+    worker = SupervisedWorker(WorkerOptions(kind, health=health or HealthLimits(), system=system), notices.append)
     await worker.start()
     try:
         await worker.load("a", "stub://alpha", SMALL, priority=Priority.CRITICAL)
@@ -257,25 +259,22 @@ async def test_a_request_to_a_replica_that_is_not_loaded_is_lost_before_it_is_se
 
 
 @pytest.mark.parametrize("kind", [PROCESS])
-async def test_a_worker_that_cannot_be_started_is_tried_again(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_worker_that_cannot_be_started_is_tried_again(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever hinders it: nobody else would ever start one."""
     notices: list[Notice] = []
-    hindrances: list[Exception] = [RuntimeError("a defect"), ExecutorError("no process can be started")]
+    hindrances: list[Exception] = []
 
-    async def hindered(options: WorkerOptions, handler: Handler) -> Link:
+    def hinder(call: str, about: str) -> None:
         if hindrances:
             raise hindrances.pop()
-        return await open_link(options, handler)
 
-    async with running(kind, notices, HealthLimits(first_delay_s=0.01)) as worker:
-        monkeypatch.setattr("lockstep.worker.lifecycle.open_link", hindered)
+    async with running(kind, notices, WatchedSystem(hinder), HealthLimits(first_delay_s=0.01)) as worker:
+        hindrances += RuntimeError("a defect"), OSError("no more processes")
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         await eventually(lambda: any(isinstance(notice, WorkerRestarted) for notice in notices))
         assert worker.is_up
         assert worker.loaded("a") is None, "the next worker begins with nothing"
     assert not hindrances
-    assert "the device worker did not restart: no process can be started" in caplog.text
+    assert "the device worker did not restart: no worker process can be started: no more processes" in caplog.text
     assert "the device worker did not restart: a defect" in caplog.text

@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from lockstep.artifacts.source import open_artifact
@@ -74,7 +75,7 @@ class Cluster:
         self._handler = RequestHandler(state)
         self._prepared: OpenedManifest | None = None
         self._created_s = int(state.events.unix_time_s())
-        self._history = History()
+        self._history = History(self._state.now_s)
         self._sweeping: asyncio.Task[None] | None = None
         self._reloads = Reloads(state, self._read)
         self._operator_names = OperatorNames(
@@ -252,7 +253,7 @@ class Cluster:
             log.warning(
                 "other gateways already serve %s; their manifest applies instead of this one", self._manifest.cluster
             )
-            self._manifest, self._prepared = await asyncio.to_thread(self._read, text), None
+            self._manifest, self._prepared = await self._state.system.run_in_thread(partial(self._read, text)), None
             self._state.declare(self._manifest)
         self._state.on_manifest = self._reloads.follow
 
@@ -319,8 +320,8 @@ class Cluster:
             if environment is not None
             else self._operator_names.check_for(permissions, self._state.models.declared.hosts)
         )
-        manifest = await asyncio.to_thread(
-            parse, text, validators=self._validators, environment=environment, author_check=permission_check
+        manifest = await self._state.system.run_in_thread(
+            partial(parse, text, validators=self._validators, environment=environment, author_check=permission_check)
         )
         self._check_booted()
         self._reloads.check(manifest)
@@ -429,7 +430,7 @@ class Cluster:
         """Periodically evict the KV of idle sessions, and check whether steps are still watched."""
         was_watched = False
         while True:
-            await asyncio.sleep(self._state.models.declared.sessions.sweep_interval_s)
+            await self._state.system.sleep(self._state.models.declared.sessions.sweep_interval_s)
             try:
                 await self._state.sweep_idle(self._state.now_s())
             except Exception:  # an internal error must not stop the eviction of sessions

@@ -52,7 +52,7 @@ class RequestHandler:
     def __init__(self, state: ClusterState) -> None:
         self._state = state
         self._clock = state.now_s
-        self._prompts = PromptTokeniser()
+        self._prompts = PromptTokeniser(state.system)
         self.num_open = 0
 
     async def stream(self, call: GenerationRequest, progress: CallProgress) -> EventStream:

@@ -9,7 +9,6 @@ whole answer, together with the text so far. A stream and `LLM` raise it.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -94,12 +93,6 @@ class Clock(Protocol):
     """Clock for deadlines: seconds since an arbitrary origin; never decreases."""
 
     def now_s(self) -> float: ...
-
-
-class SystemClock:
-    """The machine's monotonic clock."""
-
-    now_s = staticmethod(time.perf_counter)
 
 
 class ManualClock:

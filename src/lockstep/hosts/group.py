@@ -97,7 +97,7 @@ class Group:
         self.key = key
         self._health = HealthLimits(answer_s=limits.answer_s, silence_s=limits.silence_s, load_s=limits.silence_s)
         self._worker = worker or WorkerOptions()
-        self._now_s = self._worker.clock
+        self._now_s = self._worker.system.now_s
         self._name = name or (lambda: key)
         self.balancer = balancer
         self.members = tuple(Member(number) for number in range(balancer.num_replicas))
@@ -140,7 +140,7 @@ class Group:
             address=WorkerAddress(place.address, place.port, link.secret_file, link.tls_ca, link.allows_plain),
             health=self._health,
             stream_interval_s=self._worker.stream_interval_s,
-            clock=self._now_s,
+            system=self._worker.system,
         )
         worker = SupervisedWorker(options, lambda notice: self._on_notice(member, worker, notice))
         member.worker = worker

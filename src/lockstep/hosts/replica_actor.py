@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -123,7 +124,7 @@ class ReplicaHost:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._end_worker()
-        await asyncio.to_thread(self._host_store.close)
+        await self._options.system.run_in_thread(self._host_store.close)
 
     # -- the worker ---------------------------------------------------------------------------------------------------
 
@@ -150,7 +151,9 @@ class ReplicaHost:
             self._worker = SupervisedWorker(self._options, self._on_notice)
             await self._worker.start()
             if self._store is not None:
-                self._worker.open_store(await asyncio.to_thread(self._host_store.opened, self._store))
+                self._worker.open_store(
+                    await self._options.system.run_in_thread(partial(self._host_store.opened, self._store))
+                )
         while not self._worker.is_up:
             self._is_changed.clear()
             await self._is_changed.wait()
@@ -199,7 +202,7 @@ class ReplicaHost:
         log.warning("%s could not be loaded; next attempt in %.0f s: %s", self._label, delay_s, reason)
         await self._end_worker()
         self._set(state=ReplicaPhase.FAILED, reason=reason, port=0, pid=0)
-        await asyncio.sleep(delay_s)
+        await self._options.system.sleep(delay_s)
 
     async def _end_worker(self) -> None:
         if self._worker is not None:
@@ -236,7 +239,7 @@ class ReplicaHost:
                 num_failures += 1
                 log.debug("%s could not report its status: %s", self._label, error)
                 delays = self._delays
-                await asyncio.sleep(backoff_s(num_failures, delays.first_report_s, delays.max_report_s))
+                await self._options.system.sleep(backoff_s(num_failures, delays.first_report_s, delays.max_report_s))
                 self._is_unreported.set()
 
 
