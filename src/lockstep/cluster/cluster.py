@@ -31,7 +31,6 @@ from lockstep.cluster.state import ClusterOptions, ClusterState
 from lockstep.engine.kv_tiers import TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import (
     HostNotFoundError,
     InvalidParameterError,
@@ -110,17 +109,6 @@ class Cluster:
     def card(self, name: str | None) -> ModelCard:
         """Card of the model with a name or alias; ModelNotFoundError: there is none."""
         return self._card(self._state.models.find(name))
-
-    def tokenizer(self, name: str | None) -> Tokenizer:
-        """Tokenizer and template of a model; ModelNotFoundError: no such model; UnavailableError: it is not loaded
-        yet."""
-        model = self._state.find(name)
-        if model.remote is not None:
-            return model.remote.tokenizer
-        assert model.replica is not None, "a model is local or remote"
-        if model.replica.tokenizer is None:
-            raise UnavailableError("the model is loading")
-        return model.replica.tokenizer
 
     def stream(self, request: GenerationRequest, progress: CallProgress | None = None) -> EventStream:
         """Answer a request. Closing the stream early aborts the request within one step.
@@ -460,10 +448,10 @@ class Cluster:
         return replica
 
     def _card(self, model: Model) -> ModelCard:
-        replica = model.replica
+        replica, remote, is_booted = model.replica, model.remote, self._state.is_booted
+        recorded = remote.text if isinstance(remote, RecordedModel) else None
+        known = recorded.tokenizer if recorded else replica.tokenizer if replica else None
         loaded = None if replica is None else replica.loaded
-        recorded = model.remote.text if isinstance(model.remote, RecordedModel) else None
-        tokenizer = recorded.tokenizer if recorded else replica.tokenizer if replica else None
         mates = () if replica is None else self._state.models_on(replica)
         return ModelCard(
             name=model.id,
@@ -472,6 +460,8 @@ class Cluster:
             created_s=self._created_s,
             tier=model.status(self._state.now_s()),
             max_model_len=recorded.max_model_len if recorded else loaded.config.max_model_len if loaded else None,
-            has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
+            has_chat_template=None if known is None else known.has_chat_template,
             parent=mates[0].id if mates and mates[0] is not model else None,
+            text=None if not is_booted else known if remote is None else remote.tokenizer,
+            absence="the model is loading" if is_booted else self._state.loading,
         )

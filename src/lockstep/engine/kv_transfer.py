@@ -96,7 +96,7 @@ class KVTransfer:
         return True
 
     def leave(self, live: LiveRequest) -> None:
-        """Remove a request that has ended."""
+        """Remove a request that has ended before it was scheduled."""
         if live in self._waiting:
             self._waiting.remove(live)
         for each in self._pending_loads:
