@@ -64,12 +64,16 @@ def open_store(tmp_path: Path, faults: list[str]) -> Iterator[OpenStore]:
     opened: list[KVStore] = []
 
     def open_store(
-        host_bytes: int = 1 << 26, disk_bytes: int = 0, check_share: float = 0.0, system: System = SYSTEM
+        host_bytes: int = 1 << 26,
+        disk_bytes: int = 0,
+        check_share: float = 0.0,
+        system: System = SYSTEM,
+        **limits: int,
     ) -> KVStore:
         while opened:
             opened.pop().close(10.0)
         folders = str(tmp_path / "host"), str(tmp_path / "disk")
-        options = KVStoreOptions(folders[0], host_bytes, folders[1], disk_bytes, check_share)
+        options = KVStoreOptions(folders[0], host_bytes, folders[1], disk_bytes, check_share, **limits)
         opened.append(KVStore(options, faults.append, system))
         return opened[0]
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from lockstep.engine import kv_load, kv_records, kv_store
 from lockstep.engine.kv_files import BlockFiles
 from lockstep.engine.kv_load import ChainLoad
 from lockstep.engine.kv_records import SessionRecord
@@ -60,7 +59,7 @@ def present(store: KVStore, count: int, environment: bytes = ENVIRONMENT) -> set
 
 def test_what_comes_after_a_load_was_cancelled_is_never_taken_for_the_block_that_is_missing() -> None:
     """An engine gives up while the store's thread reads a block: what was read is the content of a later place."""
-    load = ChainLoad(ENVIRONMENT, [hash_of(number) for number in range(4)], SIZE, nothing)
+    load = ChainLoad(ENVIRONMENT, [hash_of(number) for number in range(4)], SIZE, nothing, 4 * SIZE)
     for number in range(2):
         load.put(content_of(number))
     assert load.take(SIZE)[0][0] == 0
@@ -95,11 +94,10 @@ def test_bytes_that_wait_to_be_written_are_counted_right_by_many_threads(open_st
 # -- who waits is woken -----------------------------------------------------------------------------------------------
 
 
-def test_closing_the_store_ends_waiting_loads(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store()
+def test_closing_the_store_ends_waiting_loads(open_store: OpenStore) -> None:
+    store = open_store(max_ahead_bytes=1)
     save(store, *range(8))
     assert store.flush(10.0)
-    monkeypatch.setattr(kv_load, "MAX_AHEAD_BYTES", 1)
     woken = threading.Event()
     load = store.load(ENVIRONMENT, [hash_of(number) for number in range(8)], SIZE, woken.set)
     until(lambda: load.is_ready, "the first block came")
@@ -125,12 +123,10 @@ def test_a_defect_in_the_store_s_thread_ends_the_load_and_not_the_store(
     assert len(load.take(SIZE)) == 1
 
 
-def test_who_could_not_save_is_woken_by_what_others_wrote(
-    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_could_not_save_is_woken_by_what_others_wrote(open_store: OpenStore) -> None:
     may_write, woken = threading.Event(), threading.Event()
-    store = open_store(system=WatchedSystem(lambda call, path: call != "open" or may_write.wait()))
-    monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", SIZE)
+    hanging = WatchedSystem(lambda call, path: call != "open" or may_write.wait())
+    store = open_store(system=hanging, max_saving_bytes=SIZE)
     save(store, 0)
     assert not store.can_save
     store.call_when_ready(woken.set)
@@ -184,10 +180,9 @@ def test_blocks_of_an_earlier_process_have_the_class_of_their_engine_again(open_
 
 
 def test_what_a_session_came_back_for_before_is_removed_and_so_is_what_a_forgotten_one_did(
-    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore, tmp_path: Path
 ) -> None:
     """Else its client could end it, and there would be blocks of it that no command removes."""
-    monkeypatch.setattr(kv_records, "MAX_RECORDS", 2)
 
     def come(session: str, *numbers: int) -> set[int]:
         save(store, *numbers)
@@ -195,7 +190,7 @@ def test_what_a_session_came_back_for_before_is_removed_and_so_is_what_a_forgott
         assert store.flush(10.0)
         return present(store, 10)
 
-    store = open_store(disk_bytes=1 << 20)
+    store = open_store(disk_bytes=1 << 20, max_records=2)
     assert come("a", 0, 1, 2) == {0, 1, 2}
     assert come("b", 0, 1, 3) == {0, 1, 2, 3}
     assert come("a", 0, 4) == {0, 1, 3, 4}, "b wants 1, too, and nobody wants 2"
@@ -264,12 +259,12 @@ def test_no_session_leaves_anything_behind(count: int, open_store: OpenStore, tm
 
 
 def test_a_folder_that_does_not_answer_costs_notes_and_no_memory(
-    open_store: OpenStore, faults: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore, faults: list[str], tmp_path: Path
 ) -> None:
     """A disk that hangs: what waits to be written there is bounded, and the newest is written when it answers."""
     may_write = threading.Event()
-    store = open_store(system=WatchedSystem(lambda call, path: call != "open" or may_write.wait()))
-    monkeypatch.setattr(kv_store, "MAX_UNWRITTEN_RECORDS", 20)
+    hanging = WatchedSystem(lambda call, path: call != "open" or may_write.wait())
+    store = open_store(system=hanging, max_unwritten_records=20)
     save(store, 0)
     for turn in range(3):
         for number in range(15):
